@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from aiokafka.errors import KafkaError
 
 from aioshard.records import Record
+from aioshard.serde.side_records import Coordinates, ParkedRecord, Removed, read_parked
 from tests.guarantees.exactly_once_member import copies, fails
 from tests.support.cluster import KafkaCluster
 from tests.support.kafka_libs import PROJECT
@@ -237,11 +238,45 @@ async def verify(group: Group, records: int, *, poison: str = "none", cut: bool 
         await group.stop(member)
     numbers = [str(number) for number in range(records)]
     outputs = await group.kafka.read(f"{group.topic}.out")
-    expected = Counter(f"{number}/{copy}" for number in numbers for copy in range(copies(number, poison)))
+    failed = Counter(number for number in numbers if fails(number, poison))
+    expected = Counter(
+        f"{number}/{copy}" for number in numbers if number not in failed for copy in range(copies(number))
+    )
     assert not (found := wrong(outputs, expected)), f"outputs: {found}"
     letters = await group.kafka.read(f"{group.topic}.dlt")
-    failed = Counter(number for number in numbers if fails(number, poison))
     assert not (found := wrong(letters, failed)), f"dead letters: {found}"
     everything = await group.kafka.read(f"{group.topic}.out", "read_uncommitted")
     assert not cut or len(everything) > len(outputs), "no transaction was ever cut: the test shows nothing"
     return Figures(len(outputs), len(letters), len(everything) - len(outputs))
+
+
+class Parked(NamedTuple):
+    """What a reader of the side topic sees: how often each record was parked, retried in vain and removed."""
+
+    stored: Counter[Coordinates]
+    attempts: Counter[tuple[Coordinates, int]]
+    removed: Counter[Coordinates]
+
+
+async def read_side_topic(group: Group) -> Parked:
+    """Read the side topic of a group."""
+    found = Parked(Counter(), Counter(), Counter())
+    for record in await group.kafka.read(f"{group.topic}.parked"):
+        match read_parked(record):
+            case ParkedRecord() as parked:
+                found.stored[parked.coordinates] += parked.replays == 0
+                found.attempts[parked.coordinates, parked.replays] += 1
+            case Removed() as gone:
+                found.removed[gone.coordinates] += 1
+    return found
+
+
+async def verify_parked(group: Group, timeout: float = 60) -> int:
+    """Wait until nothing is parked; each record was parked once and removed once. Return how many there were."""
+    async with asyncio.timeout(timeout):
+        while (found := await read_side_topic(group)).stored.keys() != found.removed.keys():  # noqa: ASYNC110 - none here
+            await asyncio.sleep(POLL_INTERVAL)
+    assert found.stored, "nothing was parked: the test shows nothing"
+    for counts in (found.stored, found.attempts, found.removed):
+        assert set(counts.values()) == {1}, counts.most_common(3)  # type: ignore[attr-defined]
+    return len(found.stored)

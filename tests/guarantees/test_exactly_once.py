@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guarantees.exactly_once import KEYS, SESSION, Group, verify
+from tests.guarantees.exactly_once import KEYS, SESSION, Group, verify, verify_parked
 from tests.guarantees.exactly_once_member import copies
 from tests.support.kafka import KafkaBroker
 from tests.support.shared_kafka import SharedKafka
@@ -21,10 +21,11 @@ OUTAGES = (0.0, 5.0, 10.0)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_killed_processes_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path) -> None:
+@pytest.mark.parametrize("park", ["0", "0.5"])
+async def test_killed_processes_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path, park: str) -> None:
     """Three processes, one of which is killed at a random moment and replaced, eight times."""
     chance = random.Random(13)
-    group, records, kills = Group(kafka, tmp_path, poison=POISON), 20_000, 8
+    group, records, kills = Group(kafka, tmp_path, poison=MORE_POISON, park=park), 20_000, 8
     await group.create(records)
     try:
         for _ in range(3):
@@ -37,9 +38,17 @@ async def test_killed_processes_publish_everything_exactly_once(kafka: SharedKaf
             await group.kill(chance.choice(group.members))
             group.start()
         await group.until_committed(records)
-        await verify(group, records, poison=POISON, cut=True)
+        await verify_end(group, records, park)
     finally:
         await group.end()
+
+
+async def verify_end(group: Group, records: int, park: str) -> tuple[tuple[str, int], ...]:
+    """Verify what a reader sees at the end, and return it."""
+    if not float(park):
+        return tuple((await verify(group, records, poison=MORE_POISON, cut=True))._asdict().items())
+    parked = await verify_parked(group)
+    return (*(await verify(group, records, cut=True))._asdict().items(), ("parked", parked))
 
 
 @pytest.mark.slow
@@ -154,12 +163,13 @@ async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("park", ["0", "0.5"])
 async def test_everything_is_published_exactly_once_whatever_happens_to_processes_and_the_broker(
-    own_kafka: KafkaBroker, tmp_path: Path, request: pytest.FixtureRequest
+    own_kafka: KafkaBroker, tmp_path: Path, request: pytest.FixtureRequest, park: str
 ) -> None:
     """20 kills; with each comes a broker restart, a freeze beyond the session, a deploy, or a kill of all at once."""
     chance = random.Random(13)
-    group, records, turns = Group(own_kafka, tmp_path, poison=MORE_POISON, longest="0.2"), 100_000, 20
+    group, records, turns = Group(own_kafka, tmp_path, poison=MORE_POISON, longest="0.2", park=park), 100_000, 20
 
     async def restart_the_broker() -> None:
         await restart(own_kafka, group, chance.choice(OUTAGES))
@@ -183,8 +193,8 @@ async def test_everything_is_published_exactly_once_whatever_happens_to_processe
             group.start()
         assert await group.committed() < records, "the last events came too late"
         await group.until_committed(records, timeout=300)
-        figures = await verify(group, records, poison=MORE_POISON, cut=True)
-        request.node.user_properties.extend(figures._asdict().items())
+        figures = await verify_end(group, records, park)
+        request.node.user_properties.extend(figures)
         print(figures)
     finally:
         await group.end()

@@ -57,7 +57,7 @@ from aioshard import Context
 async def handle(record: Record, context: Context) -> None:
     if record.value == os.environ.get("STUCK", "").encode():
         await asyncio.sleep(3600)
-    await asyncio.sleep(random.random() * 0.01)
+    await asyncio.sleep(random.random() * float(os.environ.get("LONGEST", "0.01")))
     where = "spark" if context.replay else "live"
     await context.publish({out!r}, where, key=record.value, headers=[("id", context.idempotency_key)])
     if context.replay and os.path.exists({broken!r}):
@@ -140,9 +140,9 @@ async def stop(process: subprocess.Popen[bytes]) -> int:
 async def test_an_app_then_spark_then_the_app_publish_every_record_once(run: Publishing, how: str) -> None:
     """The first app ends with records finished beyond the committed offset, the killed one in a transaction."""
     await run.produce(range(FIRST))
-    processes = [run.start(STUCK=str(STUCK))]
+    processes = [run.start(STUCK=str(STUCK), LONGEST="0.1")]
     try:
-        await run.until_published(FIRST // 4)
+        await run.until_published(FIRST // 8)
         if how == "stopped":
             await stop(processes[0])
         else:
