@@ -3,15 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
-from aioshard.attempts import BatchContext, Context
+from aioshard.attempts import BatchContext, CallNext, Context
 from aioshard.core.batching import Batch
 from aioshard.core.on_failure import CircuitBreaker, DeadLetter, Park
 from aioshard.core.pace import RateLimit
 from aioshard.core.retry import Retry
 from aioshard.errors import AioshardError, BatchError, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
+from aioshard.ports import Message
 from aioshard.records import Record, TopicPartition
-from aioshard.router import Handlers
+from aioshard.router import Router
+from aioshard.serde.payloads import message
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -36,20 +38,23 @@ __all__ = [
     "Batch",
     "BatchContext",
     "BatchError",
+    "CallNext",
     "CircuitBreaker",
     "Context",
     "DeadLetter",
     "HandlerStatistics",
-    "Handlers",
     "JournalStatistics",
+    "Message",
     "Park",
     "PartitionStatistics",
     "RateLimit",
     "Record",
     "Retry",
     "RetryLater",
+    "Router",
     "Settings",
     "Statistics",
     "TopicPartition",
     "__version__",
+    "message",
 ]

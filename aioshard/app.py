@@ -8,10 +8,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from aioshard.attempts import InProcesses, Provided, with_attempts
 from aioshard.core.on_failure import Park
@@ -27,7 +27,6 @@ from aioshard.engine.control import (
     release_parked,
     resume,
     seek,
-    set_concurrency,
 )
 from aioshard.engine.failures import skipping
 from aioshard.engine.handler import Adapt, Handler, Observe
@@ -43,18 +42,19 @@ from aioshard.ports import (
     Clients,
     GroupHasMembersError,
     Message,
+    Partitioner,
     ProducerFactory,
     SideTopics,
     SideTopicsFactory,
     TransportFactory,
 )
 from aioshard.records import TopicPartition
-from aioshard.router import Handlers, process_call
+from aioshard.router import Router, process_call
 from aioshard.serde.payloads import message
 from aioshard.signals import Signals
 
 if TYPE_CHECKING:
-    from aioshard.settings import Settings
+    from aioshard.settings import Settings, SettingsDict
     from aioshard.telemetry.journal import Journal
     from aioshard.telemetry.tracing import Tracing
 
@@ -66,7 +66,7 @@ Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
 _ANSWER_TIMEOUT = 10.0
 
 
-class App(Handlers):
+class App(Router):
     """A member of a consumer group with its handlers.
 
     Run it with `run` (blocks), `serve` (inside a running event loop), `async with app:` or, in FastAPI, with
@@ -89,20 +89,19 @@ class App(Handlers):
         self,
         group_id: str,
         *,
-        bootstrap_servers: str | Sequence[str] | None = None,
         settings: "Settings | None" = None,
         resources: Resources | None = None,
-        **overrides: Any,
+        **overrides: "Unpack[SettingsDict]",
     ) -> None:
         """Create an app; nothing connects yet.
 
         Args:
             group_id: The consumer group.
-            bootstrap_servers: `host:port`; several as a list, or separated by commas.
             settings: Used instead of `AIOSHARD_*` variables and defaults.
             resources: An async context manager that is open while handlers run; the value it yields is
                 `Context.state`.
-            overrides: Single settings by name; they take precedence over *settings* and the environment.
+            overrides: Single settings by name, such as `bootstrap_servers`; they take precedence over *settings* and
+                the environment.
 
         Raises:
             SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
@@ -112,8 +111,8 @@ class App(Handlers):
         if not str(group_id or "").strip():
             raise SettingsError(f"App({group_id!r}): expected a group id, such as App('billing')")
         self.group_id = group_id
-        if bootstrap_servers is not None:
-            overrides["bootstrap_servers"] = bootstrap_servers
+        if overrides.get("bootstrap_servers", "") is None:
+            del overrides["bootstrap_servers"]
         from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
 
         self._settings = Settings(**overrides) if settings is None else _with_overrides(settings, overrides)
@@ -161,7 +160,7 @@ class App(Handlers):
         """The registered handlers, in order."""
         return tuple(self)
 
-    def configure(self, **overrides: Any) -> None:
+    def configure(self, **overrides: "Unpack[SettingsDict]") -> None:
         """Change settings by name before the app is started.
 
         Raises:
@@ -206,7 +205,7 @@ class App(Handlers):
             problem = "has no partitions in assign" if topic in handled else "is in assign, but no handler consumes it"
             raise SettingsError(f"topic {topic!r} {problem}: name exactly the topics of the handlers in assign")
 
-    def include(self, handlers: Handlers) -> None:
+    def include_router(self, router: Router) -> None:
         """Add the handlers of another module.
 
         Raises:
@@ -215,7 +214,7 @@ class App(Handlers):
         """
         before = list(self._handlers)
         try:
-            for handler in handlers:
+            for handler in router:
                 self._add(handler._replace(middleware=(self._middleware, *handler.middleware)))
         except HandlerError:
             self._handlers = before
@@ -524,6 +523,7 @@ class App(Handlers):
         key: bytes | str | None = None,
         headers: Iterable[tuple[str, bytes | str | None]] = (),
         partition: int | None = None,
+        partitioner: Partitioner = "key",
     ) -> int:
         """Publish with the app's idempotent producer; return once the brokers have acknowledged (`acks=all`).
 
@@ -531,20 +531,25 @@ class App(Handlers):
 
         Args:
             topic: Destination topic.
-            value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
-            key: Bytes or a string. Without *partition* it chooses the partition, as in Java's partitioner.
+            value: Bytes; a string, in UTF-8; None for a tombstone; as JSON: pydantic models, dataclasses, msgspec
+                structs, and what pydantic can write of dicts, lists, numbers, dates and the like.
+            key: Bytes or a string.
             headers: Pairs of name and content.
-            partition: Overrides the partition chosen by the key.
+            partition: Overrides the partitioner.
+            partitioner: `"key"` lets the key choose the partition, as in Java's partitioner; without a key, messages
+                take turns. With `"round_robin"`, messages with a key take turns too, which spreads frequent keys
+                evenly and gives up the order per key.
 
         Returns:
             The offset.
 
         Raises:
+            MessageError: The value cannot be written as JSON, or the message is otherwise invalid.
             StateError: The app is not running.
             TransportError: The message was not acknowledged; subclasses include `AuthorizationError` and
                 `MessageTooLargeError`.
         """
-        outgoing = message(topic, value, key=key, headers=headers, partition=partition)
+        outgoing = message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} is not running")
         return await self._engine.producer.publish(outgoing)
@@ -704,22 +709,6 @@ class App(Handlers):
         engine = self.running_engine()
         return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
 
-    def set_concurrency(self, handler: str, concurrency: int) -> None:
-        """Change the number of workers of a handler until the app stops.
-
-        Additional workers start immediately. Of surplus workers, idle ones end immediately and the others after their
-        current run: nothing is interrupted, and order is kept. The threads of a plain `def` are adjusted too.
-
-        Args:
-            handler: The handler's name.
-            concurrency: 1 to 10,000; to stop a handler completely, use `pause_handler`.
-
-        Raises:
-            StateError: The app is not running, or has no such handler.
-            HandlerError: The number was refused, or the handler has fixed shards.
-        """
-        self._do(lambda engine: set_concurrency(engine, handler, concurrency))
-
     def _do(self, act: Callable[[Engine], T]) -> T:
         """Act on the engine in its event loop, from any thread."""
         engine, loop = self.running_engine(), self._loop
@@ -790,7 +779,7 @@ class App(Handlers):
         return None if watch is None else workload(watch)
 
 
-def _with_overrides(settings: "Settings", overrides: dict[str, Any]) -> "Settings":
+def _with_overrides(settings: "Settings", overrides: Mapping[str, object]) -> "Settings":
     return settings.replace(**overrides) if overrides else settings
 
 

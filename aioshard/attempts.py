@@ -8,10 +8,11 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Generic, NamedTuple, Self, cast
 
 import anyio
 import anyio.to_thread
+from typing_extensions import TypeVar
 
 from aioshard.engine.current_record import begin_thread
 from aioshard.engine.epoch import Delivery
@@ -20,14 +21,16 @@ from aioshard.engine.outgoing import RunMessages
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.engine.stack import ThreadRun
 from aioshard.errors import BatchError, HandlerError, StateError
-from aioshard.ports import Message, Publish
+from aioshard.ports import Message, Partitioner, Publish
 from aioshard.records import Record
 from aioshard.serde.payloads import decoded_by, message, payload_of
 
-Call = Callable[[Any, Any], Awaitable[object]]
+State = TypeVar("State", default=Any)
+"""The value that the app's `resources` yield."""
+CallNext = Callable[[Any, Any], Awaitable[object]]
 """Runs the handler for a record, or a list of them, in a context."""
-Middleware = Callable[[Any, Any, Call], Awaitable[object]]
-"""A function that runs around the handler; see `Handlers.middleware`."""
+Middleware = Callable[[Any, Any, CallNext], Awaitable[object]]
+"""A function that runs around the handler; see `Router.middleware`."""
 
 # The context --------------------------------------------------------------------------
 
@@ -39,7 +42,7 @@ async def _no_app(outgoing: Message) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
+class _Attempt(Generic[State]):
     """Information about any attempt."""
 
     attempt: int
@@ -50,7 +53,7 @@ class _Attempt:
     """Set when a partition of the attempt's records is being revoked: finish soon, or the run is cancelled."""
     replay: bool
     """True in a backfill on Spark."""
-    state: Any = dataclasses.field(repr=False)
+    state: State = dataclasses.field(repr=False)
     """The value that the app's `resources` yielded; None without resources."""
     publisher: Publish = dataclasses.field(default=_no_app, repr=False)
     """Publishes the messages of `publish`."""
@@ -71,6 +74,7 @@ class _Attempt:
         key: bytes | str | None = None,
         headers: Iterable[tuple[str, bytes | str | None]] = (),
         partition: int | None = None,
+        partitioner: Partitioner = "key",
     ) -> int:
         """Publish as `App.publish` does; return the offset once the brokers have acknowledged.
 
@@ -84,14 +88,17 @@ class _Attempt:
             TransportError: The message was not acknowledged, or is too large.
             StateError: With `exactly_once`, the run has ended.
         """
-        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
+        return await self.publisher(
+            message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Context(_Attempt):
+class Context(_Attempt[State]):
     """Information about an attempt: declare it as the handler's second parameter.
 
-    In a worker process, `state`, `revoked` and `publish` raise `StateError`, and `deadline` is in `time.monotonic()`.
+    `Context[Pool]` tells a type checker what the app's `resources` yield, and so the type of `state`. In a worker
+    process, `state`, `revoked` and `publish` raise `StateError`, and `deadline` is in `time.monotonic()`.
 
     Example:
         >>> async def on_order(record: Record, context: Context) -> None:
@@ -108,7 +115,7 @@ class Context(_Attempt):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BatchContext(_Attempt):
+class BatchContext(_Attempt[State]):
     """Information about an attempt of a batch: declare it as the batch handler's second parameter.
 
     Example:
@@ -180,7 +187,7 @@ class InProcesses(NamedTuple):
     number: int
     """How many processes there are."""
     run: Callable[..., Awaitable[object]]
-    """Runs one attempt: as a `Call`, with its *timeout* in seconds."""
+    """Runs one attempt: as a `CallNext`, with its *timeout* in seconds."""
 
 
 def with_attempts(handler: Handler, provided: Provided, processes: InProcesses | None = None) -> Handler:
@@ -192,10 +199,9 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
         processes: For a handler that runs in worker processes; without, it runs in a thread, one attempt at a time.
     """
     middleware = [function for level in handler.middleware for function in level]
-    wants_context = handler.takes_context or bool(middleware)
+    wants_context = handler.takes_context or bool(middleware) or handler.publish_to is not None
     if handler.run_in == "process":  # more runs would wait for a process, and a drain for them
-        most = processes.number if processes else 1
-        handler = handler._replace(concurrency=min(handler.concurrency, most), most_concurrency=most)
+        handler = handler._replace(concurrency=min(handler.concurrency, processes.number if processes else 1))
     threads = None if handler.run_in == "loop" else anyio.CapacityLimiter(handler.concurrency)
     read = None if handler.payload is None else handler.payload.read
     if threads is None and read is None and not wants_context and handler.batch is None:
@@ -206,6 +212,8 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
         call, read = functools.partial(processes.run, timeout=handler.timeout), None
     for layer in reversed(middleware):
         call = _with_middleware(layer, call)
+    if handler.publish_to is not None:
+        call = _publishing_result(call, handler.publish_to)
     context_of = provided if wants_context else None
     if handler.batch is None:
         invoke = _record_attempt(call, handler.timeout, context_of)
@@ -216,11 +224,10 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
     return handler._replace(
         invoke=invoke,
         read=None if handler.batch is None or middleware else read,
-        resized=None if threads is None else functools.partial(setattr, threads, "total_tokens"),
     )
 
 
-def _record_attempt(call: Call, timeout: float | None, provided: Provided | None) -> Attempt:
+def _record_attempt(call: CallNext, timeout: float | None, provided: Provided | None) -> Attempt:
     if provided is None:
         return lambda delivery: call(delivery.record, None)
 
@@ -239,7 +246,7 @@ def _record_attempt(call: Call, timeout: float | None, provided: Provided | None
     return _publishing(attempt, provided)
 
 
-def _batch_attempt(call: Call, call_decoded: Call, timeout: float | None, provided: Provided | None) -> Attempt:
+def _batch_attempt(call: CallNext, call_decoded: CallNext, timeout: float | None, provided: Provided | None) -> Attempt:
     def attempt(batch: DeliveryBatch, publish: Publish) -> Awaitable[object]:
         context = None
         if provided is not None:
@@ -292,14 +299,14 @@ def _deadline(timeout: float | None) -> float | None:
     return None if timeout is None else asyncio.get_running_loop().time() + timeout
 
 
-def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: anyio.CapacityLimiter | None) -> Call:
+def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: anyio.CapacityLimiter | None) -> CallNext:
     """Return a function that calls the handler, in a thread if necessary, with records decoded by *read*."""
     function, takes_context = handler.function, handler.takes_context
 
     def run(argument: Any, context: Any) -> Any:
         return function(argument, context) if takes_context else function(argument)
 
-    def in_thread(call: Callable[[Any, Any], Any]) -> Call:
+    def in_thread(call: Callable[[Any, Any], Any]) -> CallNext:
         if threads is None:
             return call
         return lambda argument, context: run_in_thread(functools.partial(call, argument, context), threads)
@@ -321,7 +328,7 @@ def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: an
     return in_thread(decode_and_run)
 
 
-def _with_middleware(layer: Middleware, call: Call) -> Call:
+def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
     async def wrapped(argument: Any, context: Any) -> object:
         coroutine: Any = None
 
@@ -336,6 +343,23 @@ def _with_middleware(layer: Middleware, call: Call) -> Call:
         return result
 
     return wrapped
+
+
+def _publishing_result(call: CallNext, topic: str) -> CallNext:
+    """Return a function that publishes what *call* returns, before its record is complete."""
+
+    async def run(record: Record, context: Context) -> object:
+        result = await call(record, context)
+        outputs: Any = [result]
+        if isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result):
+            outputs = result
+        for output in outputs:
+            if output is not None:
+                outgoing = output if isinstance(output, Message) else message(topic, output, key=record.key)
+                await context.publisher(outgoing)
+        return result
+
+    return run
 
 
 def _refuse_unawaited(layer: Middleware, coroutine: Coroutine[Any, Any, object]) -> None:

@@ -96,8 +96,6 @@ class HandlerStatistics:
     """Records that no worker has picked up yet."""
     on_failure: str = "halt"
     """`halt`, `skip`, `dead letters to TOPIC` or `parks in TOPIC`."""
-    is_resizable: bool = False
-    """Whether `App.set_concurrency` may change its concurrency."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

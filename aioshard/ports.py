@@ -5,7 +5,7 @@ The engine does not depend on a client. `aioshard.kafka.aiokafka.transport` impl
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from aioshard.errors import CommitRefusedError, TransportError
 from aioshard.records import Record, TopicPartition
@@ -258,8 +258,12 @@ TransportFactory = Callable[[], Transport]
 """Creates a transport for one life of the client; called again by the supervisor after a loss."""
 
 
+Partitioner = Literal["key", "round_robin"]
+"""How the partition of a message is chosen; see `App.publish`."""
+
+
 class Message(NamedTuple):
-    """A message to publish."""
+    """A message to publish, as `aioshard.message` builds it."""
 
     topic: str
     value: bytes | None
@@ -267,9 +271,15 @@ class Message(NamedTuple):
     key: bytes | None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
     partition: int | None = None
-    """None: the key chooses, as in Java's partitioner, and without a key any partition."""
+    """None: `chosen_by` chooses, as in Java's partitioner, and without it messages take turns."""
     timestamp: float | None = None
     """Seconds since the epoch; None is now."""
+    partitioner: Partitioner = "key"
+
+    @property
+    def chosen_by(self) -> bytes | None:
+        """The key, if it chooses the partition."""
+        return self.key if self.partitioner == "key" else None
 
 
 class Producer(Protocol):

@@ -1,5 +1,6 @@
 """The decorator `consume`: handlers and their options, checked when they are registered."""
 
+import difflib
 import functools
 import inspect
 import pickle
@@ -8,7 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from aioshard.attempts import BatchContext, Context, Middleware, call_in_process
 from aioshard.core.batching import Batch
@@ -22,21 +23,23 @@ from aioshard.errors import HandlerError
 from aioshard.records import Record
 from aioshard.serde.payloads import decoded_by, payload_of, shown
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar(
+    "F", bound=Callable[[Any], Any] | Callable[[Any, Context[Any]], Any] | Callable[[Any, BatchContext[Any]], Any]
+)
 M = TypeVar("M", bound=Middleware)
 
 _LISTS = (list, Sequence, Collection, Iterable)
 """Accepted annotations for a list of records."""
 
 
-class Handlers:
-    """A set of handlers in a separate module; add it to an app with `App.include`.
+class Router:
+    """Handlers of a separate module; add them to an app with `App.include_router`.
 
     Example:
-        >>> handlers = Handlers()
-        >>> @handlers.consume("orders", concurrency=256)
+        >>> router = Router()
+        >>> @router.consume("orders", concurrency=256)
         ... async def on_order(record: Record) -> None: ...
-        >>> [handler.name for handler in handlers]
+        >>> [handler.name for handler in router]
         ['on_order']
     """
 
@@ -61,6 +64,8 @@ class Handlers:
         rate_limit: RateLimit | None = None,
         decode: Callable[[Record], object] | None = None,
         run_in: RunIn | None = None,
+        publish_to: str | None = None,
+        **unknown: Never,
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
 
@@ -94,6 +99,10 @@ class Handlers:
                 the setting `processes` is their number, and the highest number of concurrent runs. The function, its
                 payload's type and *decode* must be importable by name. A run that exceeds *timeout* really ends: its
                 process is killed and replaced. By default `"loop"` for an `async def`, and `"thread"` for a `def`.
+            publish_to: Topic in which to publish what the function returns, with the key of the record, before the
+                record is complete; see `App.publish` for the types. It publishes nothing for None, and each of a list
+                of `aioshard.message`, which name their own topics and keys. Not allowed with *batch*.
+            unknown: Refused.
 
         Returns:
             The unchanged function, so that you can call it in tests.
@@ -101,6 +110,8 @@ class Handlers:
         Raises:
             HandlerError: If the function or an option is invalid. Nothing was registered.
         """
+        if unknown:
+            raise HandlerError(_unknown_option(next(iter(unknown)), Router.consume.__kwdefaults__ or ()))
         workers = _check_options(
             shards=shards,
             concurrency=concurrency,
@@ -112,6 +123,7 @@ class Handlers:
         )
         _check_source(topics, pattern)
         _check_failure_policy(on_failure, topics, pattern)
+        _check_publish_to(publish_to, topics, batch)
         if decode is not None:
             _check_decode(decode, batch)
 
@@ -141,6 +153,7 @@ class Handlers:
                 run_in=_checked_run_in(run_in, function, decode),
                 payload=payload,
                 decode=decode,
+                publish_to=publish_to,
                 middleware=(self._middleware,),
             )
             if run_in == "process":
@@ -162,10 +175,10 @@ class Handlers:
             HandlerError: It is not an async function of three parameters.
 
         Example:
-            >>> from aioshard import Context
-            >>> handlers = Handlers()
-            >>> @handlers.middleware
-            ... async def named(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+            >>> from aioshard import CallNext, Context
+            >>> router = Router()
+            >>> @router.middleware
+            ... async def named(record: Record, context: Context, call_next: CallNext) -> object:
             ...     try:
             ...         return await call_next(record, context)
             ...     finally:
@@ -194,6 +207,12 @@ class Handlers:
 
 
 # Options ------------------------------------------------------------------------------
+
+
+def _unknown_option(name: str, options: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, options, n=1)
+    advice = f"did you mean {close[0]!r}? " if close else ""
+    return f"consume() has no option {name!r}: {advice}It takes {', '.join(options)}"
 
 
 def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
@@ -249,6 +268,15 @@ def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: 
         raise HandlerError(
             f"on_failure={on_failure!r} sends failed records to a topic that the handler itself consumes, where they "
             "would fail again and again: use another topic, or narrow the pattern"
+        )
+
+
+def _check_publish_to(publish_to: object, topics: tuple[str, ...], batch: object) -> None:
+    """Reject what is no topic, a topic of the same handler, and batches."""
+    if publish_to is not None and (batch is not None or publish_to in topics or not is_topic(publish_to)):
+        raise HandlerError(
+            f"publish_to={publish_to!r} was refused: expected a topic that the handler does not consume; a batch has "
+            "no key, so its handler publishes with context.publish"
         )
 
 
@@ -363,24 +391,29 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
         given = ", ".join(map(str, parameters)) or "no parameter"
         raise HandlerError(f"handler {name!r} takes ({given}): expected {first} and, optionally, a {wanted.__name__}")
     annotation = _annotation(positional[0], function)
-    if annotation in (Context, BatchContext):
+    if _is_a(annotation, Context) or _is_a(annotation, BatchContext):
         raise HandlerError(f"handler {name!r} takes a {shown(annotation)} first: expected {first}, then a context")
     payload = _payload(f"handler {name!r} takes {positional[0].name}", annotation, batch, decoded=decoded)
     if len(positional) == 1:
         return payload, False
     second = positional[1]
     annotation = _annotation(second, function)
-    if wanted in (annotation, *typing.get_args(annotation)):
+    if _is_a(annotation, wanted):
         return payload, True
     if second.default is not second.empty:
         return payload, False  # the user's own parameter, as in `async def h(record, cache=cache)`
-    by_name = isinstance(annotation, str) and annotation.rpartition(".")[2] == wanted.__name__
+    by_name = isinstance(annotation, str) and annotation.partition("[")[0].rpartition(".")[2] == wanted.__name__
     if not by_name and annotation not in (Any, object):
         raise HandlerError(
             f"handler {name!r} takes {second.name}: {shown(annotation)} as its second parameter: expected a "
             f"{wanted.__name__}; annotate it so, or give a parameter of your own a default"
         )
     return payload, True
+
+
+def _is_a(annotation: Any, kind: type) -> bool:
+    """Whether an annotation is a context of this kind, also with the type of its state or in a union."""
+    return any((typing.get_origin(part) or part) is kind for part in (annotation, *typing.get_args(annotation)))
 
 
 def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -180,6 +180,55 @@ Partitions = Annotated[
     tuple[Partition, ...], Field(min_length=1), AfterValidator(lambda numbers: tuple(sorted(set(numbers))))
 ]
 Assign = Annotated[dict[Topic, Partitions] | None, Field(min_length=1), NoDecode, BeforeValidator(_read_assign)]
+
+
+SettingsDict = TypedDict(  # noqa: UP013 - one statement
+    "SettingsDict",
+    {
+        "bootstrap_servers": str | Sequence[str] | None,
+        "client_id": str | None,
+        "group_instance_id": str | None,
+        "client": Literal["aiokafka", "confluent"],
+        "group_protocol": Literal["classic", "consumer"],
+        "assignor": Literal["range", "roundrobin", "sticky", "fair", "lag"],
+        "reassignment_delay": float,
+        "assign": Mapping[str, Iterable[int]] | str | None,
+        "client_options": Mapping[str, Any],
+        "session_timeout": float,
+        "heartbeat_interval": float,
+        "rebalance_timeout": float,
+        "commit_timeout": float,
+        "drain_timeout": float | None,
+        "start_timeout": float | None,
+        "shutdown_timeout": float,
+        "processing_guarantee": Literal["at_least_once", "exactly_once"],
+        "transaction_timeout": float,
+        "commit_interval": float | None,
+        "commit_records": int | None,
+        "auto_offset_reset": Literal["earliest", "latest", "error"] | None,
+        "isolation_level": Literal["read_committed", "read_uncommitted"],
+        "metadata_max_age": float,
+        "fetch_max_wait": float,
+        "max_buffered_records": int,
+        "max_buffered_bytes": int,
+        "tune_gc": bool,
+        "processes": int | None,
+        "stuck_after": float,
+        "show_keys": bool,
+        "journal": str | os.PathLike[str] | None,
+        "security_protocol": Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
+        "ssl_cafile": str | None,
+        "ssl_certfile": str | None,
+        "ssl_keyfile": str | None,
+        "ssl_password": SecretStr | str | None,
+        "ssl_check_hostname": bool,
+        "sasl_mechanism": Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER"] | None,
+        "sasl_username": str | None,
+        "sasl_password": SecretStr | str | None,
+    },
+    total=False,
+)
+"""What `App` accepts for each setting: type checkers know its names and types."""
 
 
 class Settings(BaseSettings):

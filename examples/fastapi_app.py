@@ -7,7 +7,7 @@ committed, for up to `shutdown_timeout` (25 s): whoever stops the server has to 
 from fastapi import FastAPI
 
 from aioshard import App, Record
-from aioshard.web.health import health_routes
+from aioshard.web import health_routes
 
 app = App("billing", bootstrap_servers="localhost:9092", auto_offset_reset="earliest")
 balances: dict[str, int] = {}

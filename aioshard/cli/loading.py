@@ -11,7 +11,7 @@ from types import ModuleType
 import click
 
 from aioshard.app import App
-from aioshard.errors import AioshardError
+from aioshard.errors import AioshardError, SettingsError
 
 
 def load_app(target: str, directory: str = ".") -> App:
@@ -60,6 +60,8 @@ def _import(name: str, directory: str) -> ModuleType:
         error.args = (f"{_location_of(error)}{error}",)
         raise
     except Exception as error:
+        if "App.__init__() missing" in str(error):
+            raise SettingsError(f"{_location_of(error)}App() has no group id: write App('billing')") from None
         raise _failed(name, error) from error
 
 
@@ -77,7 +79,7 @@ def _apps(module: ModuleType) -> str:
     return f"its apps are {', '.join(apps)}" if apps else "it has no app; create one with App('group id')"
 
 
-def _location_of(error: AioshardError) -> str:
+def _location_of(error: Exception) -> str:
     """Return `file:line: ` of the user's code that called us with the refused values; empty if there is none."""
     users = [*itertools.takewhile(lambda frame: not _is_ours(frame), _user_frames(error))]
     return f"{users[-1].filename}:{users[-1].lineno}: " if users else ""

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -129,7 +130,7 @@ def _load(
         AioshardError: Its definition or its settings are refused.
     """
     app = load_app(target, app_dir)
-    given = {name: value for name, value in overrides.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     if worker is not None and (instance := app.settings.group_instance_id) is not None:
         given["group_instance_id"] = f"{instance}-{worker}"  # each static member needs its own id
     app.configure(**given)
@@ -252,8 +253,8 @@ async def _health(app: App, *, host: str, port: int, web: bool) -> AsyncIterator
     import prometheus_client  # noqa: PLC0415 - imported on use
 
     from aioshard.telemetry.metrics import AppCollector  # noqa: PLC0415
-    from aioshard.web.dashboard import dashboard_routes  # noqa: PLC0415 - needs the extra `web`
     from aioshard.web.health import serve_health  # noqa: PLC0415
+    from aioshard.web.page import dashboard_routes  # noqa: PLC0415 - needs the extra `web`
 
     # The process-wide registry, so that /metrics also has the metrics that handlers define.
     registry = prometheus_client.REGISTRY

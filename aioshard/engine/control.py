@@ -13,14 +13,13 @@ from aioshard.engine.log_fields import partition_fields, record_fields
 from aioshard.engine.outcomes import Recovery
 from aioshard.engine.partition import Partition
 from aioshard.engine.runtime import APPLICATION, Engine
-from aioshard.errors import HaltedError, HandlerError, StateError, TransportError
+from aioshard.errors import HaltedError, StateError, TransportError
 from aioshard.records import TopicPartition
 
 logger = logging.getLogger("aioshard.engine.control")
 
 T = TypeVar("T")
 
-MOST_WORKERS = 10_000
 """Limit for changing a handler's workers at runtime: a mistyped digit must not hang the process."""
 SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
 """An offset; a time, as a datetime or as seconds since the epoch in a float; or an end of the log."""
@@ -125,32 +124,6 @@ def _selected(engine: Engine, what: Collection[TopicPartition | str]) -> list[Pa
         for partition in engine.rebalance.epochs
         if partition.topic_partition in what or engine.handler_of(partition.topic_partition.topic).spec.name in what
     ]
-
-
-def set_concurrency(engine: Engine, name: str, concurrency: int) -> None:
-    """Change the number of workers of a handler.
-
-    Raises:
-        StateError: No handler has this name, or several have.
-        HandlerError: The handler has fixed shards, *concurrency* is not a whole number from 1 to `MOST_WORKERS`, or
-            there are fewer worker processes.
-    """
-    running, *others = [handler for handler in engine.handlers if handler.spec.name == handler_name(engine, name)]
-    if others:
-        raise StateError(f"{1 + len(others)} handlers are named {name!r}: give them different names")
-    spec = running.spec
-    reason = None
-    if type(concurrency) is not int or not 1 <= concurrency <= MOST_WORKERS:
-        reason = f"expected a whole number from 1 to {MOST_WORKERS}; pause_handler() stops the handler"
-    elif concurrency > (spec.most_concurrency or MOST_WORKERS):
-        reason = f"the handler runs in {spec.most_concurrency} worker processes; raise processes= instead"
-    elif spec.shards is not None:
-        reason = f"the handler has shards={spec.shards}, each with one worker; omit shards to change the concurrency"
-    if reason is not None:
-        raise HandlerError(f"set_concurrency({name!r}, {concurrency!r}) was refused: {reason}")
-    fields = {"event": "concurrency", "handler": name, "concurrency": concurrency}
-    logger.info("handler %s: concurrency %d, %d before", name, concurrency, running.concurrency, extra=fields)
-    running.change_concurrency(concurrency)
 
 
 async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:

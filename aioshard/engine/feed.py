@@ -57,15 +57,10 @@ class Feed:
         self._builtin_key = sure
         self._turn = 0
         self._at_once = at_once
-        self._ahead = ahead
-        self.serve(workers)
-        self._batched = [part for part in shards if isinstance(part, BatchShards)]
-
-    def serve(self, workers: int) -> None:
-        """Set how many workers serve the shards."""
         self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * self._at_once)
-        if self._ahead is not None:
-            self._enough = min(self._enough, self._ahead * self._at_once)
+        if ahead is not None:
+            self._enough = min(self._enough, ahead * self._at_once)
+        self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
     @property
     def wanted(self) -> int:

@@ -1,8 +1,6 @@
 """A handler, and the parts that serve it in a running app."""
 
 import asyncio
-import functools
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -65,6 +63,8 @@ class Handler(NamedTuple):
     """Conversion of a record for the handler; None if it takes the record itself."""
     decode: Callable[[Record], object] | None
     """The user's function for this conversion, if there is one."""
+    publish_to: str | None
+    """Topic for what it returns."""
     middleware: tuple[Sequence[Callable[..., Awaitable[object]]], ...]
     """Middleware of the app and of the set that the handler comes from; both may grow until the app starts."""
     call: Callable[[Record], Awaitable[object]] | None = None
@@ -73,10 +73,6 @@ class Handler(NamedTuple):
     """Runs one attempt at a `Delivery` or, with *batch*, at a `DeliveryBatch`; None if `call` does."""
     read: Callable[[Record], Any] | None = None
     """Decodes a record of a batch before the attempt, if set; raises for a record that cannot be decoded."""
-    most_concurrency: int | None = None
-    """The most workers that it may have; None without a limit."""
-    resized: Callable[[int], None] | None = None
-    """Called after the concurrency changed."""
     publish_dead_letter: Send | None = None
     """Publishes dead letters, if they do not go to the brokers."""
 
@@ -164,11 +160,7 @@ class Resources(NamedTuple):
 
 
 class ActiveHandler:
-    """A handler of a running app, with its shards, its worker pool and the other parts that serve it.
-
-    Invariants:
-        * A retiring worker stays in `workers` until its run has ended: a drain waits for it like for any other.
-    """
+    """A handler of a running app, with its shards, its workers and the other parts that serve it."""
 
     parking: Parking | None = None
     """Set for `on_failure=Park(...)`."""
@@ -181,21 +173,21 @@ class ActiveHandler:
         self.counters = Counters()
         self._shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
         failures = self._make_failure_handler(resources)
-        self._spawn = functools.partial(
-            RecordWorker if spec.batch is None else BatchWorker,
-            invoke=spec.attempt,
-            call=spec.call if self.parking is None else None,
-            failures=failures,
-            clock=precise(resources.clock),
-            timeout=spec.timeout,
-            divert=None if self.parking is None else self.parking.divert,
-            read=spec.read,
-        )
-        self._numbers = itertools.count()
-        self.workers: list[Worker] = []
-        """Its workers, those that retire included; changes in place."""
-        for shards in self._shards * (spec.concurrency if spec.shards is None else 1):
-            self._add_worker(shards)
+        kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
+        self.workers = [
+            kind(
+                f"{spec.name} worker {number}",
+                shards,
+                invoke=spec.attempt,
+                call=spec.call if self.parking is None else None,
+                failures=failures,
+                clock=precise(resources.clock),
+                timeout=spec.timeout,
+                divert=None if self.parking is None else self.parking.divert,
+                read=spec.read,
+            )
+            for number, shards in enumerate(self._shards * (spec.concurrency if spec.shards is None else 1))
+        ]
         self.feed = Feed(
             spec.shard_key,
             self._shards,
@@ -207,7 +199,6 @@ class ActiveHandler:
             sure=not callable(spec.shard_by),
             parking=self.parking,
         )
-        self._tasks: TaskSet | None = None
 
     def _make_shards(self, resources: Resources) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""
@@ -261,57 +252,13 @@ class ActiveHandler:
     def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
         """Start its workers and the tasks that watch and control them; *clock* is loop time."""
         name = self.spec.name
-        self._tasks = tasks
         for worker in self.workers:
-            self._start_worker(worker)
+            worker.task = tasks.start(worker.run(), worker.name, lasts=True)
         if self.spec.timeout is not None:
             tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} time-outs")
         if self.parking is not None:
             tasks.start(self.parking.read(), f"{name} reads what is parked")
             tasks.start(self.parking.replay(), f"{name} runs again what is parked")
-
-    # The worker pool ------------------------------------------------------------------
-
-    @property
-    def concurrency(self) -> int:
-        """Number of workers without those that retire. Safe from any thread."""
-        return sum(not worker.retires for worker in tuple(self.workers))
-
-    def _add_worker(self, shards: Shards) -> Worker:
-        worker = self._spawn(f"{self.spec.name} worker {next(self._numbers)}", shards)
-        self.workers.append(worker)
-        return worker
-
-    def _start_worker(self, worker: Worker) -> None:
-        assert self._tasks is not None  # noqa: S101 - set by start
-        worker.task = self._tasks.start(worker.run(), worker.name, lasts=True)
-        worker.task.add_done_callback(functools.partial(self._worker_ended, worker))
-
-    def _worker_ended(self, worker: Worker, _: asyncio.Task[object]) -> None:
-        if worker.retires:
-            self.workers.remove(worker)
-
-    def change_concurrency(self, concurrency: int) -> None:
-        """Change the number of workers: start more, or let some end, idle ones first and immediately.
-
-        No run is interrupted. The remaining workers serve all shards.
-        """
-        concurrency = min(concurrency, self.spec.most_concurrency or concurrency)
-        staying = [worker for worker in self.workers if not worker.retires]
-        missing = concurrency - len(staying)
-        for worker in [w for w in self.workers if w.retires and not w.task.done()][: max(missing, 0)]:
-            worker.stay()
-            missing -= 1
-        for _ in range(missing):
-            self._start_worker(self._add_worker(self._shards[0]))
-        if missing < 0:
-            for worker in sorted(staying, key=lambda worker: bool(worker.deliveries))[:-missing]:
-                worker.retire()
-            for shards in self._shards:
-                shards.wake()  # all idle workers: one already woken for a record may be among those that end
-        self.feed.serve(concurrency)
-        if self.spec.resized is not None:
-            self.spec.resized(concurrency)
 
 
 async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callable[[], float]) -> None:
@@ -320,7 +267,7 @@ async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callabl
     A handler that does not end when it is cancelled is reported once; its shard waits for it.
 
     Args:
-        workers: Workers of the handler; read again at each check.
+        workers: Workers of the handler.
         timeout: Seconds that an attempt may take.
         clock: Loop time.
     """

@@ -255,7 +255,7 @@ class HandlerSnapshot:
         return Cause("behind", None, f"waits in its shard behind {named}, which {cause.reason}", *cause[3:])
 
     def _queued(self, delivery: Delivery) -> Cause:
-        waited, count = self._now - delivery.arrived, self.running.concurrency
+        waited, count = self._now - delivery.arrived, len(self.running.workers)
         busy, pace = len(self.runs), self.running.pace
         if busy >= count > 0:
             reason, stack = self._longest_run
@@ -263,7 +263,8 @@ class HandlerSnapshot:
                 "queued",
                 waited,
                 f"waits for its turn: all {count} workers of handler {self.running.spec.name} are busy; {reason}",
-                self._advice_for_more(count),
+                f"raise {self._limit}= to run more of them concurrently, if the systems that they call can take it; or "
+                "find out why the runs take so long",
                 stack,
             )
         if pace is not None and (due := pace.due()):
@@ -275,16 +276,11 @@ class HandlerSnapshot:
             )
         return Cause("queued", waited, "waits for its turn, and starts next")
 
-    def _advice_for_more(self, count: int) -> str:
+    @property
+    def _limit(self) -> str:
+        """The option that limits how many records run at the same time."""
         spec = self.running.spec
-        if spec.most_concurrency is not None:
-            return "raise processes= to run more of them concurrently, or find out why the runs take so long"
-        if spec.shards is not None:
-            return "raise shards= to use more workers, or find out why the runs take so long"
-        return (
-            f"app.set_concurrency({spec.name!r}, {2 * count}) runs more of them concurrently, if the systems they call "
-            "can take it; or find out why the runs take so long"
-        )
+        return "processes" if spec.run_in == "process" else "concurrency" if spec.shards is None else "shards"
 
     @functools.cached_property
     def _longest_run(self) -> tuple[str, Stack]:
@@ -430,7 +426,7 @@ def _handler(running: ActiveHandler, room: int) -> HandlerStatistics:
     return HandlerStatistics(
         name=running.spec.name,
         topics=running.spec.topics if running.spec.pattern is None else (*running.spec.topics, running.spec.pattern),
-        concurrency=running.concurrency,
+        concurrency=len(running.workers),
         busy=len(busy),
         shards=len(shards) if running.spec.shards is not None else len(shards[0]),
         processed=sum(topic.processed for topic in topics),
@@ -445,7 +441,6 @@ def _handler(running: ActiveHandler, room: int) -> HandlerStatistics:
         shard_depth=max(part.depth for part in shards),
         queued=sum(part.unseen for part in shards),
         on_failure=_policy(running.spec.on_failure),
-        is_resizable=running.spec.shards is None,
     )
 
 

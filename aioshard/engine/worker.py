@@ -33,7 +33,7 @@ _EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class Asked:
-    """Requests to a worker, as bits; 0 means none, so the hot path checks all of them with one test.
+    """Requests to the current run of a worker, as bits; 0 means none: the hot path checks both with one test.
 
     Plain integers: testing an `enum.Flag` costs a call per record.
     """
@@ -43,9 +43,6 @@ class Asked:
     """End the run; the record stays incomplete."""
     TIME_OUT: Final = 2
     """End the run; the attempt has failed."""
-    RETIRE: Final = 4
-    """End the worker after its current run, or immediately if there is none."""
-    CANCEL: Final = INTERRUPT | TIME_OUT
 
 
 SERVING: contextvars.ContextVar["Worker"] = contextvars.ContextVar("aioshard serving")
@@ -103,7 +100,7 @@ class Worker(ABC):
         self.started = 0.0
         """Loop time at which the current attempt began."""
         self.asked: int = Asked.NOTHING
-        """Pending requests (see `Asked`), to the current run or to the worker itself."""
+        """Pending requests to the current run; see `Asked`."""
         self.timeout = timeout
         self._batch: DeliveryBatch | None = None
         self._shards = shards
@@ -119,7 +116,7 @@ class Worker(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Serve until cancelled or retired."""
+        """Serve until cancelled."""
 
     @abstractmethod
     def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
@@ -138,20 +135,7 @@ class Worker(ABC):
     @property
     def cancelled(self) -> bool:
         """Whether the current run was cancelled but has not ended."""
-        return self.delivery is not None and bool(self.asked & Asked.CANCEL)
-
-    def retire(self) -> None:
-        """Ask the worker to end after its current run; wake an idle worker with `Shards.wake`."""
-        self.asked |= Asked.RETIRE
-
-    def stay(self) -> None:
-        """Undo `retire`; too late for a worker whose task has ended."""
-        self.asked &= ~Asked.RETIRE
-
-    @property
-    def retires(self) -> bool:
-        """Whether the worker will end soon or has ended."""
-        return bool(self.asked & Asked.RETIRE)
+        return self.delivery is not None and bool(self.asked)
 
     def interrupt(self) -> None:
         """Cancel the current run; its record stays incomplete. Does nothing between runs."""
@@ -164,7 +148,7 @@ class Worker(ABC):
             self.timeout is not None
             and delivery is not None
             and delivery.recovery is None
-            and not self.asked & Asked.CANCEL
+            and not self.asked
             and now - self.started > self.timeout
         )
 
@@ -183,7 +167,7 @@ class Worker(ABC):
 
     def _undo_requests(self) -> bool:
         """Undo the requested cancellations; return whether the worker itself is being cancelled as well."""
-        self.asked &= Asked.RETIRE
+        self.asked = Asked.NOTHING
         for _ in range(self._requests):
             self.task.uncancel()
         self._requests = 0
@@ -223,7 +207,7 @@ class Worker(ABC):
         except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
             self._ended_badly(batch, error)
             return
-        if self.asked & Asked.CANCEL:
+        if self.asked:
             self._ended_badly(batch, SwallowedCancellationError(self.timeout or 0.0))
             return
         self._clear_handler_cancellations()
@@ -289,7 +273,7 @@ class Worker(ABC):
         Raises:
             BaseException: The worker is being cancelled, or the interpreter is exiting.
         """
-        asked = self.asked & Asked.CANCEL
+        asked = self.asked
         swallowed = isinstance(error, SwallowedCancellationError)
         cancelled = isinstance(error, asyncio.CancelledError)
         worker_ends = self._undo_requests() if asked else cancelled and bool(self.task.cancelling())
@@ -361,7 +345,7 @@ class RecordWorker(Worker):
     """Runs the handler for one record at a time."""
 
     async def run(self) -> None:  # noqa: C901, PLR0915 - the hot path: no calls
-        """Serve until cancelled or retired."""
+        """Serve until cancelled."""
         SERVING.set(self)
         shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
         take, next_after, times = shards.take, shards.next_after, self._times
@@ -372,17 +356,15 @@ class RecordWorker(Worker):
         while True:
             if delivery is None:
                 due = times.close(epoch, self.started, clock())
-                if self.asked:  # between two runs, only `retire` can set it
-                    return
                 await shards.wait()
-                delivery = self._take()
+                delivery = take()
                 continue
             if divert is not None:
                 divert(delivery)
             if delivery.aside:
                 due = times.close(epoch, self.started, clock())
                 await self._run(DeliveryBatch.of_one(delivery))
-                delivery = self._take()
+                delivery = take()
                 continue
             now = clock()
             if now >= due:
@@ -399,10 +381,12 @@ class RecordWorker(Worker):
             except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
                 due = times.cut(now)
                 self._ended_badly(DeliveryBatch.of_one(delivery), error)
-                delivery = self._take()
+                delivery = take()
                 continue
             if self.asked:
-                due, delivery = AT_ONCE, self._returned_despite_request(delivery)
+                due = times.cut(now)
+                self._ended_badly(DeliveryBatch.of_one(delivery), SwallowedCancellationError(self.timeout or 0.0))
+                delivery = take()
                 continue
             if cancelling():
                 self._clear_handler_cancellations()
@@ -417,22 +401,10 @@ class RecordWorker(Worker):
             shards.release(delivery)
             due = times.close(epoch, self.started, clock())
             await self._yield_to_loop()
-            delivery = self._take()
+            delivery = take()
 
     def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
         return self._invoke(batch.deliveries[0])
-
-    def _take(self) -> Delivery | None:
-        return None if self.asked else self._shards.take()
-
-    def _returned_despite_request(self, delivery: Delivery) -> Delivery | None:
-        batch = DeliveryBatch.of_one(delivery)
-        if self.asked & Asked.CANCEL:
-            self._times.cut(self.started)
-            self._ended_badly(batch, SwallowedCancellationError(self.timeout or 0.0))
-        else:
-            self._ended(batch)
-        return self._take()
 
 
 class BatchWorker(Worker):
@@ -447,11 +419,11 @@ class BatchWorker(Worker):
     """
 
     async def run(self) -> None:
-        """Serve until cancelled or retired."""
+        """Serve until cancelled."""
         SERVING.set(self)
         shards = cast("BatchShards", self._shards)
         ahead = 0
-        while not self.asked:  # between two runs, only `retire` can set it
+        while True:
             batch = shards.take_batch()
             if batch is None:
                 await shards.wait()

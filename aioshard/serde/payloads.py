@@ -5,7 +5,6 @@ The conversion for a handler is chosen once, by its annotation or its `decode` f
 
 import functools
 import inspect
-import json
 import re
 import sys
 import traceback
@@ -16,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
 from aioshard.errors import DecodeError, HandlerError, MessageError
-from aioshard.ports import Message
+from aioshard.ports import Message, Partitioner
 from aioshard.records import TOPIC_NAME, Record
 from aioshard.serde.side_records import Coordinates
 
@@ -299,14 +298,37 @@ def _raised_in(error: BaseException) -> str:
 
 
 def encoded(value: object) -> bytes:
-    """Encode a value: bytes stay as they are, text becomes UTF-8, anything else JSON.
+    """Encode a value: bytes stay as they are, text becomes UTF-8, anything else JSON, as pydantic and msgspec write it.
 
     Raises:
-        TypeError: JSON cannot represent the value.
+        MessageError: JSON cannot represent the value.
+
+    Example:
+        >>> encoded({"at": datetime.date(2026, 1, 31)})
+        b'{"at":"2026-01-31"}'
     """
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    return (value if isinstance(value, str) else json.dumps(value)).encode()
+    if isinstance(value, str):
+        return value.encode()
+    from pydantic_core import PydanticSerializationError, to_json  # noqa: PLC0415 - pydantic is imported on use
+
+    try:
+        return to_json(value, fallback=_builtins)
+    except (PydanticSerializationError, ValueError) as error:
+        raise MessageError(
+            f"a {shown(type(value))} was not published ({error}): expected bytes, str, a pydantic model, a dataclass, "
+            "a TypedDict, a msgspec struct or what JSON has; encode anything else yourself"
+        ) from error
+
+
+def _builtins(value: object) -> object:
+    """Convert an object that pydantic does not know."""
+    if not read_by_msgspec(type(value)):
+        raise ValueError(f"JSON has no {shown(type(value))}")
+    import msgspec  # noqa: PLC0415 - a struct needs it
+
+    return msgspec.to_builtins(value)
 
 
 def message(
@@ -316,27 +338,31 @@ def message(
     key: bytes | str | None = None,
     headers: Iterable[tuple[str, bytes | str | None]] = (),
     partition: int | None = None,
+    partitioner: Partitioner = "key",
 ) -> Message:
-    """Build the message that the producer publishes.
+    """Build a message, for a handler with `publish_to` that returns several, or with another topic or key.
 
     Args:
         topic: Destination topic.
         value: None is a tombstone; see `encoded` for the rest.
         key: Bytes, or text in UTF-8.
         headers: Pairs of name and content.
-        partition: None lets the key choose.
+        partition: None lets the partitioner choose.
+        partitioner: See `App.publish`.
 
     Raises:
-        MessageError: The topic name is invalid, or the headers are not pairs.
+        MessageError: The topic name is invalid, JSON cannot represent the value, or the headers are not pairs.
 
     Example:
         >>> message("invoices", {"total": 7}, key="a").value
-        b'{"total": 7}'
+        b'{"total":7}'
     """
     if not TOPIC_NAME.fullmatch(str(topic)) or not isinstance(topic, str):
         raise MessageError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
     if partition is not None and (type(partition) is not int or not 0 <= partition < _MOST_PARTITIONS):
         raise MessageError(f"partition={partition!r} was refused: expected a whole number from 0, or None")
+    if partitioner not in ("key", "round_robin"):
+        raise MessageError(f"partitioner={partitioner!r} was refused: expected 'key' or 'round_robin'")
     try:
         pairs = [(name, content) for name, content in headers]
     except (TypeError, ValueError):
@@ -347,6 +373,7 @@ def message(
         None if key is None else encoded(key),
         tuple((name, None if content is None else encoded(content)) for name, content in pairs),
         partition,
+        partitioner=partitioner,
     )
 
 

@@ -87,7 +87,7 @@ _SHORT_INTERVAL = 0.01
 """Seconds between checks whether Spark keeps up again, and for the end: each task of a job waits for its last check."""
 _SILENCE = 1.0
 """Seconds that Spark's thread waits for rows before it checks whether the event loop is alive."""
-_SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
+_SETTINGS: dict[str, Any] = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
 """No client waits for a task to become ready, and Spark repeats the unfinished work of an abandoned task."""
 _END_TIMEOUT = 30.0
 """Seconds that an abandoned task has to end before its event loop is abandoned too."""

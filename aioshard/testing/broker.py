@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Literal, NamedTuple
 
 from aioshard.errors import CommitRefusedError, ConnectError, TransportError
-from aioshard.ports import Committed, GroupHasMembersError, Membership, Message
+from aioshard.ports import Committed, GroupHasMembersError, Membership, Message, Partitioner
 from aioshard.records import Record, TopicPartition, is_subscribed
 
 
@@ -478,6 +478,7 @@ class InMemoryBroker:
         partition: int | None = None,
         headers: Iterable[tuple[str, bytes | None]] = (),
         timestamp: float | None = None,
+        partitioner: Partitioner = "key",
     ) -> Record:
         """Append a record; without *partition*, the key's crc32 chooses it, and records without a key take turns.
 
@@ -488,8 +489,9 @@ class InMemoryBroker:
             partition: Partition to append to.
             headers: Pairs of name and content.
             timestamp: Seconds since the epoch; by default the broker's clock.
+            partitioner: With `"round_robin"` records with a key take turns too.
         """
-        log = self._log_for(topic, key, partition)
+        log = self._log_for(topic, key if partitioner == "key" else None, partition)
         now = self._clock() if timestamp is None else timestamp
         record = Record(*log.topic_partition, log.end, key, value, tuple(headers), now)
         log.append(record)
@@ -516,7 +518,7 @@ class InMemoryBroker:
                 error, _ = self.publish_faults.get(message.topic, (None, True))
                 if error is not None:
                     raise error
-                log = self._log_for(message.topic, message.key, message.partition)
+                log = self._log_for(message.topic, message.chosen_by, message.partition)
                 if log not in logs:
                     log.begin_transaction()
                     logs[log] = None

@@ -6,7 +6,6 @@
 | --- | --- |
 | `pause`, `resume` | `topic`, `partition` |
 | `pause_handler`, `resume_handler` | `handler` |
-| `set_concurrency` | `handler`, `concurrency` |
 | `retry_now`, `skip`, `release_parked` | `topic`, `partition`, `offset` |
 | `check` | nothing: checks the token |
 """
@@ -58,7 +57,6 @@ _ACTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "resume": (("topic", "partition"), "{topic}/{partition} is resumed"),
     "pause_handler": (("handler",), "handler {handler} is paused"),
     "resume_handler": (("handler",), "handler {handler} is resumed"),
-    "set_concurrency": (("handler", "concurrency"), "handler {handler}: concurrency={concurrency}"),
     "retry_now": (_RECORD, "record {topic}/{partition}/{offset} runs again"),
     "skip": (_RECORD, "record {topic}/{partition}/{offset} is skipped"),
     "release_parked": (_RECORD, "record {topic}/{partition}/{offset} and the records parked behind it run again"),
@@ -77,7 +75,6 @@ class Action(BaseModel):
     partition: NonNegativeInt = 0
     offset: NonNegativeInt = 0
     handler: str = ""
-    concurrency: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:

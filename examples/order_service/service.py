@@ -21,8 +21,7 @@ from pydantic import BaseModel, Field
 from starlette.routing import Mount
 
 from aioshard import App, Context
-from aioshard.web.dashboard import dashboard
-from aioshard.web.health import drain_route, health_routes
+from aioshard.web import dashboard, drain_route, health_routes
 
 DATABASE = os.environ.get("DATABASE_URL", "postgresql://localhost/orders")
 CONCURRENCY = 16  # runs of the handler at a time; each has a connection for as long as it lasts

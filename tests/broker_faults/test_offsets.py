@@ -135,7 +135,7 @@ async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
     first, ledger = quick_app(kafka, group, auto_offset_reset="latest"), Ledger()
     first.consume(topic)(ledger.handle)
     second = quick_app(kafka, group, auto_offset_reset="latest")
-    second.include(first)
+    second.include_router(first)
     sent = messages(5, start=100)
 
     async with first.started(Meddler(transport_of(first), hand_out=False)):

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 from pydantic_asyncapi.v3 import AsyncAPI
 
-from aioshard import App, Batch, DeadLetter, Handlers, Record
+from aioshard import App, Batch, DeadLetter, Record, Router
 from aioshard.cli.asyncapi import document
 
 MODULE = '''
@@ -97,9 +97,9 @@ class Elsewhere:
         number: int
 
 
-def described(handlers: Handlers) -> dict[str, Any]:
+def described(handlers: Router) -> dict[str, Any]:
     app = App("billing", bootstrap_servers="localhost:9092")
-    app.include(handlers)
+    app.include_router(handlers)
     found = json.loads(json.dumps(document(app, "Billing", "1.2.3")))
     AsyncAPI.model_validate(found)
     resolve(found, found)
@@ -171,7 +171,7 @@ async def test_an_app_without_handlers_is_refused(
 
 
 def test_every_form_of_payload_has_its_message() -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     @handlers.consume("raw")
     async def on_raw(record: Record) -> None: ...
@@ -204,7 +204,7 @@ def test_every_form_of_payload_has_its_message() -> None:
 
 
 def test_several_topics_and_patterns_have_a_channel_each() -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     @handlers.consume("a", "b", pattern=r"c/.*", on_failure=DeadLetter("all.dlt"))
     async def handle(order: Order) -> None: ...
@@ -266,7 +266,7 @@ async def takes_visits(visits: dict[str, View | Leave]) -> None: ...
 
 def test_a_discriminator_is_the_name_of_a_property() -> None:
     """Unlike in OpenAPI, whose form both libraries give."""
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("pets")(takes_pet)
     handlers.consume("visits")(takes_visits)
 
@@ -278,7 +278,7 @@ def test_a_discriminator_is_the_name_of_a_property() -> None:
 
 
 def test_types_of_the_same_name_stay_apart() -> None:
-    handlers = Handlers()
+    handlers = Router()
     for handler in (takes_order, takes_another, takes_struct, takes_titled, takes_page, takes_lines, takes_tree):
         handlers.consume(handler.__name__)(handler)
 
@@ -295,7 +295,7 @@ def test_types_of_the_same_name_stay_apart() -> None:
 
 
 def test_handlers_of_the_same_name_stay_apart_and_those_without_a_good_one_get_one() -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("a")(takes_order)
     handlers.consume("b")(partial(takes_order))
     handlers.consume("c")(lambda _: None)
@@ -310,7 +310,7 @@ def test_handlers_of_the_same_name_stay_apart_and_those_without_a_good_one_get_o
 
 @pytest.mark.parametrize("order", [1, -1], ids=["written first", "read first"])
 def test_dead_letters_that_another_handler_reads_are_one_channel(order: int) -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     async def writes(order: Order) -> None: ...
 
@@ -335,7 +335,7 @@ def test_dead_letters_that_another_handler_reads_are_one_channel(order: int) -> 
 
 
 def test_bytes_and_text_are_no_json_also_where_tombstones_are_taken() -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     @handlers.consume("raw")
     async def on_raw(value: bytes | None) -> None: ...
@@ -350,7 +350,7 @@ def test_bytes_and_text_are_no_json_also_where_tombstones_are_taken() -> None:
 
 
 def test_a_type_without_a_schema_leaves_the_others_theirs_and_says_why() -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     @handlers.consume("unknown")
     async def on_unknown(unknown: dict[str, Callable[[], int]]) -> None: ...
@@ -367,7 +367,7 @@ def test_a_type_without_a_schema_leaves_the_others_theirs_and_says_why() -> None
 
 
 def test_patterns_are_escaped_in_references_and_a_lone_one_needs_no_suffix() -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     @handlers.consume(pattern="a~/.*")
     async def on_any(record: Record) -> None: ...

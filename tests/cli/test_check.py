@@ -16,7 +16,7 @@ from aioshard.cli.main import COMMANDS, cli, main
 PROJECT = Path(__file__).parents[2]
 
 APP = """
-from aioshard import App, DeadLetter, Handlers, Record
+from aioshard import App, DeadLetter, Router, Record
 
 app = App("billing", bootstrap_servers="broker:9092", auto_offset_reset="earliest", commit_interval=0.5)
 
@@ -29,7 +29,7 @@ def on_audit(record: Record) -> None: ...
 @app.consume("invoices", run_in="process", concurrency=2)
 def on_invoice(record: Record) -> None: ...
 
-handlers = Handlers()
+handlers = Router()
 settings = app.settings
 """
 
@@ -217,7 +217,7 @@ def test_a_misspelled_variable_is_a_warning(write: Write, check: Check, monkeypa
         ("shop:ap", "module 'shop' has no attribute 'ap': its apps are shop:app"),
         ("shop:zzz", "its apps are shop:app"),
         ("shop:app.zzz", "has no attribute 'app.zzz'"),
-        ("shop:handlers", "is a Handlers, not an aioshard.App"),
+        ("shop:handlers", "is a Router, not an aioshard.App"),
         ("shop:on_order", "is a function, not an aioshard.App"),
         ("shop:App", "is a type, not an aioshard.App"),
         ("shop:settings", "is a Settings, not an aioshard.App"),

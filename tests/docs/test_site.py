@@ -86,7 +86,7 @@ def check_reference(site: Path) -> None:
     expected = {
         "aioshard.App",
         "aioshard.App.serve",
-        "aioshard.Handlers.consume",
+        "aioshard.Router.consume",
         "aioshard.Retry",
         "aioshard.Record",
         "aioshard.Context.idempotency_key",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import App, Batch, BatchContext, Context, DeadLetter, Handlers, Record, Retry
+from aioshard import App, Batch, BatchContext, Context, DeadLetter, Record, Retry, Router
 from aioshard.errors import HandlerError, StateError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.running import until
@@ -50,7 +50,7 @@ class World:
 
 def test_that_of_the_app_is_outside_and_what_came_first_is_outermost() -> None:
     world = World()
-    handlers = Handlers()
+    handlers = Router()
     handlers.middleware(world.noting("of the set"))
 
     @handlers.consume("orders")
@@ -58,7 +58,7 @@ def test_that_of_the_app_is_outside_and_what_came_first_is_outermost() -> None:
         world.seen.append(record.offset)
 
     world.app.middleware(world.noting("first"))
-    world.app.include(handlers)
+    world.app.include_router(handlers)
     world.app.middleware(world.noting("second"))
 
     world.consume("one")

@@ -17,7 +17,7 @@ from playwright.async_api import Browser
 from aioshard import App
 from aioshard.errors import NotDrainedError
 from aioshard.testing import InMemoryBroker, TestClient
-from aioshard.web.dashboard import dashboard
+from aioshard.web.page import dashboard
 from tests.support.browsing import open_browser, served
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from aioshard import App, Handlers, Record
+from aioshard import App, Record, Router
 from aioshard.errors import HandlerError, SettingsError, StateError
 from aioshard.testing import TestClient, run
 
@@ -25,12 +25,12 @@ def test_an_app_needs_a_group(group_id: str) -> None:
 
 
 def test_handlers_of_another_module_are_taken_over_whole_or_not_at_all() -> None:
-    app, others = make_app(), Handlers()
+    app, others = make_app(), Router()
     others.consume("clicks")(on_record)
     others.consume("orders")(on_record)
 
     with pytest.raises(HandlerError, match="topic 'orders'"):
-        app.include(others)
+        app.include_router(others)
 
     assert [registration.topics for registration in app.handlers] == [("orders",)]
 
@@ -48,7 +48,7 @@ def test_an_app_without_handlers_is_an_app_and_does_not_start() -> None:
 
 
 def test_what_comes_while_it_runs_is_refused() -> None:
-    app, others = make_app(), Handlers()
+    app, others = make_app(), Router()
     others.consume("clicks")(on_record)
 
     async def scenario() -> None:
@@ -56,7 +56,7 @@ def test_what_comes_while_it_runs_is_refused() -> None:
             with pytest.raises(StateError, match="handler 'on_record' came too late"):
                 app.consume("clicks")(on_record)
             with pytest.raises(StateError, match="came too late"):
-                app.include(others)
+                app.include_router(others)
             with pytest.raises(StateError, match="came too late"):
                 app.configure(commit_interval=2.0)
             with pytest.raises(StateError, match="already running"):

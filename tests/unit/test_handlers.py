@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pydantic
 import pytest
 
-from aioshard import App, Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
+from aioshard import App, Batch, BatchContext, Context, DeadLetter, Park, Record, Router
 from aioshard.errors import DecodeError, HandlerError
 
 
@@ -54,7 +54,7 @@ class Callback:
 def test_a_handler_is_called_as_its_signature_asks(
     function: Callable[..., Any], run_in: str, *, takes_context: bool
 ) -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     assert handlers.consume("orders")(function) is function
 
@@ -100,7 +100,7 @@ async def decoded_slowly(record: Record) -> Order:
     ids=["record", "payload", "partial", "batch", "decoded", "decoded by name", "decoded batch"],
 )
 def test_what_a_handler_gets_is_chosen_when_it_is_registered(function: Any, options: Any, expected: object) -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("orders", **options)(function)
     (registration,) = handlers
 
@@ -161,7 +161,7 @@ async def with_a_codec(codec: str, order: Order) -> None: ...
     ids=["method", "partial of a method", "partial", "wrapped", "annotated", "collection", "by name", "typed list"],
 )
 def test_whatever_the_form_of_a_handler_its_name_and_type_are_found(function: Any, name: str, options: Any) -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("orders", **options)(function)
     (registration,) = handlers
 
@@ -216,7 +216,7 @@ def elsewhere() -> dict[str, Any]:
     ],
 )
 def test_a_record_needs_no_name_when_the_program_runs(elsewhere: dict[str, Any], name: str, options: Any) -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("orders", **options)(elsewhere[name])
     (registration,) = handlers
 
@@ -226,13 +226,13 @@ def test_a_record_needs_no_name_when_the_program_runs(elsewhere: dict[str, Any],
 @pytest.mark.parametrize(("name", "options"), [("on_order", {}), ("on_orders", {"batch": Batch()}), ("on_half", {})])
 def test_a_type_does(elsewhere: dict[str, Any], name: str, options: Any) -> None:
     with pytest.raises(HandlerError, match=f"handler '{name}' takes orders?: .*, and this name does not exist when"):
-        Handlers().consume("orders", **options)(elsewhere[name])
+        Router().consume("orders", **options)(elsewhere[name])
 
 
 def test_a_function_that_a_foreign_decorator_wraps_is_read_with_the_names_of_its_own_module(
     elsewhere: dict[str, Any],
 ) -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("orders")(elsewhere["noted"](on_an_order))
     (registration,) = handlers
 
@@ -247,7 +247,7 @@ async def on_a_list(numbers: list[int]) -> None: ...
 
 
 def test_constraints_of_an_annotation_hold_and_a_list_may_be_one_value() -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("few")(on_few)
     handlers.consume("lists")(on_a_list)
     few, lists = (registration.payload for registration in handlers)
@@ -288,7 +288,7 @@ def batches_in_a_thread(records: list[Record]) -> None: ...
 def test_a_batch_handler_is_called_as_its_signature_asks(
     function: Callable[..., Any], run_in: str, *, takes_context: bool
 ) -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     handlers.consume("orders", batch=Batch())(function)
 
@@ -348,7 +348,7 @@ async def takes_what_cannot_be_decoded(orders: list[Opaque]) -> None: ...
     ],
 )
 def test_a_handler_that_takes_other_than_it_is_given_is_refused(function: Any, batch: Any, sentence: str) -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     with pytest.raises(HandlerError) as refused:
         handlers.consume("orders", batch=batch)(function)
@@ -398,7 +398,7 @@ async def takes_the_context_first(context: Context, record: Record) -> None: ...
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any, sentence: str) -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     with pytest.raises(HandlerError) as refused:
         handlers.consume("orders")(function)
@@ -438,7 +438,7 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
 )
 def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, sentence: str) -> None:
     with pytest.raises(HandlerError) as refused:
-        Handlers().consume(*topics, **options)
+        Router().consume(*topics, **options)
 
     assert sentence in str(refused.value)
 
@@ -453,7 +453,7 @@ def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, senten
 )
 @pytest.mark.parametrize("order", [1, -1], ids=["before", "after"])
 def test_a_topic_of_parked_records_is_for_those_alone(topics: Any, options: Any, order: int) -> None:
-    handlers = Handlers()
+    handlers = Router()
     first, second = [
         handlers.consume("orders", on_failure=Park("orders.parked")),
         handlers.consume(*topics, **options),
@@ -465,7 +465,7 @@ def test_a_topic_of_parked_records_is_for_those_alone(topics: Any, options: Any,
 
 
 def test_handlers_may_share_a_topic_of_parked_records_or_of_dead_letters() -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     handlers.consume("orders", on_failure=Park("parked"))(on_record)
     handlers.consume("clicks", on_failure=Park("parked"))(in_a_thread)
@@ -487,7 +487,7 @@ def test_handlers_may_share_a_topic_of_parked_records_or_of_dead_letters() -> No
 def test_a_topic_belongs_to_one_handler(
     first: tuple[str, str | None], second: tuple[str, str | None], shared: str
 ) -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume(first[0], pattern=first[1])(on_record)
 
     with pytest.raises(HandlerError, match="a topic has one handler") as refused:
@@ -498,7 +498,7 @@ def test_a_topic_belongs_to_one_handler(
 
 
 def test_a_key_is_one_shard_within_its_topic_only() -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("orders", "returns")(on_record)
     (registration,) = handlers
     shard_key = registration.shard_key
@@ -573,7 +573,7 @@ class Locked:
     ],
 )
 def test_a_place_where_a_handler_cannot_run_is_refused(function: Any, options: Any, sentence: str) -> None:
-    handlers = Handlers()
+    handlers = Router()
 
     with pytest.raises(HandlerError) as refused:
         handlers.consume("orders", **options)(function)
@@ -593,7 +593,7 @@ def test_a_place_where_a_handler_cannot_run_is_refused(function: Any, options: A
     ],
 )
 def test_a_handler_runs_where_its_kind_or_run_in_says(function: Any, run_in: Any, expected: str) -> None:
-    handlers = Handlers()
+    handlers = Router()
     handlers.consume("orders", run_in=run_in, decode=None if run_in is None else decodes_plainly)(function)
 
     (registration,) = handlers

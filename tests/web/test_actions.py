@@ -12,7 +12,7 @@ import pytest
 from aioshard import App
 from aioshard.errors import HandlerError, SettingsError, StateError
 from aioshard.web.actions import Action, RefusedError, check_token, parse, perform
-from aioshard.web.dashboard import dashboard
+from aioshard.web.page import dashboard
 
 TOKEN = "correct-horse-battery"
 CHECK = b'{"action": "check"}'

@@ -16,11 +16,11 @@ from fastapi import FastAPI
 from aioshard import App, Record
 from aioshard.observe import Diagnosis, PartitionDiagnosis, Verdict
 from aioshard.testing import InMemoryBroker, TestClient
-from aioshard.web.dashboard import MOST_DIAGNOSED, dashboard, snapshot
+from aioshard.web.page import MOST_DIAGNOSED, dashboard, snapshot
 from tests.engine.running import until
 
 PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/dashboard.json"]
-STATIC = Path(importlib.import_module("aioshard.web.dashboard").__file__ or "").with_name("static")
+STATIC = Path(importlib.import_module("aioshard.web.page").__file__ or "").with_name("static")
 
 
 @pytest.fixture
@@ -194,6 +194,6 @@ def test_the_worst_is_explained_first_and_what_advances_not_at_all() -> None:
 
 
 def test_its_module_describes_the_data() -> None:
-    described = set(re.findall(r"`(\w+)`", importlib.import_module("aioshard.web.dashboard").__doc__ or ""))
+    described = set(re.findall(r"`(\w+)`", importlib.import_module("aioshard.web.page").__doc__ or ""))
 
     assert snapshot(App("billing")).keys() <= described

@@ -21,8 +21,8 @@ from aioshard.errors import NotDrainedError
 from aioshard.ports import Committed, InstanceIdTakenError, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport, TestClient, run
-from aioshard.web.dashboard import dashboard_routes
 from aioshard.web.health import serve_health
+from aioshard.web.page import dashboard_routes
 from tests.engine.running import until, watch_of
 from tests.support.kafka import KafkaBroker
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from playwright.async_api import Browser, expect
 
 from aioshard import App, Park, Record, Retry
-from aioshard.web.dashboard import dashboard
+from aioshard.web.page import dashboard
 from tests.support.browsing import Watched, served
 from tests.support.shared_kafka import SharedKafka
 

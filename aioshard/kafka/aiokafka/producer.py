@@ -309,7 +309,7 @@ class KafkaProducer:
         led: Sequence[int] = ()
         while calls:
             call = calls[0]
-            number, key = call.message.partition, call.message.key
+            number, key = call.message.partition, call.message.chosen_by
             if not count or (number is not None and number >= count and client.updated_at < call.since):
                 return
             calls.popleft()

@@ -1,7 +1,9 @@
 """Transactions of confluent-kafka: messages and offsets that become visible together, or not at all."""
 
 import asyncio
+import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -162,6 +164,9 @@ class ProducerThread:
         self._group_id = group_id
         self._timeout = timeout
         self._producer: Producer | None = None
+        self._counts: dict[str, int] = {}
+        """Number of partitions of the topics in which messages of the current transaction take turns."""
+        self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._refused = ""
         """Why a message of the current transaction was not stored."""
         self._call_began: float | None = None
@@ -224,6 +229,7 @@ class ProducerThread:
         """See `Transactions.commit`."""
         producer = self.ready()
         self._refused = ""
+        self._counts = {}
         try:
             producer.begin_transaction()
             for number, message in enumerate(messages, 1):
@@ -246,6 +252,8 @@ class ProducerThread:
         options: dict[str, Any] = {}
         if message.partition is not None:
             options["partition"] = message.partition
+        elif message.chosen_by is None:
+            options["partition"] = self._take_turn(producer, message.topic)
         if message.timestamp is not None:
             options["timestamp"] = round(message.timestamp * 1000)
         deadline = time.monotonic() + self._timeout
@@ -264,6 +272,11 @@ class ProducerThread:
                 producer.poll(_POLL)
             else:
                 return
+
+    def _take_turn(self, producer: Producer, topic: str) -> int:
+        if topic not in self._counts:
+            self._counts[topic] = len(producer.list_topics(topic, self._timeout).topics[topic].partitions) or 1
+        return next(self._turns[topic]) % self._counts[topic]
 
     def _delivered(self, error: KafkaError | None, message: Any) -> None:
         if error is not None and error.code() not in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:  # noqa: SLF001 - its names

@@ -1,0 +1,66 @@
+"""Type checkers report what is refused at run time, and nothing else."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioshard.settings import Settings, SettingsDict
+
+PROJECT = Path(__file__).parents[2]
+USES = PROJECT / "tests/unit/typed_uses.py"
+WRONG = {number for number, line in enumerate(USES.read_text().splitlines(), 1) if "# wrong" in line}
+
+
+def mypy() -> set[int]:
+    """Return the lines that mypy reports."""
+    cache = PROJECT / ".cache/typed-uses"
+    options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={cache}"]
+    environment = os.environ | {"MYPYPATH": str(PROJECT)}
+    # A module name of its own: `tests` has no types for other programs.
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "--scripts-are-modules", USES.name],
+        cwd=USES.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = re.findall(rf"^{USES.name}:(\d+): error", done.stdout, re.MULTILINE)
+    assert lines, done.stdout + done.stderr
+    return {int(line) for line in lines}
+
+
+def pyright(directory: Path) -> set[int]:
+    """Return the lines that pyright reports."""
+    project = {"include": [str(USES)], "extraPaths": [str(PROJECT)], "typeCheckingMode": "standard"}
+    path = directory / "pyrightconfig.json"
+    path.write_text(json.dumps(project))
+    command = [str(Path(sys.executable).with_name("basedpyright")), "--project", str(path), "--outputjson"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert found, done.stderr
+    return {one["range"]["start"]["line"] + 1 for one in found if one["severity"] == "error"}
+
+
+def test_mypy_reports_the_wrong_lines() -> None:
+    assert mypy() == WRONG
+
+
+def test_pyright_reports_the_wrong_lines(tmp_path: Path) -> None:
+    assert pyright(tmp_path) == WRONG
+
+
+def test_type_checkers_know_every_setting() -> None:
+    assert SettingsDict.__annotations__.keys() == Settings.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_a_setting_accepts_what_its_type_accepts(name: str) -> None:
+    """What a checker lets pass is what the setting has, or more that it converts."""
+    wanted = set(re.findall(r"'(\w+)'", str(Settings.model_fields[name].annotation)))
+    assert wanted == set(re.findall(r"'(\w+)'", str(SettingsDict.__annotations__[name])))
