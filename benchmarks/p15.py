@@ -21,6 +21,8 @@ SECONDS = 0.005
 INTERVAL = 0.1
 """Seconds between commits, the default with exactly-once processing; the peer has the same."""
 MESSAGE_INTERVAL = 0.01
+LONGEST_PAUSE = 20.0
+"""Milliseconds for which a commit may keep handlers from starting."""
 
 
 async def run(stage: Stage) -> Report:
@@ -51,7 +53,7 @@ async def run(stage: Stage) -> Report:
         row["longest pause, ms"] = spread([one.longest_pause * 1e3 for one in measured])
         row["visible after, ms"] = statistics.median(seen[name]) * 1e3 if name in seen else None
     delays = seen[OURS]
-    pause = spread([one.longest_pause * 1e3 for one in runs[OURS]]).median
+    pause, without = (spread([one.longest_pause * 1e3 for one in runs[name]]).median for name in (OURS, LEAST))
     report.verdicts += [
         Verdict(
             "records/s, times at least once",
@@ -61,7 +63,13 @@ async def run(stage: Stage) -> Report:
             at_least=True,
             judged=not stage.quick,
         ),
-        Verdict("longest time without a start, median", pause, must=20, unit="ms", judged=not stage.quick),
+        Verdict(
+            f"longest time without a start, median ({without:.3g} ms without transactions)",
+            pause,
+            must=max(LONGEST_PAUSE, without),  # a pause that is there without transactions is not theirs
+            unit="ms",
+            judged=not stage.quick,
+        ),
         Verdict(
             "time from input to visible output, median",
             statistics.median(delays) * 1e3,
