@@ -5,9 +5,6 @@ from collections import defaultdict
 from aioshard.core.histogram import Histogram
 from aioshard.engine.outcomes import Outcome
 
-_WARNING_INTERVAL = 1.0
-"""Seconds between warnings about failed attempts of a handler; the others are logged at DEBUG."""
-
 
 class TopicCounts:
     """Counts of the records of one topic; owned by the event loop, written by workers, read from any thread.
@@ -64,7 +61,6 @@ class Counters:
         """Counts of every topic of which this process has owned a partition."""
         self.replayed = 0
         """Runs of records whose earlier run was cancelled."""
-        self._warned_at = -_WARNING_INTERVAL
 
     @property
     def processed(self) -> int:
@@ -75,10 +71,3 @@ class Counters:
     def retried(self) -> int:
         """Attempts after a record's first one."""
         return sum(counts.retried for counts in tuple(self.topics.values()))
-
-    def may_warn(self, now: float) -> bool:
-        """Whether a failed attempt deserves a warning: while a back end is down, one now and then is enough."""
-        if now - self._warned_at < _WARNING_INTERVAL:
-            return False
-        self._warned_at = now
-        return True

@@ -1,9 +1,11 @@
 """Failure handler: retries failed deliveries, and applies the failure policy once their attempts are exhausted."""
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
 from aioshard.core.on_failure import BreakerState, CircuitBreaker
@@ -29,6 +31,9 @@ _HELD_BACK = 0.5
 """Seconds until a recovery that was held back is tried again; see `FailureHandler.hold_back`."""
 _BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseException,))
 """Backoff of failed recoveries; they are never given up, because only a terminal outcome advances (I2)."""
+
+_REPEATS_AFTER = 60.0
+"""Seconds between log lines about failures of the same kind."""
 
 _PAUSED_BY = "breaker"
 _FIRST_PROBE = 0.5
@@ -62,6 +67,16 @@ def failure_of(delivery: Delivery, group: str, handler: str) -> Failure:
     failure = delivery.failure
     assert failure is not None  # noqa: S101 - only failed deliveries are diverted
     return Failure(group, handler, failure.attempts, failure.error, failure.message, time.time())
+
+
+@dataclasses.dataclass(slots=True)
+class _Repeats:
+    """Failures like one that was logged."""
+
+    since: float
+    level: int
+    count: int = 0
+    latest: str = ""
 
 
 class FailureHandler:
@@ -112,6 +127,10 @@ class FailureHandler:
         self._recoveries_in_doubt = False
         self._why = ""
         """Why the circuit breaker opened."""
+        self._repeats: dict[tuple[str, object], _Repeats] = {}
+        """Failures that were logged lately, by event and origin."""
+        self._traced: set[object] = set()
+        """Origins whose traceback was logged."""
 
     # Failed attempts ------------------------------------------------------------------
 
@@ -142,6 +161,7 @@ class FailureHandler:
             delay,
             failure,
             self.counters.retried,
+            cause=error,
             attempt=delivery.failures,
             error=failure.error,
         )
@@ -173,6 +193,7 @@ class FailureHandler:
             first,
             delay,
             failure,
+            cause=error,
             error=failure.error,
             records=len(deliveries),
         )
@@ -190,15 +211,15 @@ class FailureHandler:
         delivery.failure = FailedAttempt(type(error).__name__, _message_of(error), delivery.failures)
         return delivery.failure
 
-    def outlived(self, batch: DeliveryBatch) -> None:
+    def outlived(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Log that a run was cancelled but returned all the same; its deliveries stay incomplete."""
         self._log(
             "swallowed",
             batch.deliveries[0],
             "the handler of %r swallowed its cancellation; its records stay incomplete",
             batch,
+            cause=error,
             records=len(batch.deliveries),
-            always=True,
         )
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
@@ -215,19 +236,34 @@ class FailureHandler:
         delivery: Delivery,
         message: str,
         *values: object,
+        cause: BaseException,
         level: int = logging.WARNING,
-        trace: BaseException | None = None,
-        always: bool = False,
         **more: object,
     ) -> None:
-        """Log a failure; while a back end is down, most of them only at DEBUG unless *always* is set."""
-        logger.log(
-            level if always or self.counters.may_warn(self._clock()) else logging.DEBUG,
-            message,
-            *values,
-            exc_info=trace,
-            extra=record_fields(event, delivery, **more, handler=self.handler, group=self.group),
-        )
+        """Log the first failure of a kind with its traceback, and later ones at DEBUG; `tell_repeats` counts them."""
+        text, origin, trace = message % values, _origin_of(cause), None
+        repeats = self._repeats.get((event, origin))
+        if repeats is None:
+            self._repeats[event, origin] = _Repeats(self._clock(), level)
+            if origin not in self._traced:
+                self._traced.add(origin)
+                trace = _traceback_of(cause)
+        else:
+            repeats.count, repeats.latest, level = repeats.count + 1, text, logging.DEBUG
+        fields = record_fields(event, delivery, **more, handler=self.handler, group=self.group)
+        logger.log(level, "%s", text, exc_info=trace, extra=fields)
+
+    def tell_repeats(self) -> None:
+        """Log, once a minute, how many failures were like one that was logged."""
+        now = self._clock()
+        for (event, origin), repeats in tuple(self._repeats.items()):
+            if now - repeats.since >= _REPEATS_AFTER:
+                del self._repeats[event, origin]
+                if repeats.count:
+                    self._repeats[event, origin] = _Repeats(now, repeats.level)
+                    message = "%d more like it in %.0f s, the latest: %s"
+                    fields = {"event": event, "handler": self.handler, "group": self.group, "repeats": repeats.count}
+                    logger.log(repeats.level, message, repeats.count, now - repeats.since, repeats.latest, extra=fields)
 
     # Exhausted attempts ---------------------------------------------------------------
 
@@ -267,7 +303,7 @@ class FailureHandler:
             counted(failure.attempts, "attempt"),
             recovery.purpose,
             failure,
-            trace=_traceback_of(error),
+            cause=error,
             attempt=failure.attempts,
             error=failure.error,
         )
@@ -279,13 +315,14 @@ class FailureHandler:
         self._log(
             "halted",
             delivery,
-            "record %r failed after %s and halts its shard: its partition is not committed past it (%s)",
+            "record %r failed after %s and halts (%s): later records of its key wait, and its partition is not "
+            "committed past it and, when its share of memory is full, takes nothing more in. App.retry_now or App.skip "
+            "releases it; with on_failure=DeadLetter(…) or Park(…) nothing would wait",
             delivery,
             counted(failure.attempts, "attempt"),
             failure,
+            cause=error,
             level=logging.ERROR,
-            trace=_traceback_of(error),
-            always=True,
             attempt=failure.attempts,
             error=failure.error,
         )
@@ -356,6 +393,7 @@ class FailureHandler:
             delivery,
             delay,
             why,
+            cause=error,
             level=logging.ERROR,
         )
 
@@ -412,6 +450,12 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - user code: only the record has failed
         return f"its message cannot be shown ({type(failure).__name__})"
+
+
+def _origin_of(error: BaseException) -> object:
+    """Return what failures of the same kind have in common: the type, and the line that raised."""
+    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return type(error), *lines[-1:]
 
 
 def _traceback_of(error: BaseException) -> BaseException | None:

@@ -172,7 +172,7 @@ class ActiveHandler:
         """Set if the handler has a rate limit."""
         self.counters = Counters()
         self._shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
-        failures = self._make_failure_handler(resources)
+        self.failures = failures = self._make_failure_handler(resources)
         kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
         self.workers = [
             kind(

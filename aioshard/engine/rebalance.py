@@ -284,9 +284,8 @@ class Rebalance:
             partition.feed.purge(partition)
             if partition.task is not None:
                 self._tasks.dismiss(partition.task)
-            logger.log(
-                logging.WARNING if dropped else logging.INFO,
-                "epoch %d of %s ended: %s; incomplete records dropped, to be fetched again by the next owner: %d",
+            logger.debug(
+                "epoch %d of %s ended: %s; records that run again at its next owner: %d",
                 partition.number,
                 name,
                 reason,
@@ -821,6 +820,7 @@ class RebalanceLog:
                 "rebalanced",
                 f"rebalance {report.number} is over ({report.cause})",
                 {name: getattr(report, name) for name in _LOGGED},
+                level=logging.INFO,
             )
 
     # Phases ---------------------------------------------------------------------------
@@ -860,15 +860,16 @@ class RebalanceLog:
         return report
 
 
-def _tell(event: str, what: str, figures: Mapping[str, Any], **about: object) -> None:
+def _tell(event: str, what: str, figures: Mapping[str, Any], level: int = logging.DEBUG, **about: object) -> None:
     """Log an event of a rebalance.
 
     Args:
         event: Name of the event.
         what: Beginning of the text.
         figures: Figures that the text repeats.
+        level: INFO for the one line that sums up a rebalance.
         about: Fields that only programs need.
     """
     rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
     text = ", ".join(f"{name} {value}" for name, value in rounded.items())
-    logger.info("%s: %s", what, text, extra={"event": event, **about, **rounded})
+    logger.log(level, "%s: %s", what, text, extra={"event": event, **about, **rounded})

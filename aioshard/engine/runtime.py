@@ -24,7 +24,7 @@ from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, counted
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -373,8 +373,9 @@ class Engine:
         if self.state not in ("failed", "draining"):
             self.state = "draining"
             running = len(self.rebalance.running())
-            message = "draining: nothing new is taken in; records in flight: %d"
-            logger.info(message, running, extra=self._fields("draining", in_flight=running))
+            message = "draining: nothing new is taken in; %s may run for up to %g s (shutdown_timeout)"
+            fields = self._fields("draining", in_flight=running)
+            logger.info(message, counted(running, "record"), self.settings.shutdown_timeout, extra=fields)
         if not self._started.done():
             self._started.set_result(None)
 

@@ -81,6 +81,8 @@ class Watch:
         self._facts = current
         self.standstill.check(engine.standstill)
         self.hang.check(self._find_hang())
+        for handler in engine.handlers:
+            handler.failures.tell_repeats()
         partitions = engine.rebalance.epochs
         self._reported = {partition: told for partition, told in self._reported.items() if partition in partitions}
         for partition in partitions:

@@ -280,7 +280,7 @@ class Worker(ABC):
         worker_ends |= isinstance(error, _EXITS)
         if worker_ends or asked & Asked.INTERRUPT:
             if swallowed:
-                self.failures.outlived(batch)
+                self.failures.outlived(batch, error)
             self._batch = self.delivery = self.running = None
             if asked:
                 for delivery in batch.deliveries:

@@ -107,7 +107,7 @@ class Group:
     async def until_assigned(self, member: Process) -> None:
         """Wait until a process has partitions."""
         async with asyncio.timeout(STOP_TIMEOUT):
-            while "is open: epoch" not in self._logs[member.pid].read_text():
+            while "the app is running" not in self._logs[member.pid].read_text():
                 self.check_alive()
                 await asyncio.sleep(POLL_INTERVAL)
 

@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App, Batch, DeadLetter, Park, Record, Retry
 from aioshard.engine.committer import Committer
-from aioshard.errors import CommitError
+from aioshard.errors import CommitError, ConnectError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.running import until
@@ -68,7 +68,10 @@ def test_start_and_end_of_an_app(world: World) -> None:
     assert world.lines("stopped") == [{"group": "billing"}]
 
 
-def test_each_partition_that_is_assigned_has_a_line_of_its_state(world: World) -> None:
+def test_each_partition_that_is_assigned_has_a_line_of_its_state(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "aioshard")
     world.app.consume("orders")(nothing)
 
     async def act(world: World, client: TestClient) -> None:
@@ -98,8 +101,81 @@ def test_each_partition_that_is_assigned_has_a_line_of_its_state(world: World) -
     assert [line["partition"] for line in world.lines("epoch_ended") if line["dropped"] == 0][:1] == [1]
 
 
+def test_the_log_of_a_day_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    """A start, two rebalances, 500 failures of three kinds, an outage of 10 s, a stop; each cause is told once."""
+    partitions = 60
+    app = App("billing", auto_offset_reset="earliest")
+    caplog.set_level(logging.INFO, "aioshard")
+
+    @app.consume("orders", retry=Retry(attempts=2, initial=1.0), on_failure=DeadLetter("orders.dlt", breaker=None))
+    async def handle(record: Record) -> None:
+        number = int(record.value or b"")
+        if number % 4 == 0:
+            raise ValueError(f"{number} is a multiple of 4")
+        if number % 4 == 1:
+            {}[number]
+        if number % 8 == 2:
+            await missing(number)
+
+    async def missing(number: int) -> None:
+        raise ConnectionError(f"{number} was not found")
+
+    async def scenario() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=partitions)) as client:
+            for number in range(800):
+                await client.publish("orders", str(number), partition=number % partitions)
+            await client.settle(600)
+            for _ in range(2):
+                client.group.rebalance()
+                await until(lambda: client.group.rebalancing)
+                await until(lambda: not client.group.rebalancing)
+                await client.settle(600)
+            client.broker.available = False
+            client.broker.fail_next_poll(ConnectError("the broker is away"))
+            await asyncio.sleep(10.0)
+            client.broker.available = True
+            await client.publish("orders", "3")
+            await client.settle(600)
+            assert app.statistics().handlers[0].dead_lettered == 500
+            assert app.statistics().rebalances >= 3
+            await asyncio.sleep(120.0)
+
+    run(scenario())
+
+    lines = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert len(lines) < 60, "\n".join(record.getMessage() for record in lines)
+    traced = [record.exc_info[0] for record in lines if record.exc_info]
+    assert sorted(kind.__name__ for kind in traced if kind) == ["ConnectionError", "KeyError", "ValueError"]
+    told = {getattr(record, "event", None): record for record in lines}
+    assert {"running", "rebalanced", "diverted", "retry", "draining", "stopped"} <= told.keys()
+    assert sum(getattr(record, "repeats", 0) for record in lines if record.event == "diverted") == 500 - 3  # type: ignore[attr-defined]
+
+
+def test_halted_records_are_counted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aioshard")
+    app = App("billing", auto_offset_reset="earliest", stuck_after=1000.0)
+
+    @app.consume("orders", retry=ONCE)
+    async def handle(record: Record) -> None:
+        raise ValueError(record.value)
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for number in range(190):
+                await client.publish("orders", "x", key=str(number))
+            await asyncio.sleep(130.0)
+
+    run(scenario())
+
+    halted = [record for record in caplog.records if getattr(record, "event", None) == "halted"]
+    assert [getattr(record, "repeats", None) for record in halted] == [None, 189]
+    assert [record.levelno for record in halted] == [logging.ERROR] * 2
+    assert [bool(record.exc_info) for record in halted] == [True, False]
+
+
 def test_what_a_drain_has_come_to(caplog: pytest.LogCaptureFixture) -> None:
     world = World(caplog, drain_timeout=0.5)
+    caplog.set_level(logging.DEBUG, "aioshard")
 
     @world.app.consume("orders")
     async def handle(_: Record) -> None:
@@ -187,7 +263,8 @@ def test_commits_that_are_refused_and_are_taken_again(world: World) -> None:
     assert world.lines("commit_recovered") == [{}]
 
 
-def test_a_client_that_is_lost_and_the_next_one(world: World) -> None:
+def test_a_client_that_is_lost_and_the_next_one(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "aioshard")
     world.app.consume("orders")(nothing)
 
     async def act(world: World, client: TestClient) -> None:
