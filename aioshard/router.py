@@ -216,7 +216,7 @@ def _unknown_option(name: str, options: Collection[str]) -> str:
 
 
 def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
-    """Reject options that are invalid or contradict each other; return the initial number of workers."""
+    """Reject options that are invalid or contradict each other; return the number of workers."""
     for option, kind, expected in (
         ("batch", Batch, "Batch(max_records=…, linger=…, max_bytes=…), or None"),
         ("rate_limit", RateLimit, "RateLimit(per_second, burst), or None"),

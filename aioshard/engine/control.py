@@ -1,4 +1,4 @@
-"""Controls of a running engine: release records, pause, resume, seek, change concurrency, wait for the log ends."""
+"""Controls of a running engine: release records, pause, resume, seek, wait for the log ends."""
 
 import asyncio
 import datetime as dt
@@ -20,7 +20,6 @@ logger = logging.getLogger("aioshard.engine.control")
 
 T = TypeVar("T")
 
-"""Limit for changing a handler's workers at runtime: a mistyped digit must not hang the process."""
 SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
 """An offset; a time, as a datetime or as seconds since the epoch in a float; or an end of the log."""
 

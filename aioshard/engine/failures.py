@@ -95,7 +95,7 @@ class FailureHandler:
         shards: Sequence[Shards],
         counters: Counters,
         clock: Callable[[], float],
-        workers: Callable[[], int],
+        workers: int,
         breaker: CircuitBreaker | None = None,
         handler: str = "",
         group: str = "",
@@ -108,7 +108,7 @@ class FailureHandler:
             shards: Shards of the handler.
             counters: Counters of the handler.
             clock: Returns the loop time.
-            workers: Returns the current number of workers.
+            workers: Number of workers of the handler.
             breaker: Limit on the share of such records; None means no limit.
             handler: Name of the handler, for log lines.
             group: Consumer group, for log lines.
@@ -356,7 +356,7 @@ class FailureHandler:
         now = self._clock()
         oldest = next(iter(self._recovering.values()), now)
         self._recoveries_in_doubt |= now - oldest > _SLOW_RECOVERY
-        return not self._recoveries_in_doubt or len(self._recovering) < max(self._workers() // 2, 1)
+        return not self._recoveries_in_doubt or len(self._recovering) < max(self._workers // 2, 1)
 
     async def recover(self, delivery: Delivery, recovery: Recovery) -> Outcome:
         """Take the recovery of a delivery."""

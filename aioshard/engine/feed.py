@@ -56,10 +56,9 @@ class Feed:
         self._unkeyed = unkeyed
         self._builtin_key = sure
         self._turn = 0
-        self._at_once = at_once
-        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * self._at_once)
+        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * at_once)
         if ahead is not None:
-            self._enough = min(self._enough, ahead * self._at_once)
+            self._enough = min(self._enough, ahead * at_once)
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
     @property

@@ -243,7 +243,7 @@ class ActiveHandler:
             shards=self._shards,
             counters=self.counters,
             clock=resources.clock,
-            workers=lambda: len(self.workers),
+            workers=spec.shards or spec.concurrency,
             breaker=spec.on_failure.breaker if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=resources.group_id,

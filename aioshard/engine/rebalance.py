@@ -92,7 +92,7 @@ class Rebalance:
         settings: "Settings",
         *,
         make_partition: Callable[[TopicPartition, int, int], Partition],
-        workers: Callable[[], Collection[Worker]],
+        workers: Collection[Worker],
         replayed: Callable[[], int],
         fail: Callable[[BaseException], None],
         committer: Committer,
@@ -105,7 +105,7 @@ class Rebalance:
             group_id: The consumer group.
             settings: Timeouts.
             make_partition: Makes a partition from its name, the number of its epoch and its start, with a closed gate.
-            workers: Returns all workers of all handlers.
+            workers: All workers of all handlers.
             replayed: Returns how many records this process has run more than once.
             fail: Ends the app: no retry can help against an error.
             committer: The commit coordinator.
@@ -225,7 +225,7 @@ class Rebalance:
 
     def running(self) -> set[Delivery]:
         """All deliveries that workers run now."""
-        return {delivery for worker in self._workers() for delivery in worker.deliveries}
+        return {delivery for worker in self._workers for delivery in worker.deliveries}
 
     async def drain(self, partitions: Collection[Partition], timeout: float) -> int:
         """Close the gates and wait for the records that must end; cancel those still running after *timeout* seconds.
@@ -253,7 +253,7 @@ class Rebalance:
     def _interrupt(self, deliveries: set[Delivery]) -> int:
         """Cancel the runs of these deliveries; return how many of them were running."""
         count = 0
-        for worker in self._workers():
+        for worker in self._workers:
             running = deliveries.intersection(worker.deliveries)
             count += len(running)
             if running:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -20,7 +20,6 @@ from aioshard.engine.partition import ObservedPartition, Partition
 from aioshard.engine.rebalance import Rebalance, uncommitted_of
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.trouble import Trouble
-from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
@@ -107,6 +106,8 @@ class Engine:
         self.handlers = tuple(
             ActiveHandler(spec if observe is None else spec.timed(self.clock), resources) for spec in specs
         )
+        self.workers = [worker for handler in self.handlers for worker in handler.workers]
+        """All workers of all handlers."""
         self.committer = Committer(
             settings.commit_interval,
             settings.commit_timeout,
@@ -120,7 +121,7 @@ class Engine:
             group_id,
             settings,
             make_partition=self._make_partition,
-            workers=lambda: self.workers,
+            workers=self.workers,
             replayed=lambda: self.replayed,
             fail=self.fail,
             committer=self.committer,
@@ -135,11 +136,6 @@ class Engine:
             metadata_limit=lambda: self.committer.metadata_limit,
             out_of_range=self.rebalance.restart,
         )
-
-    @property
-    def workers(self) -> Collection[Worker]:
-        """All workers of all handlers."""
-        return [worker for handler in self.handlers for worker in handler.workers]
 
     def _make_partition(self, name: TopicPartition, number: int, start: int) -> Partition:
         """Make a partition, with its gate closed; an observed one if outcomes are observed."""

@@ -518,7 +518,10 @@ class Shards:
         if self.yielding:
             self._burst = 1
         else:
-            self.wake(self._burst)
+            for _ in range(min(self._burst, len(self._idle))):
+                idle = self._idle.popleft()
+                if not idle.done():
+                    idle.set_result(None)
             self._burst *= 2 if self._allows is None else 1
         self.notify()
 
@@ -533,13 +536,6 @@ class Shards:
     def unseen(self) -> int:
         """Number of deliveries that no worker has looked at yet."""
         return len(self._front) + len(self._arrivals)
-
-    def wake(self, workers: int | None = None) -> None:
-        """Wake up to *workers* idle workers, or all of them, to check for deliveries and requests."""
-        for _ in range(len(self._idle) if workers is None else min(workers, len(self._idle))):
-            idle = self._idle.popleft()
-            if not idle.done():
-                idle.set_result(None)
 
     async def wait(self) -> None:
         """Wait until `take` may return a delivery."""

@@ -81,7 +81,7 @@ class HandlerSnapshot:
         self._workers: dict[Delivery, Worker] = {}
         self.runs: dict[Worker, Delivery] = {}
         """The busy workers, each with the first delivery that it runs."""
-        for worker in tuple(running.workers):
+        for worker in running.workers:
             for delivery in tuple(worker.deliveries):
                 self._workers[delivery] = worker
                 self.runs.setdefault(worker, delivery)
@@ -257,13 +257,14 @@ class HandlerSnapshot:
     def _queued(self, delivery: Delivery) -> Cause:
         waited, count = self._now - delivery.arrived, len(self.running.workers)
         busy, pace = len(self.runs), self.running.pace
-        if busy >= count > 0:
-            reason, stack = self._longest_run
+        if busy >= count:
+            spec, (reason, stack) = self.running.spec, self._longest_run
+            limit = "processes" if spec.run_in == "process" else "concurrency" if spec.shards is None else "shards"
             return Cause(
                 "queued",
                 waited,
-                f"waits for its turn: all {count} workers of handler {self.running.spec.name} are busy; {reason}",
-                f"raise {self._limit}= to run more of them concurrently, if the systems that they call can take it; or "
+                f"waits for its turn: all {count} workers of handler {spec.name} are busy; {reason}",
+                f"raise {limit}= to run more of them concurrently, if the systems that they call can take it; or "
                 "find out why the runs take so long",
                 stack,
             )
@@ -275,12 +276,6 @@ class HandlerSnapshot:
                 "nothing if the rate is intended; otherwise raise rate_limit=",
             )
         return Cause("queued", waited, "waits for its turn, and starts next")
-
-    @property
-    def _limit(self) -> str:
-        """The option that limits how many records run at the same time."""
-        spec = self.running.spec
-        return "processes" if spec.run_in == "process" else "concurrency" if spec.shards is None else "shards"
 
     @functools.cached_property
     def _longest_run(self) -> tuple[str, Stack]:

@@ -143,7 +143,7 @@ class Watch:
         return [
             (handler.spec.name, worker)
             for handler in self.engine.handlers
-            for worker in tuple(handler.workers)
+            for worker in handler.workers
             if worker.deliveries
         ]
 

@@ -204,11 +204,10 @@ class Worker(ABC):
             else:
                 self.running = recovering = self.failures.recover(head, recovery)
                 outcome = await recovering
+            if self.asked:
+                raise SwallowedCancellationError(self.timeout or 0.0)  # noqa: TRY301 - handled like what a run raises
         except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
             self._ended_badly(batch, error)
-            return
-        if self.asked:
-            self._ended_badly(batch, SwallowedCancellationError(self.timeout or 0.0))
             return
         self._clear_handler_cancellations()
         if recovery is not None:
@@ -378,14 +377,11 @@ class RecordWorker(Worker):
             try:
                 self.running = running = call(delivery.record) if call is not None else invoke(delivery)
                 await running
+                if self.asked:
+                    raise SwallowedCancellationError(self.timeout or 0.0)  # noqa: TRY301 - as in `_run`
             except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
                 due = times.cut(now)
                 self._ended_badly(DeliveryBatch.of_one(delivery), error)
-                delivery = take()
-                continue
-            if self.asked:
-                due = times.cut(now)
-                self._ended_badly(DeliveryBatch.of_one(delivery), SwallowedCancellationError(self.timeout or 0.0))
                 delivery = take()
                 continue
             if cancelling():

@@ -284,8 +284,6 @@ def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
         spec = spec._replace(on_failure="skip" if skip else DeadLetter(topic))
     if most is not None:
         spec = spec._replace(concurrency=min(spec.concurrency, most))
-        if spec.resized is not None:
-            spec.resized(spec.concurrency)
     return spec
 
 

@@ -57,7 +57,7 @@ class Bench:
             shards=[self.shards],
             counters=Counters(),
             clock=self.clock,
-            workers=lambda: 1,
+            workers=1,
         )
         worker = RecordWorker(
             "worker", self.shards, call=self.handle, invoke=unused, failures=failures, clock=self.clock
