@@ -46,9 +46,6 @@ class FakeApp(App):
     def resume_handler(self, name: str) -> None:
         self._note("resume_handler", name)
 
-    def set_concurrency(self, handler: object, concurrency: int) -> None:
-        self._note("set_concurrency", handler, concurrency)
-
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
         self._note("retry_now", topic, partition, offset)
 
@@ -236,12 +233,11 @@ def test_the_space_around_a_token_is_not_part_of_it() -> None:
         ({"action": "resume", "topic": "orders", "partition": 0}, ("resume", "orders", 0)),
         ({"action": "pause_handler", "handler": "on_order"}, ("pause_handler", "on_order")),
         ({"action": "resume_handler", "handler": "on_order"}, ("resume_handler", "on_order")),
-        ({"action": "set_concurrency", "handler": "h", "concurrency": 8}, ("set_concurrency", "h", 8)),
         ({"action": "retry_now", "topic": "t", "partition": 1, "offset": 7}, ("retry_now", "t", 1, 7)),
         ({"action": "skip", "topic": "t", "partition": 1, "offset": 7}, ("skip", "t", 1, 7)),
         ({"action": "release_parked", "topic": "t", "partition": 1, "offset": 7}, ("release_parked", "t", 1, 7)),
     ],
-    ids=["pause", "resume", "pause-handler", "resume-handler", "concurrency", "retry", "skip", "release"],
+    ids=["pause", "resume", "pause-handler", "resume-handler", "retry", "skip", "release"],
 )
 async def test_each_action_reaches_the_app(
     client: httpx.AsyncClient, app: FakeApp, asked: dict[str, Any], told: tuple[object, ...]
@@ -420,6 +416,6 @@ async def test_a_refused_request_cannot_write_a_line_of_the_log(
 
 
 def test_an_action_reads_as_one_line() -> None:
-    action = parse(b'{"action": "set_concurrency", "handler": "on_order", "concurrency": 8}')
+    action = parse(b'{"action": "pause", "topic": "orders", "partition": 8}')
 
-    assert str(action) == 'set_concurrency handler="on_order" concurrency=8'
+    assert str(action) == 'pause topic="orders" partition=8'

@@ -489,19 +489,11 @@
       act: (now) => act(now.pausedByHand ? "resume" : "pause", { topic: now.topic, partition: now.partition }),
       when: (now) => !now.handlerPaused,
     })]),
-    handlers: buttons((row) => [
-      button(row, {
-        name: (now) => now.name,
-        say: (now) => (now.pausedByHand ? "Resume" : "Pause"),
-        act: (now) => act(now.pausedByHand ? "resume_handler" : "pause_handler", { handler: now.name }),
-      }),
-      button(row, {
-        name: (now) => now.name,
-        say: () => "Concurrency",
-        act: promptConcurrency,
-        when: (now) => now.is_resizable,
-      }),
-    ]),
+    handlers: buttons((row) => [button(row, {
+      name: (now) => now.name,
+      say: (now) => (now.pausedByHand ? "Resume" : "Pause"),
+      act: (now) => act(now.pausedByHand ? "resume_handler" : "pause_handler", { handler: now.name }),
+    })]),
     failed: buttons((row) => [
       button(row, { name: recordName, say: () => "Retry", act: (now) => act("retry_now", coordinates(now)) }),
       button(row, { name: recordName, say: () => "Skip", act: confirmSkip }),
@@ -830,18 +822,17 @@
 
   let onSubmit = null;
 
-  function openDialog({ title, text, ok, label = null, type = "text", value = "", danger = false, then }) {
+  function openDialog({ title, text, ok, secret = false, danger = false, then }) {
     write($("ask-title"), title);
     write($("ask-text"), text);
     write($("ask-ok"), ok);
     setAttribute($("ask-ok"), "data-tone", danger ? "bad" : null);
     write($("ask-error"), "");
-    $("ask-field").hidden = label === null;
-    write($("ask-label"), label || "");
-    Object.assign($("ask-input"), { type, value, required: label !== null, min: 1 });
+    $("ask-field").hidden = !secret;
+    $("ask-input").required = secret;
     onSubmit = then;
     $("ask").showModal();
-    (label === null ? $("ask-cancel") : $("ask-input")).focus();
+    (secret ? $("ask-input") : $("ask-cancel")).focus();
   }
 
   function promptToken() {
@@ -849,8 +840,7 @@
       title: "Unlock actions",
       text: "Actions need the token that the operator of this app has set. This page keeps it until it is closed or reloaded.",
       ok: "Unlock",
-      label: "Token",
-      type: "password",
+      secret: true,
       then: async (value) => {
         await post({ action: "check" }, value);
         setToken(value);
@@ -866,18 +856,6 @@
       ok: "Skip the record",
       danger: true,
       then: () => act("skip", coordinates(row)),
-    });
-  }
-
-  function promptConcurrency(row) {
-    openDialog({
-      title: `Concurrency of ${row.name}`,
-      text: "How many records it works on at once, until the app stops. Nothing that runs is interrupted.",
-      ok: "Set",
-      label: "Workers",
-      type: "number",
-      value: row.concurrency,
-      then: (value) => act("set_concurrency", { handler: row.name, concurrency: Number(value) }),
     });
   }
 
