@@ -1,11 +1,11 @@
-"""Rate limits, and a concurrency that changes, on a real broker."""
+"""Rate limits on a real broker."""
 
 import asyncio
 import bisect
 from collections.abc import Sequence
 
 from aioshard import RateLimit, Record
-from tests.broker_faults.support import Ledger, handler_of, messages, quick_app, until
+from tests.broker_faults.support import Ledger, messages, quick_app
 from tests.support.shared_kafka import SharedKafka
 
 
@@ -43,51 +43,3 @@ async def test_ten_thousand_records_at_a_limited_rate(kafka: SharedKafka, topic:
     assert ledger.times[-1] - ledger.times[0] >= (10_000 - 100) / 5_000 - 1e-3
     assert ledger.duplicates == []
     ledger.assert_in_order()
-
-
-async def test_the_concurrency_changes_under_load_while_members_come_and_go(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
-    """I4 while it goes 1 → 64 → 2, and nothing is lost or runs twice."""
-    await kafka.create_topic(topic, partitions=6)
-    sent = messages(6_000, keys=300)
-    await kafka.produce(topic, sent)
-    ledger = Ledger(pause=0.005)
-    first, second = quick_app(kafka, group), quick_app(kafka, group)
-    for app in (first, second):
-        app.consume(topic, concurrency=1)(ledger.handle)
-    async with first:
-        await ledger.until_more_than(20)
-        first.set_concurrency("handle", 64)
-        await ledger.until_more_than(500)
-        async with second:
-            second.set_concurrency("handle", 64)
-            await ledger.until_more_than(1_000)
-            first.set_concurrency("handle", 2)
-            await ledger.until_more_than(1_500)
-        assert handler_of(first).concurrency == 2
-        await ledger.until_more_than(len(ledger.finished) + 50)
-        first.set_concurrency("handle", 64)
-        await ledger.until_finished(sent)
-        await until(lambda: sum(part.lag or 0 for part in first.statistics().partitions) == 0, first.explain)
-
-    assert ledger.duplicates == []
-    ledger.assert_in_order()
-    assert sum((await kafka.committed(group, topic)).values()) == 6_000
-
-
-class BackEnd:
-    """Serves so many calls at a time, each in 50 ms; the others wait in line."""
-
-    def __init__(self, servers: int) -> None:
-        self.servers = servers
-        self._places = asyncio.Semaphore(servers)
-
-    async def call(self, _: Record) -> None:
-        async with self._places:
-            await asyncio.sleep(0.05)
-
-    async def shrink(self, servers: int) -> None:
-        for _ in range(self.servers - servers):
-            await self._places.acquire()
-        self.servers = servers

@@ -35,8 +35,3 @@ def watch_of(app: App) -> Watch:
     watch = app._watch
     assert isinstance(watch, Watch)
     return watch
-
-
-def workers() -> list[str]:
-    """The names of the workers that live."""
-    return [task.get_name() for task in asyncio.all_tasks() if "worker" in task.get_name()]

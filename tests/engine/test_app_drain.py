@@ -222,7 +222,7 @@ def test_a_drained_app_publishes_and_keeps_its_resources_but_takes_no_orders() -
             assert app.state == "pool"
             orders: list[Callable[[], object]] = [
                 lambda: app.pause("orders"),
-                lambda: app.set_concurrency("handle", 2),
+                lambda: app.pause_handler("handle"),
                 app.assignment,
             ]
             for order in orders:

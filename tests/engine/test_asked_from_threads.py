@@ -90,21 +90,19 @@ async def use(app: App, client: TestClient) -> None:
             topic = TOPICS[number % len(TOPICS)]
             await client.publish(topic, "x", key=f"k{number % 97}", partition=number % 4)
         await asyncio.sleep(0.002)
-        match number // 40 % 9:
+        match number // 40 % 8:
             case 0:
                 await client.revoke("on-demand", 1)
                 await client.assign("on-demand", 1)
             case 1:
-                app.set_concurrency("on_demand", 8 + number % 40)
-            case 2:
                 app.pause_handler("fixed")
-            case 3:
+            case 2:
                 app.resume_handler("fixed")
-            case 4:
+            case 3:
                 app.pause_handler("batches")
-            case 5:
+            case 4:
                 app.resume_handler("batches")
-            case 6:
+            case 5:
                 await client.revoke("parked", 2)
                 await client.assign("parked", 2)
             case _:

@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+from typing import Any
 
-from aioshard import App, Record, Retry
+import pytest
+
+from aioshard import App, Batch, Record, Retry
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
+from tests.engine.running import publish
 
 
 async def time_out_as_older_libraries_do() -> None:
@@ -20,6 +24,32 @@ async def await_something_cancelled() -> None:
     future = asyncio.get_running_loop().create_future()
     future.cancel()
     await future
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": Batch(max_records=5, linger=0.1)}], ids=["records", "batches"])
+@pytest.mark.parametrize("concurrency", [1, 20])
+def test_as_many_runs_go_on_at_once_as_there_are_workers(options: dict[str, Any], concurrency: int) -> None:
+    app = App("workers")
+    running = most = 0
+
+    @app.consume("orders", concurrency=concurrency, **options)
+    async def handle(_: list[Record] if options else Record) -> None:  # type: ignore[valid-type]
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(1.0)
+        running -= 1
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish(client, 200)
+            await asyncio.sleep(0.5)
+            assert running == concurrency
+            assert app.statistics().handlers[0].concurrency == concurrency
+            await client.settle(timeout=300.0)
+
+    run(test())
+    assert most == concurrency
 
 
 def test_a_time_out_that_leaves_its_cancellation_behind_costs_no_worker() -> None:

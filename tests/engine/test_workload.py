@@ -92,7 +92,7 @@ def test_fixed_shards_are_shown_by_their_number() -> None:
             (hot,) = looked_at(app).shards
             assert (hot.shard, hot.waiting, hot.state) == ("0", 4, "running")
             (handler,) = app.statistics().handlers
-            assert (handler.shards, handler.is_resizable, handler.queued) == (1, False, 4)
+            assert (handler.shards, handler.queued) == (1, 4)
             over.set()
 
     run(scenario())

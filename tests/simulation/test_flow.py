@@ -1,4 +1,4 @@
-"""The engine with rate limits and a concurrency that changes, under seeded interleavings."""
+"""The engine with rate limits and few or many workers, under seeded interleavings."""
 
 import os
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from aioshard import RateLimit
-from aioshard.engine.control import set_concurrency
 from tests.simulation.world import World, live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "1000")) // 10
@@ -14,7 +13,7 @@ CHUNK = 50
 
 
 class FlowWorld(World):
-    """A world in which the flow of the handlers is limited, and in most of them changes."""
+    """A world in which most handlers have a rate limit, and each process its own number of workers."""
 
     def __init__(self, seed: int, *, clean: bool) -> None:
         self.kind = seed % 6
@@ -24,14 +23,9 @@ class FlowWorld(World):
         options = super().consume_options()
         if self.kind in (1, 2, 3, 5):
             options["rate_limit"] = RateLimit(100.0 if self.kind == 2 else 400.0, burst=5)
+        if self.kind < 5:
+            options["concurrency"] = self.rng.choice([1, 1, 2, 3, 8, 30])
         return options
-
-    async def something_happens(self) -> None:
-        await super().something_happens()
-        for process in self.living:
-            if process.engine is not None and self.kind < 5 and self.rng.random() < 0.5:
-                (handler,) = process.engine.handlers
-                set_concurrency(process.engine, handler.spec.name, self.rng.choice([1, 1, 2, 3, 8, 30]))
 
 
 def simulate(seed: int, *, clean: bool) -> FlowWorld:

@@ -193,14 +193,13 @@ def test_what_a_drain_has_come_to(caplog: pytest.LogCaptureFixture) -> None:
     assert world.lines("drained")[0] == {"drained": 0, "cancelled": 1}
 
 
-def test_what_the_application_pauses_and_changes(world: World) -> None:
-    @world.app.consume("orders", concurrency=4)
+def test_what_the_application_pauses_and_seeks(world: World) -> None:
+    @world.app.consume("orders")
     async def handle(_: Record) -> None: ...
 
     async def act(world: World, _: TestClient) -> None:
         world.app.pause("orders", 1, why="the ledger moves house")
         world.app.resume("orders", 1)
-        world.app.set_concurrency("handle", 2)
         await world.app.seek("orders", 0, "beginning")
 
     world.run(act)
@@ -208,7 +207,6 @@ def test_what_the_application_pauses_and_changes(world: World) -> None:
     place = {"topic": "orders", "partition": 1}
     assert world.lines("paused") == [place | {"why": "the ledger moves house"}]
     assert world.lines("resumed") == [place]
-    assert world.lines("concurrency") == [{"handler": "handle", "concurrency": 2}]
     assert world.lines("seek") == [{"topic": "orders", "partition": 0, "offset": 0}]
 
 
