@@ -1148,5 +1148,5 @@ def test_what_an_exception_says_is_one_line_of_a_sentence(
             assert told in head_of(app, 3).reason
 
     run(test())
-    (halted,) = (line for line in caplog.records if "halts its shard" in line.getMessage())
+    (halted,) = (line for line in caplog.records if " and halts (" in line.getMessage())
     assert "\n" not in halted.getMessage()

@@ -301,7 +301,7 @@ def test_around_a_batch_a_record_that_is_not_decoded_takes_no_other_with_it() ->
 
     @world.app.consume("orders", batch=Batch(max_records=8, linger=0.1), on_failure=DeadLetter("orders.dlt"))
     async def handle(orders: list[Order], context: BatchContext) -> None:
-        assert [record.value for record in context.records] == [b'{"number": %d}' % order.number for order in orders]
+        assert [record.value for record in context.records] == [b'{"number":%d}' % order.number for order in orders]
         done.extend(order.number for order in orders)
 
     world.consume(*({"number": number} if number != 3 else "bad" for number in range(8)))

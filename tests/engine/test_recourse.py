@@ -599,7 +599,7 @@ def publishing(publish: Callable[[App, Context], Coroutine[Any, Any, int]]) -> S
 
 def test_a_handler_publishes_through_its_context() -> None:
     (record,) = publishing(lambda _, context: context.publish("invoices", {"n": 1}, key="a", headers=[("h", "v")]))
-    assert (record.key, record.value, record.headers) == (b"a", b'{"n": 1}', (("h", b"v"),))
+    assert (record.key, record.value, record.headers) == (b"a", b'{"n":1}', (("h", b"v"),))
 
 
 def test_a_handler_publishes_through_its_app() -> None:

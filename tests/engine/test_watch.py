@@ -129,6 +129,7 @@ def make_watch(*epochs: Partition, behind: int = 0) -> Watch:
         settings=SimpleNamespace(stuck_after=100.0, fetch_max_wait=0.1, commit_timeout=5.0, commit_interval=1.0),
         rebalance=SimpleNamespace(epochs=list(epochs), settled=asyncio.Event()),
         intake=SimpleNamespace(turns=0),
+        handlers=(),
         committer=SimpleNamespace(turns=0, owns=False),
         trouble=Trouble(clock),
         standstill=None,
