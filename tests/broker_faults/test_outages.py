@@ -147,14 +147,14 @@ async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -
 
 @on_both_clients
 @pytest.mark.parametrize(
-    "delay",
+    ("delay", "away"),
     [
-        pytest.param(0.3, marks=pytest.mark.slow),
-        *(pytest.param(number / 5, marks=pytest.mark.chaos) for number in range(10)),
+        pytest.param(0.3, 8.0, marks=pytest.mark.slow),
+        *(pytest.param(number / 5, 20.0, marks=pytest.mark.chaos) for number in range(10)),
     ],
 )
 async def test_two_members_start_while_the_broker_is_restarted(
-    own_kafka: KafkaBroker, topic: str, group: str, delay: float
+    own_kafka: KafkaBroker, topic: str, group: str, delay: float, away: float
 ) -> None:
     """The broker is away for longer than `start_timeout`: once it has answered, it is waited for."""
     await own_kafka.create_topic(topic, partitions=4)
@@ -174,7 +174,7 @@ async def test_two_members_start_while_the_broker_is_restarted(
         await until(lambda: all(app._engine is not None and app._engine._reached for app in apps))
         await asyncio.sleep(delay)
         await own_kafka.kill()
-        await asyncio.sleep(8.0)
+        await asyncio.sleep(away)
         await own_kafka.start()
         await own_kafka.produce(topic, sent)
 
