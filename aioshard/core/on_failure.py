@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 from aioshard.core.options import check, is_number, is_topic, is_whole
@@ -108,7 +109,8 @@ class BreakerState:
 
     A success costs nothing: for each failed record, the caller says how many records had succeeded when it *first*
     failed. So retries do not matter, which would shift the failures behind later successes. Failures with few
-    successes between them are those of one window.
+    successes between them are those of one window. Failures may be faster than successes, so records that still run
+    and started before count as successes.
 
     Example:
         >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
@@ -131,12 +133,13 @@ class BreakerState:
         self._since = 0
         """How many records had succeeded then."""
 
-    def fail(self, successes: int, error: str) -> bool:
+    def fail(self, successes: int, error: str, running: Callable[[], int] = int) -> bool:
         """Count a record that failed for good; return whether the breaker is open.
 
         Args:
             successes: How many records had succeeded when it first failed.
             error: Class of the error.
+            running: Returns how many records run that started before this one; called only if it may matter.
         """
         if not self.is_open:
             self._failures.append((successes, error))
@@ -147,7 +150,8 @@ class BreakerState:
             between = (1 - self.limits.failure_rate) * window
             errors = [name for before, name in self._failures if abs(successes - before) < between]
             self.failed, self.alike = len(errors), errors.count(error)
-            self.is_open = ended >= self.limits.minimum and self.failed > self.limits.failure_rate * window
+            is_too_much = ended >= self.limits.minimum and self.failed > self.limits.failure_rate * window
+            self.is_open = is_too_much and self.failed > self.limits.failure_rate * (window + running())
         return self.is_open
 
     def close(self, successes: int) -> None:

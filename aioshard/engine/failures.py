@@ -96,6 +96,7 @@ class FailureHandler:
         counters: Counters,
         clock: Callable[[], float],
         workers: int,
+        started_before: Callable[[], int] = int,
         breaker: CircuitBreaker | None = None,
         handler: str = "",
         group: str = "",
@@ -109,6 +110,7 @@ class FailureHandler:
             counters: Counters of the handler.
             clock: Returns the loop time.
             workers: Number of workers of the handler.
+            started_before: Returns how many records run that started before the one that has just failed.
             breaker: Limit on the share of such records; None means no limit.
             handler: Name of the handler, for log lines.
             group: Consumer group, for log lines.
@@ -119,6 +121,7 @@ class FailureHandler:
         self._shards = shards
         self._clock = clock
         self._workers = workers
+        self._started_before = started_before
         self._breaker = None if breaker is None else BreakerState(breaker)
         self.handler = handler
         self.group = group
@@ -330,8 +333,10 @@ class FailureHandler:
     def _breaks(self, delivery: Delivery, failure: FailedAttempt) -> bool:
         """Count a record that gets no further attempt; return whether the circuit breaker is open."""
         breaker = self._breaker
-        if breaker is None or breaker.is_open or not breaker.fail(delivery.successes_before, failure.error):
-            return breaker is not None and breaker.is_open
+        if breaker is None or breaker.is_open:
+            return breaker is not None
+        if not breaker.fail(delivery.successes_before, failure.error, self._started_before):
+            return False
         self._why = (
             f"the circuit breaker of handler {self.handler} is open: {counted(breaker.failed, 'record')} failed within "
             f"a window of {breaker.limits.window}, {breaker.alike} of them with {failure.error}, the latest with "

@@ -262,6 +262,29 @@ def test_a_wrong_schema_opens_the_circuit_breaker_and_is_told_once(caplog: pytes
     assert told.count("breaker_opened") == 1
 
 
+def test_failures_that_are_faster_than_successes_do_not_open_the_circuit_breaker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One of five cannot be decoded, which takes no time; all others still run when a hundred of those have failed."""
+    app = App("billing")
+
+    @app.consume("orders", concurrency=600, retry=ONCE, shard_by="record", on_failure=DeadLetter("dead"))
+    async def handle(number: int) -> None:
+        await asyncio.sleep(1.0 + number / 1e6)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for number in range(500):
+                await client.publish("orders", "?" if number % 5 == 0 else str(number), partition=0)
+                await asyncio.sleep(1e-4)
+            await client.settle(60)
+
+    run(test())
+
+    assert handler_statistics(app).dead_lettered == 100
+    assert not [line for line in caplog.records if getattr(line, "event", "") == "breaker_opened"]
+
+
 def test_one_success_closes_the_circuit_breaker_for_all_partitions(caplog: pytest.LogCaptureFixture) -> None:
     app = App("recourse")
     down = True
