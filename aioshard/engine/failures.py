@@ -264,7 +264,7 @@ class FailureHandler:
                 del self._repeats[event, origin]
                 if repeats.count:
                     self._repeats[event, origin] = _Repeats(now, repeats.level)
-                    message = "%d more like it in %.0f s, the latest: %s"
+                    message = "%d more failures like this one in %.0f s: %s"
                     fields = {"event": event, "handler": self.handler, "group": self.group, "repeats": repeats.count}
                     logger.log(repeats.level, message, repeats.count, now - repeats.since, repeats.latest, extra=fields)
 

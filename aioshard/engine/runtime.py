@@ -369,9 +369,9 @@ class Engine:
         if self.state not in ("failed", "draining"):
             self.state = "draining"
             running = len(self.rebalance.running())
-            message = "draining: nothing new is taken in; %s may run for up to %g s (shutdown_timeout)"
+            rest = f"{counted(running, 'record')} may run for up to {self.settings.shutdown_timeout:g} s"
             fields = self._fields("draining", in_flight=running)
-            logger.info(message, counted(running, "record"), self.settings.shutdown_timeout, extra=fields)
+            logger.info("draining: nothing new is taken in%s", f"; {rest}" if running else "", extra=fields)
         if not self._started.done():
             self._started.set_result(None)
 
