@@ -53,7 +53,7 @@ async def exactly_once(spec: Spec, meter: Meter) -> None:
     await _publishing(spec, meter, "exactly_once")
 
 
-async def _publishing(spec: Spec, meter: Meter, guarantee: str) -> None:
+async def _publishing(spec: Spec, meter: Meter, guarantee: Literal["at_least_once", "exactly_once"]) -> None:
     app = _app(spec)
     app.configure(client="confluent", processing_guarantee=guarantee)
     last = 0.0

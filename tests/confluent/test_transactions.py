@@ -93,6 +93,10 @@ class FakeProducer:
             message = SimpleNamespace(topic=lambda: topic)
             self.reports.append(lambda: self.on_delivery(self.broker.refuses[topic], message))
 
+    def list_topics(self, topic: str, _: float) -> object:
+        self.broker.answer("list_topics")
+        return SimpleNamespace(topics={topic: SimpleNamespace(partitions=dict.fromkeys(range(3)))})
+
     def poll(self, _: float) -> None:
         self.broker.polls += 1
 
@@ -332,10 +336,31 @@ async def test_closing_ends_what_is_tried_again(
 # Messages and offsets -------------------------------------------------------------------
 
 
+async def test_messages_without_a_key_and_those_that_ask_for_it_take_turns(
+    broker: Broker, transactions: Transactions
+) -> None:
+    rest = [Message("out", b"", key=b"k", partitioner="round_robin"), Message("out", b"", key=b"k")]
+    for _ in range(2):
+        await transactions.commit([Message("out", b""), *rest, Message("other", b"")], OFFSETS, b"")
+    turns = [options.get("partition") for _, options in broker.produced]
+    assert turns == [0, 1, None, 0, 2, 0, None, 1]
+
+
+async def test_a_topic_whose_partitions_are_not_told_fails_the_transaction(
+    broker: Broker, transactions: Transactions
+) -> None:
+    broker.errors["list_topics"] = [RETRIABLE]
+    with pytest.raises(CommitError):
+        await transactions.commit([Message("out", b"1")], OFFSETS, b"")
+    assert broker.visible == []
+    await transactions.commit([Message("out", b"1")], OFFSETS, b"")
+    assert broker.visible == [b"1"]
+
+
 async def test_a_message_has_all_that_it_was_given(broker: Broker, transactions: Transactions) -> None:
     headers = (("of", b"1"), ("of", None))
     message = Message("out", b"1", key=b"k", headers=headers, partition=0, timestamp=1.5)
-    await transactions.commit([message, Message("out", b"2")], OFFSETS, b"")
+    await transactions.commit([message, Message("out", b"2", key=b"k")], OFFSETS, b"")
     assert broker.produced == [
         (b"1", {"headers": list(headers), "partition": 0, "timestamp": 1500}),
         (b"2", {"headers": []}),

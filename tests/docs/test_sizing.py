@@ -34,7 +34,7 @@ def connected(port: int) -> int:
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 @pytest.mark.parametrize("partitions", [1, 64])
 async def test_connections_do_not_depend_on_the_partitions(
-    kafka: SharedKafka, topic: str, client: str, partitions: int
+    kafka: SharedKafka, topic: str, client: Any, partitions: int
 ) -> None:
     if client == "confluent":
         pytest.importorskip("confluent_kafka")

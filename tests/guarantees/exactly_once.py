@@ -278,5 +278,5 @@ async def verify_parked(group: Group, timeout: float = 60) -> int:
             await asyncio.sleep(POLL_INTERVAL)
     assert found.stored, "nothing was parked: the test shows nothing"
     for counts in (found.stored, found.attempts, found.removed):
-        assert set(counts.values()) == {1}, counts.most_common(3)  # type: ignore[attr-defined]
+        assert set(counts.values()) == {1}, counts.most_common(3)
     return len(found.stored)

@@ -140,15 +140,18 @@ async def test_keys_go_where_java_puts_them(kafka: SharedKafka, topic: str, prod
     assert len(placed) == len(keys)
 
 
-async def test_messages_without_a_key_spread_evenly(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+@pytest.mark.parametrize("key", [None, b"the only one"])
+async def test_messages_that_take_turns_spread_evenly(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer, key: bytes | None
+) -> None:
     other = f"{topic}-other"
     for name in (topic, other):
         await kafka.create_topic(name, 32)
 
     async def publish() -> None:
         for _ in range(50):
-            await producer.publish(Message(topic, b"v"))
-            await producer.publish(Message(other, b"v"))
+            for name in (topic, other):
+                await producer.publish(Message(name, b"v", key, partitioner="key" if key is None else "round_robin"))
 
     await asyncio.gather(*(publish() for _ in range(64)))
 

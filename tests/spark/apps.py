@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaProducer
 from aioshard import App
 from tests.support.cluster import DEADLINE, KafkaCluster
 
-QUICK = {
+QUICK: dict[str, Any] = {
     "auto_offset_reset": "earliest",
     "commit_interval": 0.1,
     "heartbeat_interval": 0.2,

@@ -397,7 +397,7 @@ async def test_a_group_that_this_user_may_not_read_is_named(
 ) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"")] * 5)
-    login = {
+    login: dict[str, Any] = {
         "security_protocol": "SASL_SSL",
         "ssl_cafile": str(kafka.certificates.ca_file),
         "sasl_mechanism": "SCRAM-SHA-512",

@@ -1,6 +1,7 @@
 """An app whose partitions are given by hand, on the in-memory broker."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from aioshard.ports import GroupHasMembersError
 from aioshard.testing import InMemoryBroker, TestClient, run
 
 
-def app_of(seen: list[tuple[int, int]], assign: object, group: str = "billing") -> App:
+def app_of(seen: list[tuple[int, int]], assign: Any, group: str = "billing") -> App:
     app = App(group, assign=assign)
 
     @app.consume("orders")
