@@ -28,7 +28,7 @@ async def test_brokers_that_restart_one_by_one_leave_every_output_exactly_once(
             await brokers.stop(node)
             await brokers.start(node)
         await group.until_committed(group.produced)
-        await verify(group, group.produced, poison=POISON)
+        await verify(group, poison=POISON)
     finally:
         await group.end()
 
@@ -54,6 +54,6 @@ async def test_a_killed_coordinator_and_a_killed_process_leave_every_output_exac
         await group.until_committed(records // 2)
         await brokers.start(node)
         await group.until_committed(records)
-        await verify(group, records, poison=POISON)
+        await verify(group, poison=POISON)
     finally:
         await group.end()

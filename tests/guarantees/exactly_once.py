@@ -140,13 +140,17 @@ class Group:
 
     @asynccontextmanager
     async def frozen_in_a_transaction(self) -> AsyncIterator[None]:
-        """Stop all processes with SIGSTOP at a moment at which one has an open transaction; resume them at the end."""
+        """Stop all processes with SIGSTOP at a moment at which one has an open transaction; resume them at the end.
+
+        After each try that came at the wrong moment there are more records, so that they do not run out of work.
+        """
         out = f"{self.topic}.out"
         while True:
             self._signal(signal.SIGSTOP)
             await asyncio.sleep(SETTLED)
             if await self.kafka.end_offsets(out) != await self.kafka.end_offsets(out, "read_committed"):
                 break
+            await self.produce(100)
             self._signal(signal.SIGCONT)
             await asyncio.sleep(random.random() * POLL_INTERVAL)
         try:
@@ -232,11 +236,11 @@ class Figures(NamedTuple):
     """Outputs that only a `read_uncommitted` reader sees."""
 
 
-async def verify(group: Group, records: int, *, poison: str = "none", cut: bool = False) -> Figures:
+async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Figures:
     """Every record has had its outputs or its dead letter exactly once, in order; *cut* expects aborted ones too."""
     for member in tuple(group.members):
         await group.stop(member)
-    numbers = [str(number) for number in range(records)]
+    numbers = [str(number) for number in range(group.produced)]
     outputs = await group.kafka.read(f"{group.topic}.out")
     failed = Counter(number for number in numbers if fails(number, poison))
     expected = Counter(

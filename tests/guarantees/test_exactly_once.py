@@ -37,18 +37,18 @@ async def test_killed_processes_publish_everything_exactly_once(kafka: SharedKaf
             await asyncio.sleep(chance.random() * 0.1)
             await group.kill(chance.choice(group.members))
             group.start()
-        await group.until_committed(records)
-        await verify_end(group, records, park)
+        await group.until_committed(group.produced)
+        await verify_end(group, park)
     finally:
         await group.end()
 
 
-async def verify_end(group: Group, records: int, park: str) -> tuple[tuple[str, int], ...]:
+async def verify_end(group: Group, park: str) -> tuple[tuple[str, int], ...]:
     """Verify what a reader sees at the end, and return it."""
     if not float(park):
-        return tuple((await verify(group, records, poison=MORE_POISON, cut=True))._asdict().items())
+        return tuple((await verify(group, poison=MORE_POISON, cut=True))._asdict().items())
     parked = await verify_parked(group)
-    return (*(await verify(group, records, cut=True))._asdict().items(), ("parked", parked))
+    return (*(await verify(group, cut=True))._asdict().items(), ("parked", parked))
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafk
             await group.until_committed(group.produced - 7_000)
             await deploy()
         await group.until_committed(group.produced)
-        await verify(group, group.produced, poison=POISON)
+        await verify(group, poison=POISON)
     finally:
         await group.end()
 
@@ -85,8 +85,8 @@ async def test_a_broker_that_is_killed_and_comes_back_leaves_every_output_exactl
             await group.until_committed(records * turn // (len(OUTAGES) + 2))
             await restart(own_kafka, group, outage)
         assert await group.committed() < records, "the outages came too late"
-        await group.until_committed(records)
-        await verify(group, records, poison=POISON)
+        await group.until_committed(group.produced)
+        await verify(group, poison=POISON)
     finally:
         await group.end()
 
@@ -115,8 +115,8 @@ async def test_members_that_come_and_go_under_kip_848_publish_everything_exactly
             if turn == 2:
                 await group.kill_in_a_transaction()
             group.start()
-        await group.until_committed(records)
-        await verify(group, records, cut=True)
+        await group.until_committed(group.produced)
+        await verify(group, cut=True)
     finally:
         await group.end()
 
@@ -135,7 +135,7 @@ async def test_nothing_of_a_process_frozen_beyond_its_session_becomes_visible(
         group.start()
         await group.until_committed(records)
         frozen.send_signal(signal.SIGCONT)
-        await verify(group, records)
+        await verify(group)
     finally:
         await group.end()
 
@@ -155,8 +155,8 @@ async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_
         assert await group.committed() == number
         await group.kill(stuck)
         group.start()
-        await group.until_committed(records)
-        await verify(group, records)
+        await group.until_committed(group.produced)
+        await verify(group)
     finally:
         await group.end()
 
@@ -192,8 +192,8 @@ async def test_everything_is_published_exactly_once_whatever_happens_to_processe
             await group.kill(chance.choice(group.members))
             group.start()
         assert await group.committed() < records, "the last events came too late"
-        await group.until_committed(records, timeout=300)
-        figures = await verify_end(group, records, park)
+        await group.until_committed(group.produced, timeout=300)
+        figures = await verify_end(group, park)
         request.node.user_properties.extend(figures)
         print(figures)
     finally:
