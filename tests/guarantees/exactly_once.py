@@ -1,6 +1,7 @@
 """Groups of processes that process exactly once, and the comparison of what they published with what they read."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -142,17 +143,17 @@ class Group:
     async def frozen_in_a_transaction(self) -> AsyncIterator[None]:
         """Stop all processes with SIGSTOP at a moment at which one has an open transaction; resume them at the end.
 
-        After each try that came at the wrong moment there are more records, so that they do not run out of work.
+        After each try that came at the wrong moment they have more records, and run for longer.
         """
         out = f"{self.topic}.out"
-        while True:
+        for tries in itertools.count(1):
             self._signal(signal.SIGSTOP)
             await asyncio.sleep(SETTLED)
             if await self.kafka.end_offsets(out) != await self.kafka.end_offsets(out, "read_committed"):
                 break
             await self.produce(100)
             self._signal(signal.SIGCONT)
-            await asyncio.sleep(random.random() * POLL_INTERVAL)
+            await asyncio.sleep(random.random() * POLL_INTERVAL * tries)
         try:
             yield
         finally:

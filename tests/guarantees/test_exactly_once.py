@@ -167,9 +167,13 @@ async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_
 async def test_everything_is_published_exactly_once_whatever_happens_to_processes_and_the_broker(
     own_kafka: KafkaBroker, tmp_path: Path, request: pytest.FixtureRequest, park: str
 ) -> None:
-    """20 kills; with each comes a broker restart, a freeze beyond the session, a deploy, or a kill of all at once."""
+    """20 kills; with each comes a broker restart, a freeze beyond the session, a deploy, or a kill of all at once.
+
+    Most of a backlog is parked, behind a failed record of each key, and read again after each of these.
+    """
     chance = random.Random(13)
-    group, records, turns = Group(own_kafka, tmp_path, poison=MORE_POISON, longest="0.2", park=park), 100_000, 20
+    group, turns = Group(own_kafka, tmp_path, poison=MORE_POISON, longest="0.2", park=park), 20
+    records = 30_000 if float(park) else 100_000
 
     async def restart_the_broker() -> None:
         await restart(own_kafka, group, chance.choice(OUTAGES))
