@@ -25,7 +25,7 @@ NO_VARIABLES: Mapping[str, str] = {}
 
 
 class Mistake(NamedTuple):
-    """What replaces what in the app, and the facts that the sentence about it names."""
+    """A replacement in the app, and the facts that the sentence about it names."""
 
     before: str
     after: str
