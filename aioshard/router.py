@@ -248,7 +248,10 @@ def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
         if callable(topic):
             raise HandlerError("consume needs a topic: write @app.consume('orders'), not @app.consume")
         if not is_topic(topic):
-            raise HandlerError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+            raise HandlerError(
+                f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
+                + ("" if isinstance(topic, str) else "; write several topics as @app.consume('orders', 'refunds')")
+            )
     if pattern is not None:
         try:
             re.compile(f"(?:{pattern})")  # as it is combined with the topics and patterns of other handlers

@@ -44,6 +44,7 @@ MISTAKES = {
     ),
     "no_parentheses": Mistake('("orders")', "", (":6:", "topic", "@app.consume('orders')")),
     "no_topic": Mistake('("orders")', "()", (":6:", "topic", "pattern", "@app.consume('orders')")),
+    "list_of_topics": Mistake('"orders"', '["orders"]', (":6:", "['orders']", "@app.consume('orders', 'refunds')")),
     "no_context": Mistake(
         "context: Context", "context: int", (":6:", "'on_order'", "context: int", "annotate it with Context", "default")
     ),
