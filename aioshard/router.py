@@ -211,8 +211,8 @@ class Router:
 
 def _unknown_option(name: str, options: Collection[str]) -> str:
     close = difflib.get_close_matches(name, options, n=1)
-    advice = f"did you mean {close[0]!r}? " if close else ""
-    return f"consume() has no option {name!r}: {advice}It takes {', '.join(options)}"
+    advice = f"did you mean {close[0]!r}? The options are" if close else "the options are"
+    return f"consume() has no option {name!r}: {advice} {', '.join(options)}"
 
 
 def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
@@ -241,12 +241,17 @@ def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: An
 def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
     """Reject sources that name no topic, or an invalid one."""
     if not topics and pattern is None:
-        raise HandlerError("consume() was given neither a topic nor a pattern: name at least one topic")
+        raise HandlerError(
+            "consume() was given neither a topic nor a pattern: name at least one topic, such as @app.consume('orders')"
+        )
     for topic in topics:
         if callable(topic):
             raise HandlerError("consume needs a topic: write @app.consume('orders'), not @app.consume")
         if not is_topic(topic):
-            raise HandlerError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+            raise HandlerError(
+                f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
+                + ("" if isinstance(topic, str) else "; write several topics as @app.consume('orders', 'refunds')")
+            )
     if pattern is not None:
         try:
             re.compile(f"(?:{pattern})")  # as it is combined with the topics and patterns of other handlers
@@ -378,7 +383,10 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
     """
     name = name_of(function)
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        raise HandlerError(f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield")
+        raise HandlerError(
+            f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield; with publish_to=… it may "
+            "return a list of messages"
+        )
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:
@@ -406,7 +414,7 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
     if not by_name and annotation not in (Any, object):
         raise HandlerError(
             f"handler {name!r} takes {second.name}: {shown(annotation)} as its second parameter: expected a "
-            f"{wanted.__name__}; annotate it so, or give a parameter of your own a default"
+            f"{wanted.__name__}; annotate it with {wanted.__name__}, or give a parameter of your own a default"
         )
     return payload, True
 
@@ -471,7 +479,8 @@ def _check_overlap(first: Handler, other: Handler) -> None:
     if common or (first.pattern is not None and first.pattern == other.pattern):
         what = f"topic {min(common)!r}" if common else f"pattern {first.pattern!r}"
         raise HandlerError(
-            f"{what} belongs to handler {first.name!r} and was given to {other.name!r} too: a topic has one handler"
+            f"{what} belongs to handler {first.name!r} and was given to {other.name!r} too: a topic has one handler; "
+            "call both functions in it, or give one of them to an app with another group id"
         )
 
 

@@ -475,7 +475,8 @@ def _reason(detail: ErrorDetails) -> str:
     secret = name in _SECRET or (name == "bootstrap_servers" and "@" in str(value))
     reason = detail["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     source = variable if isinstance(value, str) and os.environ.get(variable) == value else name
-    return f"{source}={'***' if secret else repr(value)} is refused: {reason} (default: {default_of(name)})"
+    default = "" if default_of(name) == "None" else f" (default: {default_of(name)})"
+    return f"{source}={'***' if secret else repr(value)} is refused: {reason}{default}"
 
 
 def _unknown(name: str) -> str:

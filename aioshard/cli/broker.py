@@ -13,7 +13,7 @@ from aioshard.cli.brokers import run
 from aioshard.cli.output import print_result
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, RETAINED_BATCHES, RETAINED_BYTES, EmbeddedBroker
-from aioshard.records import TOPIC_NAME
+from aioshard.records import TOPIC_NAME, counted
 
 
 def _topic_and_partitions(text: str) -> tuple[str, int]:
@@ -24,14 +24,14 @@ def _topic_and_partitions(text: str) -> tuple[str, int]:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), help="Port on 127.0.0.1; by default a free one.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port on 127.0.0.1; by default a free one.")
 @click.option(
     "--topic",
     "topics",
     multiple=True,
     type=_topic_and_partitions,
-    metavar="NAME:PARTITIONS",
-    help="Create this topic; repeatable.",
+    metavar="NAME[:PARTITIONS]",
+    help=f"Create this topic, by default with {DEFAULT_PARTITIONS} partitions; repeatable.",
 )
 @options.as_json("the address")
 def command(*, port: int | None, topics: tuple[tuple[str, int], ...], as_json: bool) -> None:
@@ -83,7 +83,7 @@ def _environment(broker: EmbeddedBroker) -> dict[str, str]:
 
 
 def _introduction(broker: EmbeddedBroker, topics: dict[str, int]) -> str:
-    created = ", ".join(f"{name} ({partitions} partitions)" for name, partitions in topics.items())
+    created = ", ".join(f"{name} ({counted(partitions, 'partition')})" for name, partitions in topics.items())
     variables = "\n".join(f"  export {name}={value}" for name, value in _environment(broker).items())
     return f"""\
 The embedded broker listens on {broker.bootstrap_servers}

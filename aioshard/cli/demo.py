@@ -139,9 +139,10 @@ class Flights:
 @click.option(
     "--records",
     type=click.IntRange(1, FLIGHTS),
+    metavar="N",
     default=FLIGHTS,
     show_default=True,
-    help="Only the first flights.",
+    help="Only the first N flights.",
 )
 @options.as_json("the figures")
 def command(*, records: int, as_json: bool) -> int:

@@ -218,7 +218,12 @@ def command() -> None:
 @command.command()
 @options.topic_argument
 @options.filters
-@click.option("--limit", type=click.IntRange(0), help=f"Show only the newest; by default {_ROWS}, and with --json all.")
+@click.option(
+    "--limit",
+    type=click.IntRange(0),
+    metavar="N",
+    help=f"Show at most N, the newest ones; by default {_ROWS}, and with --json all.",
+)
 @options.bootstrap_servers()
 @options.as_json("the dead letters and their counts")
 def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
@@ -470,7 +475,7 @@ class ThroughHandlers:
     metavar="MODULE:APP",
     help="Run the handlers of this app on them in this process, instead of sending them back.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Maximum number of records.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Process at most N records.")
 @click.option("--again", is_flag=True, help="Include those that were replayed before.")
 @click.option(
     "--timestamp",
@@ -485,7 +490,7 @@ class ThroughHandlers:
     type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
     default="critical",
     show_default=True,
-    help="With --app; error shows the traceback of each failure.",
+    help="Lowest level that is logged, with --app; error shows the traceback of each failure.",
 )
 @options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS, or the setting of the app")
 @options.as_json("the result")
@@ -502,7 +507,7 @@ def replay(
     bootstrap_servers: str | None,
     as_json: bool,
 ) -> int:
-    """Send the dead letters of TOPIC back to their topics, or process them with --app.
+    """Send the dead letters of TOPIC back, or process them with --app.
 
     The brokers store the progress as committed offsets of the group aioshard-dlt.TOPIC, so a second run leaves out
     finished ones. A record that is sent back arrives behind newer ones of its key, and in every group that reads its

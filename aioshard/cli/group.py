@@ -222,7 +222,7 @@ def cause_of(group: Group, position: Position) -> str | None:
 
 @command.command()
 @options.group_argument
-@click.option("--topic", "-t", "topics", multiple=True, help="Only this topic; repeatable.")
+@click.option("--topic", "-t", "topics", metavar="NAME", multiple=True, help="Only this topic; repeatable.")
 @options.bootstrap_servers()
 @options.as_json("the lag")
 def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, as_json: bool) -> None:
@@ -281,12 +281,13 @@ def _lag_row(group: Group, position: Position) -> tuple[str, ...]:
     metavar="earliest|latest|OFFSET|TIME",
     help="The oldest record, the end, an offset, or the first record not older than a time.",
 )
-@click.option("--topic", "-t", "topics", multiple=True, help="Only this topic; repeatable.")
+@click.option("--topic", "-t", "topics", metavar="NAME", multiple=True, help="Only this topic; repeatable.")
 @click.option(
     "--partition",
     "-p",
     "partitions",
     type=click.IntRange(0),
+    metavar="PARTITION",
     multiple=True,
     help="Only this partition of the one --topic; repeatable.",
 )

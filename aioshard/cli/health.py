@@ -20,6 +20,7 @@ urls_argument = click.argument("urls", metavar="[URL]...", nargs=-1)
 timeout_option = click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
     default=5.0,
     show_default=True,
     help="Seconds to wait for each answer.",

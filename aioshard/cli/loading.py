@@ -60,8 +60,11 @@ def _import(name: str, directory: str) -> ModuleType:
         error.args = (f"{_location_of(error)}{error}",)
         raise
     except Exception as error:
-        if "App.__init__() missing" in str(error):
-            raise SettingsError(f"{_location_of(error)}App() has no group id: write App('billing')") from None
+        if "App.__init__()" in str(error):
+            raise SettingsError(
+                f"{_location_of(error)}App() takes one group id, and settings by name: write App('billing') or "
+                "App('billing', bootstrap_servers='localhost:9092')"
+            ) from None
         raise _failed(name, error) from error
 
 

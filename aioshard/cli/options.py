@@ -111,7 +111,13 @@ app_dir = click.option(
     show_default=True,
     help="Directory to search for MODULE first.",
 )
-master = click.option("--master", default="local[*,4]", show_default=True, help="Where Spark runs, as in spark-submit.")
+master = click.option(
+    "--master",
+    metavar="MASTER_URL",
+    default="local[*,4]",
+    show_default=True,
+    help="Where Spark runs, as in spark-submit.",
+)
 
 
 def bootstrap_servers(replaced: str = "AIOSHARD_BOOTSTRAP_SERVERS") -> Callable[[F], F]:
@@ -163,12 +169,18 @@ def _is_key(key: bytes | None, given: str) -> bool:
 
 _FILTERS = (
     click.option(
-        "--partition", "partitions", type=click.IntRange(0), multiple=True, help="Partition of TOPIC; repeatable."
+        "--partition",
+        "-p",
+        "partitions",
+        type=click.IntRange(0),
+        metavar="PARTITION",
+        multiple=True,
+        help="Only this partition of TOPIC; repeatable.",
     ),
     click.option("--handler", metavar="NAME", help="Handler that failed."),
-    click.option("--group", metavar="ID", help="Consumer group of that handler."),
+    click.option("--group", metavar="GROUP", help="Consumer group of that handler."),
     click.option("--error", metavar="CLASS", help="Class of the exception."),
-    click.option("--topic", "source", metavar="SOURCE", help="Topic of the original record."),
+    click.option("--topic", "-t", "source", metavar="NAME", help="Topic of the original record."),
     click.option("--key", metavar="KEY", help="Key of the record, as text or as printed."),
     click.option(
         "--record",

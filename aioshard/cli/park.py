@@ -114,7 +114,10 @@ def command() -> None:
 @options.topic_argument
 @options.filters
 @click.option(
-    "--limit", type=click.IntRange(0), help=f"Maximum number of keys; by default {_ROWS}, and with --json all."
+    "--limit",
+    type=click.IntRange(0),
+    metavar="N",
+    help=f"Show at most N keys; by default {_ROWS}, and with --json all.",
 )
 @options.bootstrap_servers()
 @options.as_json("the keys")

@@ -13,7 +13,7 @@ from aioshard.errors import SettingsError
 from aioshard.spark.session import check_packages
 
 _top = click.option(
-    "--top", type=click.IntRange(1), default=10, show_default=True, help="Number of entries of each kind."
+    "--top", type=click.IntRange(1), metavar="N", default=10, show_default=True, help="Number of entries of each kind."
 )
 
 
@@ -63,10 +63,10 @@ def command() -> None:
 
 
 @command.command()
-@_on_journal
 @_top
+@_on_journal
 def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int) -> None:
-    """How unequal the keys, partitions and shards of JOURNAL are.
+    """Show how unequal the keys, partitions and shards of JOURNAL are.
 
     Work is how long the handler ran: the sum of the latest attempts. A Gini coefficient of 0 means that all are
     equal; close to 1, that one has almost everything.
@@ -75,10 +75,10 @@ def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int
 
 
 @command.command()
-@_on_journal
 @_top
+@_on_journal
 def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int) -> None:
-    """The slowest and the last records of JOURNAL.
+    """Show the slowest and the last records of JOURNAL.
 
     Wait is from being fetched to the start of the latest attempt, service is that attempt, total is both.
     """
@@ -86,10 +86,12 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
 
 
 @command.command()
+@click.option(
+    "--moments", type=click.IntRange(1), metavar="N", default=12, show_default=True, help="Number of points in time."
+)
 @_on_journal
-@click.option("--moments", type=click.IntRange(1), default=12, show_default=True, help="Number of points in time.")
 def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
-    """The consumer lag of each partition of JOURNAL over time.
+    """Show the consumer lag of each partition of JOURNAL over time.
 
     A journal contains finished records. So a record counts from its timestamp to its end, and one that never ended
     does not count at all.
@@ -98,9 +100,9 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
 
 
 @command.command()
-@_on_journal
 @click.option("--out", type=click.Path(dir_okay=False), default="report.html", show_default=True, help="File to write.")
-@click.option("--title", help="Title of the page.")
+@click.option("--title", metavar="TEXT", help="Title of the page.")
+@_on_journal
 def html(path: str, *, handler: str | None, master: str, as_json: bool, out: str, title: str | None) -> None:
     """Write the whole analysis of JOURNAL as one page.
 

@@ -52,18 +52,31 @@ ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
 @click.option(
     "--health-port",
     type=click.IntRange(0, 65535),
+    metavar="PORT",
     help="Serve /livez, /readyz, /metrics, /statistics.json and /explain on this port; 0 takes a free one. "
     "Worker number K of --workers uses the port plus K.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the health server.")
+@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address of the health server.")
 @click.option(
     "--web",
     is_flag=True,
     help="Serve the dashboard at / of the health server; without --health-port on a free port. It is read-only unless "
     f"{TOKEN_VARIABLE} has a token of at least 16 characters.",
 )
-@click.option("--log-level", type=click.Choice(_LOG_LEVELS, case_sensitive=False), default="info", show_default=True)
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--log-level",
+    type=click.Choice(_LOG_LEVELS, case_sensitive=False),
+    default="info",
+    show_default=True,
+    help="Lowest level that is logged.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of the log, for people or for programs.",
+)
 @options.app_dir
 @options.as_json("how it ended")
 @click.option("--parent", type=int, hidden=True)

@@ -93,16 +93,19 @@ def _stops_after_batch(run_dir: RunDirectory) -> Signals:
     metavar="latest|TIME|FILE",
     help="End, frozen now.",
 )
-@click.option("--group", help="Consumer group to take over; by default the app's.")
-@click.option("--tasks", type=click.IntRange(1), help="Maximum number of tasks of a micro-batch.")
+@click.option("--group", metavar="GROUP", help="Consumer group to start from and hand over to; by default the app's.")
+@click.option("--tasks", type=click.IntRange(1), metavar="N", help="Maximum number of tasks of a micro-batch.")
 @click.option(
     "--max-rows-per-batch",
     type=click.IntRange(1),
+    metavar="N",
     default=MAX_ROWS,
     show_default=True,
     help="Records of a micro-batch: the most that a crash can repeat.",
 )
-@click.option("--total-concurrency", type=click.IntRange(1), help="Concurrent handler calls of the whole job.")
+@click.option(
+    "--total-concurrency", type=click.IntRange(1), metavar="N", help="Concurrent handler calls of the whole job."
+)
 @click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Overrides the handlers' own policies.")
 @click.option("--shuffle", is_flag=True, help="Bring the records of a key together across partitions and topics.")
 @options.bootstrap_servers("the app's setting")
@@ -179,9 +182,16 @@ def _counts(statuses: Any) -> str:
 @command.command()
 @options.run_directory
 @options.master
-@click.option("--trigger", default="10 seconds", show_default=True, help="Interval between micro-batches.")
+@click.option(
+    "--trigger",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    default=10.0,
+    show_default=True,
+    help="Seconds between the starts of two micro-batches.",
+)
 @options.app_dir
-def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
+def follow(directory: str, *, master: str, trigger: float, app_dir: str) -> None:
     """Run the handlers from the planned start, until stopped.
 
     The first SIGINT or SIGTERM, or `aioshard spark stop DIR`, stops it after the current micro-batch.
@@ -189,7 +199,7 @@ def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
     run_dir = RunDirectory(directory)
     run_dir.plan()
     with session(master, app_dir) as spark, _stops_after_batch(run_dir):
-        runs.follow(spark, run_dir, trigger=trigger, tell=_print_note)
+        runs.follow(spark, run_dir, trigger=f"{trigger:f} seconds", tell=_print_note)
     click.echo(f"To continue: aioshard spark follow {directory}")
 
 
@@ -249,7 +259,7 @@ def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
     "--wait",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="Wait for members that were killed, or are static, to expire; by default for the session timeout.",
+    help="Seconds to wait for members that were killed, or are static, to expire; by default the session timeout.",
 )
 @click.option("--force", is_flag=True, help="Commit even if the group has moved since the plan.")
 @options.master

@@ -325,6 +325,7 @@ def age(seconds: float | None) -> str:
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 3600),
+    metavar="SECONDS",
     default=2.0,
     show_default=True,
     help="Seconds between two frames.",

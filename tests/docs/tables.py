@@ -90,10 +90,14 @@ def attributes() -> str:
 
 def commands() -> str:
     """The help of each command, as it is printed."""
-    contexts = [context for name in entry.COMMANDS for context in _with_subcommands(context_of(name))]
     return "\n\n".join(
-        f"### {context.command_path}\n\n```text\n{context.command.get_help(context)}\n```" for context in contexts
+        f"### {context.command_path}\n\n```text\n{context.command.get_help(context)}\n```" for context in contexts()
     )
+
+
+def contexts() -> list[click.Context]:
+    """A context of each command and of each command of a group."""
+    return [context for name in entry.COMMANDS for context in _with_subcommands(context_of(name))]
 
 
 def _with_subcommands(context: click.Context) -> list[click.Context]:

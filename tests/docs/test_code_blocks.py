@@ -121,10 +121,15 @@ def check_tests(names: dict[str, Any]) -> None:
     tests = {name: test for name, test in names.items() if name.startswith("test_")}
     assert tests
     for test in tests.values():
-        if inspect.iscoroutinefunction(test):
-            asyncio.run(test())
+        fixtures = {"aioshard_client": TestClient}  # the only one of the plugin
+        given = {name: fixtures[name] for name in inspect.signature(test).parameters}
+        marks = {mark.name for mark in getattr(test, "pytestmark", ())}
+        if not inspect.iscoroutinefunction(test):
+            test(**given)
+        elif "aioshard_virtual_time" in marks:
+            run(test(**given))
         else:
-            test()
+            asyncio.run(test(**given))
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("pycon")}), ids=lambda page: page.name)

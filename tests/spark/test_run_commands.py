@@ -139,7 +139,7 @@ async def test_what_follows_has_no_end_but_a_stop(
 ) -> None:
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
     (tmp_path / "flag").touch()
-    words = ["follow", str(run), "--master", "local[2,4]", "--trigger", "500 milliseconds"]
+    words = ["follow", str(run), "--master", "local[2,4]", "--trigger", "0.5"]
     async with command(app, *words) as process:
         async with asyncio.timeout(200):
             while spark.status(run).statuses.get("processed") != RECORDS:  # noqa: ASYNC110 - another process

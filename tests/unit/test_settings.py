@@ -197,7 +197,7 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_the_limit(name: str, 
     message = refusal(**{name: value})
     assert message.startswith(f"{name}=")
     assert limit in message
-    assert "default: " in message
+    assert ("(default: " in message) == (default_of(name) != "None")
 
 
 def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
