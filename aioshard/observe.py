@@ -331,13 +331,15 @@ class IncompleteRecord:
     due: float | None
     """Seconds until its next attempt; None if it is not scheduled."""
     error: str | None
-    """Its latest failure, while it waits because of that."""
+    """The latest failure that it waits because of: its own, or that of the record that it waits for."""
     waiting: int
     """Number of records behind it in its shard."""
     worker: str | None
     """Name of the worker that runs it."""
     records: int
     """Number of records in its run: more than one in a batch."""
+    waits_for: str | None = None
+    """`topic/partition/offset` of the record of its shard that it waits for; None unless `state` is `behind`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -352,6 +354,12 @@ class Finding:
     """Seconds; None if the start is unknown."""
     what_to_do: str | None
     """A sentence; None if nothing needs to be done."""
+    error: str | None = None
+    """The failure of halted records."""
+    offsets: tuple[int, ...] = ()
+    """The first offsets of halted records, at most ten."""
+    records: int = 0
+    """Number of halted records with that error; errors that differ only in numbers and identifiers count as equal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import operator
+import re
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -66,6 +67,8 @@ class Cause(NamedTuple):
     """Sentence without a subject: it follows the record's name."""
     what_to_do: str | None = None
     stack: Stack | None = None
+    owner: Delivery | None = None
+    """The record of its shard that it waits for."""
 
 
 class HandlerSnapshot:
@@ -94,6 +97,7 @@ class HandlerSnapshot:
     def describe(self, delivery: Delivery) -> IncompleteRecord:
         """Return everything known about an incomplete record."""
         cause, block, worker = self.cause_of(delivery), delivery.block, self._workers.get(delivery)
+        failed = block if cause.owner is None else cause.owner.block
         over = delivery.recovery is not None or (block is not None and block.halted)
         record = delivery.record
         due = None if block is None else self.running.feed.shards_of(delivery).due(delivery)
@@ -113,10 +117,11 @@ class HandlerSnapshot:
             what_to_do=cause.what_to_do,
             stack=cause.stack,
             due=None if due is None else max(due - self._now, 0.0),
-            error=None if block is None else block.error,
+            error=None if failed is None else failed.error,
             waiting=self.behind(delivery),
             worker=None if worker is None else worker.name,
             records=1 if worker is None else len(worker.deliveries),
+            waits_for=None if cause.owner is None else repr(cause.owner),
         )
 
     def depths(self) -> list[tuple[int, Hashable]]:
@@ -252,7 +257,9 @@ class HandlerSnapshot:
         key = self.shown(owner.record.key)
         named = f"record {owner!r}{whose}" + ("" if key is None else f" (key {key})")
         cause = self.cause_of(owner)
-        return Cause("behind", None, f"waits in its shard behind {named}, which {cause.reason}", *cause[3:])
+        halted = cause.state == "halted"
+        waits = f"cannot run because {named}" if halted else f"waits in its shard behind {named}, which"
+        return Cause("behind", None, f"{waits} {cause.reason}", cause.what_to_do, cause.stack, owner)
 
     def _queued(self, delivery: Delivery) -> Cause:
         waited, count = self._now - delivery.arrived, len(self.running.workers)
@@ -540,7 +547,9 @@ _HALTED = "halted"
 _NAMED = 3
 """Maximum number of records named when a drain waits for several."""
 _NAMED_HALTED = 10
-"""Maximum number of halted records named; larger, because each must be released individually."""
+"""Maximum number of halted records named per error, because each must be released individually; and of errors."""
+_VARIABLE = re.compile(r"[\w-]*\d[\w-]*")
+"""Matches numbers and identifiers in an error: errors that differ only in these count as equal."""
 
 
 def diagnose(watch: Watch) -> Diagnosis:
@@ -814,16 +823,24 @@ def _slow_replays(epoch: Partition, now: float, snapshot: HandlerSnapshot) -> It
 
 
 def _also_halted(epoch: Partition) -> Iterator[Finding]:
-    """Yield a finding about halted records that will hold the partition back once the oldest record is done."""
-    offsets = sorted(
-        delivery.offset
+    """Yield findings about halted records that will hold the partition back once the oldest one is done, per error."""
+    halted = sorted(
+        (delivery.offset, block.error)
         for shards in epoch.feed.shards
         for delivery in shards.halted
-        if delivery.epoch is epoch and delivery is not epoch.tracker.oldest
+        if delivery.epoch is epoch and delivery is not epoch.tracker.oldest and (block := delivery.block) is not None
     )
-    if offsets:
-        named = ", ".join(map(str, offsets[:_NAMED_HALTED])) + (", ..." if len(offsets) > _NAMED_HALTED else "")
-        yield Finding(_HALTED, f"{counted(len(offsets), 'record')} behind it halted too: offset {named}", None, None)
+    by_error: dict[str, list[tuple[int, str]]] = {}
+    for offset, error in halted:
+        alike = _VARIABLE.sub("#", error)
+        alike = alike if alike in by_error or len(by_error) < _NAMED_HALTED else "others"
+        by_error.setdefault(alike, []).append((offset, error))
+    for alike, records in by_error.items():
+        offsets = tuple(offset for offset, _ in records[:_NAMED_HALTED])
+        named = ", ".join(map(str, offsets)) + (", ..." if len(records) > _NAMED_HALTED else "")
+        first = None if alike == "others" else records[0][1]
+        sentence = f"{counted(len(records), 'record')} behind it halted with {first or 'other errors'}: offset {named}"
+        yield Finding(_HALTED, sentence, None, None, first, offsets, len(records))
 
 
 def _intake(watch: Watch, epoch: Partition, head: IncompleteRecord | None) -> Iterator[Finding]:
