@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from aioshard.core.histogram import HistogramCounts
 
@@ -241,6 +241,20 @@ class Statistics:
         return dataclasses.asdict(self)
 
 
+class Sample(NamedTuple):
+    """The figures that the dashboard plots, at one moment, summed over the app."""
+
+    at: float
+    """Seconds since the epoch."""
+    processed: int
+    lag: int | None
+    """None while the lag of every partition is unknown."""
+    oldest_age: float
+    """Seconds since the oldest incomplete record arrived; 0 if nothing is incomplete."""
+    durations: tuple[int, ...]
+    """Number of attempts in each bucket of `TopicStatistics.durations`; empty before the first one."""
+
+
 # Diagnosis ------------------------------------------------------------------------------------
 
 
@@ -331,13 +345,15 @@ class IncompleteRecord:
     due: float | None
     """Seconds until its next attempt; None if it is not scheduled."""
     error: str | None
-    """Its latest failure, while it waits because of that."""
+    """The latest failure that it waits because of: its own, or that of the record that it waits for."""
     waiting: int
     """Number of records behind it in its shard."""
     worker: str | None
     """Name of the worker that runs it."""
     records: int
     """Number of records in its run: more than one in a batch."""
+    waits_for: str | None = None
+    """`topic/partition/offset` of the record of its shard that it waits for; None unless `state` is `behind`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -352,6 +368,12 @@ class Finding:
     """Seconds; None if the start is unknown."""
     what_to_do: str | None
     """A sentence; None if nothing needs to be done."""
+    error: str | None = None
+    """The failure of halted records."""
+    offsets: tuple[int, ...] = ()
+    """The first offsets of halted records, at most ten."""
+    records: int = 0
+    """Number of halted records with that error; errors that differ only in numbers and identifiers count as equal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

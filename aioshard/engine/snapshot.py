@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import operator
+import re
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -33,6 +34,7 @@ from aioshard.observe import (
     PartitionStatistics,
     Pause,
     RecordState,
+    Sample,
     Stack,
     Statistics,
     TopicStatistics,
@@ -66,6 +68,8 @@ class Cause(NamedTuple):
     """Sentence without a subject: it follows the record's name."""
     what_to_do: str | None = None
     stack: Stack | None = None
+    owner: Delivery | None = None
+    """The record of its shard that it waits for."""
 
 
 class HandlerSnapshot:
@@ -113,10 +117,11 @@ class HandlerSnapshot:
             what_to_do=cause.what_to_do,
             stack=cause.stack,
             due=None if due is None else max(due - self._now, 0.0),
-            error=None if block is None else block.error,
+            error=None if (failed := (cause.owner or delivery).block) is None else failed.error,
             waiting=self.behind(delivery),
             worker=None if worker is None else worker.name,
             records=1 if worker is None else len(worker.deliveries),
+            waits_for=None if cause.owner is None else repr(cause.owner),
         )
 
     def depths(self) -> list[tuple[int, Hashable]]:
@@ -252,7 +257,8 @@ class HandlerSnapshot:
         key = self.shown(owner.record.key)
         named = f"record {owner!r}{whose}" + ("" if key is None else f" (key {key})")
         cause = self.cause_of(owner)
-        return Cause("behind", None, f"waits in its shard behind {named}, which {cause.reason}", *cause[3:])
+        waits = "cannot run because {}" if cause.state == "halted" else "waits in its shard behind {}, which"
+        return Cause("behind", None, f"{waits.format(named)} {cause.reason}", cause.what_to_do, cause.stack, owner)
 
     def _queued(self, delivery: Delivery) -> Cause:
         waited, count = self._now - delivery.arrived, len(self.running.workers)
@@ -338,6 +344,26 @@ def statistics(watch: Watch) -> Statistics:
     )
 
 
+def sample(watch: Watch) -> Sample:
+    """Take a sample of the figures that the dashboard plots.
+
+    It runs in the event loop, so it does not take all statistics: with 1,000 partitions they cost 60 ms.
+    """
+    engine, now = watch.engine, watch.engine.clock()
+    ends = [(end, epoch) for epoch in engine.rebalance.epochs if (end := engine.log_end(epoch)) is not None]
+    topics = [topic for handler in engine.handlers for topic in handler.counters.topics.values()]
+    return Sample(
+        at=time.time(),
+        processed=sum(topic.processed for topic in topics),
+        lag=sum(max(end - _lag_base(epoch), 0) for end, epoch in ends) if ends else None,
+        oldest_age=max(
+            (now - oldest.arrived for epoch in engine.rebalance.epochs if (oldest := epoch.tracker.oldest) is not None),
+            default=0.0,
+        ),
+        durations=tuple(map(sum, zip(*(topic.durations.counts().counts for topic in topics), strict=True))),
+    )
+
+
 def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
     """Yield the reasons why a restart would help.
 
@@ -356,9 +382,8 @@ def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
 
 def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> PartitionStatistics:
     tracker = epoch.tracker
-    committable = tracker.committable
     end = engine.log_end(epoch)
-    base = committable if epoch.acknowledged is None else epoch.acknowledged
+    base = _lag_base(epoch)
     oldest = tracker.oldest
     buffered = epoch.held_usage
     return PartitionStatistics(
@@ -367,7 +392,7 @@ def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> Pa
         epoch=epoch.number,
         position=tracker.position,
         committed=epoch.acknowledged,
-        committable=committable,
+        committable=tracker.committable,
         end_offset=end,
         lag=None if end is None else max(end - base, 0),
         lag_seconds=_lag_seconds(oldest, end, base),
@@ -381,6 +406,11 @@ def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> Pa
         queued=max(buffered.records - running, 0),
         held_back=epoch.held_back,
     )
+
+
+def _lag_base(epoch: Partition) -> int:
+    """Return the offset from which the lag of a partition counts."""
+    return epoch.tracker.committable if epoch.acknowledged is None else epoch.acknowledged
 
 
 def _lag_seconds(oldest: Delivery | None, end: int | None, base: int) -> float | None:
@@ -491,8 +521,7 @@ def _without_frames(record: IncompleteRecord) -> IncompleteRecord:
 
 
 def _failed_first(delivery: Delivery) -> tuple[bool, float]:
-    block = delivery.block
-    return (True, math.inf) if block is None else (not block.halted, block.since)
+    return (True, math.inf) if (block := delivery.block) is None else (not block.halted, block.since)
 
 
 def _parked_keys(snapshot: HandlerSnapshot) -> Iterator[ParkedKey]:
@@ -540,7 +569,9 @@ _HALTED = "halted"
 _NAMED = 3
 """Maximum number of records named when a drain waits for several."""
 _NAMED_HALTED = 10
-"""Maximum number of halted records named; larger, because each must be released individually."""
+"""Maximum number of halted records named per error, because each must be released individually; and of errors."""
+_VARIABLE = re.compile(r"[\w-]*\d[\w-]*")
+"""Matches numbers and identifiers in an error: errors that differ only in these count as equal."""
 
 
 def diagnose(watch: Watch) -> Diagnosis:
@@ -814,16 +845,19 @@ def _slow_replays(epoch: Partition, now: float, snapshot: HandlerSnapshot) -> It
 
 
 def _also_halted(epoch: Partition) -> Iterator[Finding]:
-    """Yield a finding about halted records that will hold the partition back once the oldest record is done."""
-    offsets = sorted(
-        delivery.offset
+    """Yield findings about halted records that will hold the partition back once the oldest one is done, per error."""
+    halted = sorted(
+        (_VARIABLE.sub("#", block.error), delivery.offset, block.error)
         for shards in epoch.feed.shards
         for delivery in shards.halted
-        if delivery.epoch is epoch and delivery is not epoch.tracker.oldest
+        if delivery.epoch is epoch and delivery is not epoch.tracker.oldest and (block := delivery.block) is not None
     )
-    if offsets:
-        named = ", ".join(map(str, offsets[:_NAMED_HALTED])) + (", ..." if len(offsets) > _NAMED_HALTED else "")
-        yield Finding(_HALTED, f"{counted(len(offsets), 'record')} behind it halted too: offset {named}", None, None)
+    for _, group in itertools.islice(itertools.groupby(halted, key=operator.itemgetter(0)), _NAMED_HALTED):
+        (_, _, error), *_ = records = list(group)
+        offsets = tuple(offset for _, offset, _ in records[:_NAMED_HALTED])
+        named = ", ".join(map(str, offsets)) + (", ..." if len(records) > _NAMED_HALTED else "")
+        sentence = f"{counted(len(records), 'record')} behind it halted with {error}: offset {named}"
+        yield Finding(_HALTED, sentence, None, None, error, offsets, len(records))
 
 
 def _intake(watch: Watch, epoch: Partition, head: IncompleteRecord | None) -> Iterator[Finding]:

@@ -284,18 +284,21 @@ def test_halted_records_behind_the_oldest_are_named_too() -> None:
     @app.consume("orders", retry=ONCE)
     async def handle(record: Record) -> None:
         if record.key != b"good":
-            raise LookupError("no such customer")
+            raise LookupError(f"customer {record.offset} is unknown")
 
     async def test() -> None:
         async with client_of(app) as client:
             for key in ("a", "good", "b", "c"):
                 await client.publish("orders", "x", key=key, partition=3)
             await asyncio.sleep(4.0)
-            assert "  2 records behind it halted too: offset 2, 3.\n" in app.explain()
+            told = "  2 records behind it halted with LookupError: customer 2 is unknown: offset 2, 3.\n"
+            assert told in app.explain()
+            (halted,) = partition_of(app, 3).findings
+            assert (halted.error, halted.offsets, halted.records) == ("LookupError: customer 2 is unknown", (2, 3), 2)
             app.skip("orders", 3, 0)
             app.skip("orders", 3, 2)
             await asyncio.sleep(1.0)
-            assert "halted too" not in app.explain()
+            assert "behind it halted" not in app.explain()
             app.skip("orders", 3, 3)
             await client.settle()
 
@@ -449,7 +452,11 @@ def test_a_record_behind_one_that_halted_is_told_how_to_release_that() -> None:
             await client.publish("orders", "x", key="k", partition=2)
             await asyncio.sleep(2.0)
             head = head_of(app, 2)
-            assert "behind record orders/1/0 of another partition (key b'k'), which halted 3.0 s ago" in head.reason
+            assert head.reason.startswith(
+                "it cannot run because record orders/1/0 of another partition (key b'k') halted 3.0 s ago after "
+                "1 attempt (ValueError: broken)"
+            )
+            assert (head.error, head.waits_for) == ("ValueError: broken", "orders/1/0")
             do_as_told(app, head.what_to_do, "skip")
             await client.settle()
 

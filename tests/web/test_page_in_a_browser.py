@@ -142,11 +142,6 @@ async def act_with_the_token_alone(watched: Watched, app: App, shop: Shop, topic
     assert (
         await page.evaluate("(({ scrollWidth: a, clientWidth: b }) => a - b)(document.querySelector('#handlers'))") <= 0
     )
-    await watched.row("handlers", "on_order").get_by_role("button", name="Concurrency").click()
-    await page.get_by_role("spinbutton", name="Workers").fill("12")
-    await page.get_by_role("button", name="Set", exact=True).click()
-    await expect(watched.row("handlers", "on_order")).to_contain_text("of 12")
-
     shop.mended = True
     await watched.row("failed", f"{topic}/{MENDED}/0").get_by_role("button", name="Retry").click()
     await expect(watched.row("failed", f"{topic}/{MENDED}/0")).to_have_count(0)

@@ -1,13 +1,14 @@
 "use strict";
-/* The dashboard of an app. It polls dashboard.json every two seconds, and keeps the history of its plots itself.
+/* The dashboard of an app. It polls dashboard.json every two seconds; its plots begin with history.json.
    Data from the app is always inserted as text, never as markup. */
 (() => {
   const INTERVAL = 2000; // milliseconds between two polls
   const TIMEOUT = 10000; // milliseconds to wait for a response
-  const MAX_POINTS = 300; // maximum points of a plot
+  const HISTORY = 3600; // maximum seconds that a plot shows
   const MIN_SPAN = 60; // minimum seconds that a plot shows
-  const VISIBLE_ROWS = matchMedia("(max-width: 45rem)").matches ? 8 : 25; // rows of a table before you click 'Show all'
-  const SHORT_WAIT = 5; // seconds that a partition may wait for a running record before it is a finding
+  const VISIBLE_ROWS = matchMedia("(max-width: 45rem)").matches ? 3 : 25; // rows of a table before you click 'Show all'
+  const MAX_FURTHER = 50; // further records or partitions that a finding lists
+  const SHORT_WAIT = 5; // seconds that a partition may wait for a record before it is a finding
 
   const $ = (id) => document.getElementById(id);
 
@@ -142,15 +143,23 @@
 
     add(at, values, aside = "") {
       this.points.push({ at, values });
-      if (this.points.length > MAX_POINTS) this.points.shift();
+      while (this.points[0].at < at - HISTORY) this.points.shift();
       this.added = (this.added || 0) + 1;
       write(this.now, this.say(values[0]));
       write(this.aside, aside);
       this.draw();
     }
 
+    /* Replace the points of the time that the server remembers. */
+    fill(history) {
+      if (!history.length) return;
+      const [first, last] = [history[0].at, history[history.length - 1].at];
+      this.points = [...this.points.filter((point) => point.at < first), ...history, ...this.points.filter((point) => point.at > last)];
+      this.draw();
+    }
+
     draw() {
-      const width = Math.max(this.svg.parentElement.clientWidth, 120), height = 120;
+      const width = Math.max(this.svg.parentElement.clientWidth, 120), height = width < 200 ? 90 : 120;
       const left = 44, right = 6, top = 8, bottom = 20;
       const last = this.points.length ? this.points[this.points.length - 1].at : Date.now() / 1000;
       const first = this.points.length ? this.points[0].at : last;
@@ -166,7 +175,7 @@
         label.textContent = this.tick(share * limit);
         parts.push(label);
       }
-      for (const [at, anchor, text] of [[last - span, "start", `${time(span)} ago`], [last, "end", "now"]]) {
+      for (const [at, anchor, text] of [[last - span, "start", width < 200 ? time(span) : `${time(span)} ago`], [last, "end", "now"]]) {
         const label = svg("text", { class: "axis", x: x(at), y: height - 4, "text-anchor": anchor });
         label.textContent = text;
         parts.push(label);
@@ -188,6 +197,7 @@
       this.svg.setAttribute("height", height);
       this.svg.setAttribute("aria-label", `${this.title}: now ${this.now.textContent} ${this.unit}, at most ${this.say(highest)} in the last ${time(last - first)}`);
       this.svg.dataset.points = String(this.added || 0);
+      this.svg.dataset.first = String(first);
       this.svg.replaceChildren(...parts);
     }
 
@@ -495,12 +505,12 @@
       act: (now) => act(now.pausedByHand ? "resume_handler" : "pause_handler", { handler: now.name }),
     })]),
     failed: buttons((row) => [
-      button(row, { name: recordName, say: () => "Retry", act: (now) => act("retry_now", coordinates(now)) }),
-      button(row, { name: recordName, say: () => "Skip", act: confirmSkip }),
+      button(row, { name: recordName, say: (now) => (now.first ? "Retry the first" : "Retry"), act: (now) => act("retry_now", coordinates(now)) }),
+      button(row, { name: recordName, say: (now) => (now.first ? "Skip the first" : "Skip"), act: confirmSkip }),
     ]),
     parked: buttons((row) => [button(row, {
       name: recordName,
-      say: () => "Release",
+      say: (now) => (now.first ? "Release the first" : "Release"),
       act: (now) => act("release_parked", coordinates(now)),
       when: (now) => !now.running,
     })]),
@@ -523,7 +533,7 @@
       const diagnosed = diagnoses.get(partitionName(row));
       const pausedByHand = paused.has(`p|${partitionName(row)}`);
       const handlerPaused = paused.has(`h|${topics.get(row.topic)}`) && !pausedByHand;
-      const why = row.paused || (diagnosed && (diagnosed.findings.length ? diagnosed.findings[0].sentence : diagnosed.head ? `offset ${diagnosed.head.offset}: ${diagnosed.head.reason}` : "")) || "";
+      const why = (diagnosed && whyOf(diagnosed)) || row.paused || "";
       return { ...row, order, verdict: diagnosed ? diagnosed.verdict : null, pausedByHand: pausedByHand || handlerPaused, handlerPaused, why: sentence(why) };
     });
     const handlers = statistics.handlers.map((handler) => {
@@ -543,26 +553,117 @@
     };
   }
 
-  function findingsOf({ statistics, diagnosis }) {
+  // Findings --------------------------------------------------------------------------
+
+  // Errors and reasons that differ only in numbers and identifiers have the same cause.
+  const alike = (text) => text.replace(/[\w-]*\d[\w-]*/g, "#");
+
+  /* Return the failed record that holds a partition back: its oldest record, or the one that this waits for. */
+  function failedRecord(head) {
+    if (!head || !head.error) return null;
+    if (!head.waits_for) return head;
+    const [topic, partition, offset] = head.waits_for.split("/");
+    return { topic, partition: Number(partition), offset: Number(offset), error: head.error, since: null };
+  }
+
+  function failure(record) {
+    const when = record.since === null || record.since === undefined ? "" : ` ${time(record.since)} ago`;
+    const next = record.due === null || record.due === undefined ? "" : ` and runs again in ${time(record.due)}`;
+    return `${record.state === "halted" ? "halted" : "failed"}${when}${next}: ${record.error}`;
+  }
+
+  /* Return the sentence for the column 'Why': the failed record if there is one, otherwise what is in the way. */
+  function whyOf(partition) {
+    const failed = failedRecord(partition.head);
+    const cause = failed ? null : mainFinding(partition);
+    if (failed) return `${recordName(failed)} ${failure(failed)}`;
+    return cause ? cause.sentence : partition.head ? `offset ${partition.head.offset}: ${partition.head.reason}` : "";
+  }
+
+  const RESULTS = new Set(["no room", "parked", "halted"]); // findings that follow from others, or hold nothing back
+
+  function mainFinding({ head, verdict, findings }) {
+    if (head && head.state !== "held" && verdict === "stuck") return null;
+    return findings.find((finding) => !RESULTS.has(finding.kind)) || (head ? null : findings[0] || null);
+  }
+
+  /* Return the causes for which a partition waits. Equal causes of several partitions have the same key. */
+  function causesOf(partition) {
+    const { head } = partition;
+    const [tone, word] = VERDICTS[partition.verdict];
+    const base = { tone, word, partition: partitionName(partition) };
+    const causes = [];
+    const failed = failedRecord(head);
+    const main = failed ? null : mainFinding(partition);
+    const more = partition.findings.filter((finding) => finding.kind !== "halted" && finding !== main);
+    const details = {
+      held: partition.behind ? `${count(partition.behind)} of the ${count(partition.window)} offsets from there on wait for that record.` : "",
+      todo: main ? main.what_to_do : head && head.what_to_do,
+      more: more.map((finding) => ({ text: sentence(finding.sentence), todo: finding.what_to_do })),
+      stack: head && head.stack,
+    };
+    const lasting = partition.verdict === "stuck" || partition.since === null || partition.since >= SHORT_WAIT;
+    if (failed) {
+      if (lasting) causes.push({ ...base, ...details, key: `${head.handler}|${alike(failed.error)}`, failed: [failed], records: 1, whole: partition.sentence, text: failure(failed) });
+    } else if (main || !head) {
+      const text = main ? main.sentence : partition.sentence;
+      causes.push({ ...base, ...details, key: `${main ? main.kind : ""}|${alike(text)}`, text, whole: partition.sentence });
+    } else if (lasting) {
+      causes.push({ ...base, ...details, key: `${head.state}|${alike(head.reason)}`, text: `offset ${head.offset}: ${head.reason}`, whole: partition.sentence });
+    }
+    for (const halted of partition.findings.filter((finding) => finding.error)) {
+      const records = halted.offsets.map((offset) => ({ topic: partition.topic, partition: partition.partition, offset, error: halted.error, state: "halted" }));
+      causes.push({ ...base, key: `${head.handler}|${alike(halted.error)}`, failed: records, records: halted.records, text: failure(records[0]) });
+    }
+    return causes;
+  }
+
+  /* Return the causes for which parked keys wait; those that are running again wait for nothing. */
+  function parkedCauses(parked) {
+    return parked.filter((row) => !row.running).map((row) => ({
+      key: `parked|${row.handler}|${row.due === null}|${alike(row.error || "")}`, tone: row.due === null ? "warn" : "quiet", word: "parked",
+      partition: partitionName(row), parked: row,
+      text: `is parked ${row.due === null ? "until it is released" : `for ${time(row.due)}`}: ${row.error || "an earlier record of its key failed"}`,
+    }));
+  }
+
+  /* Merge equal causes: one finding, which names the first of its records and has the others on request. */
+  function merge(key, causes) {
+    const worst = causes.find((cause) => cause.tone === "bad") || causes[0];
+    const first = causes.find((cause) => cause.whole && cause.tone === worst.tone) || worst;
+    const records = new Map();
+    let total = 0;
+    for (const cause of [first, ...causes.filter((cause) => cause !== first)]) {
+      if (cause.parked) records.set(recordName(cause.parked), { record: cause.parked, kind: "parked", text: "" });
+      for (const record of cause.failed || []) {
+        if (records.has(recordName(record))) total -= 1; // several partitions wait for it
+        else records.set(recordName(record), { record, kind: "failed", text: "" });
+      }
+      total += cause.records || 0;
+    }
+    const partitions = new Set(causes.map((cause) => cause.partition));
+    const rows = [...records].map(([name, row]) => ({ name, ...row }));
+    const [named, ...further] = rows.length ? rows : causes.map((cause) => ({ name: cause.partition, text: sentence(cause.text) }));
+    const many = rows.length && first.parked ? plural(rows.length, "key") : rows.length ? plural(Math.max(total, rows.length), "record") : "";
+    const single = partitions.size === 1 && further.length === 0;
+    const text = first.failed || first.parked ? `${further.length ? `The first, ${named.name},` : named.name} ${first.text}` : first.text;
+    return {
+      ...first, ...named, key, further, tone: worst.tone, word: worst.word, text: sentence(text),
+      title: single ? first.partition : [many, plural(partitions.size, "partition")].filter(Boolean).join(" in "),
+      left: rows.length && !first.parked ? Math.max(total - rows.length, 0) : 0,
+      todo: first.todo || (causes.find((cause) => cause.todo) || {}).todo,
+    };
+  }
+
+  function findingsOf({ statistics, diagnosis, workload }) {
     const findings = [];
     for (const finding of diagnosis.findings) {
       if (finding.kind === "nothing assigned" && statistics.state !== "running") continue;
       findings.push({ key: `${finding.kind}|${findings.length}`, tone: finding.kind === "nothing assigned" ? "quiet" : "warn", word: finding.kind, title: "", text: sentence(finding.sentence), todo: finding.what_to_do });
     }
-    for (const run of diagnosis.outliving) {
-      findings.push({ key: `outliving|${recordName(run)}`, tone: "bad", word: "outlived", title: recordName(run), text: sentence(run.reason), todo: run.what_to_do, stack: run.stack });
-    }
-    for (const partition of diagnosis.partitions) {
-      if (partition.verdict === "waiting" && !partition.findings.length && partition.since !== null && partition.since < SHORT_WAIT) continue;
-      const [tone, word] = VERDICTS[partition.verdict];
-      const others = partition.findings.filter((finding) => !partition.head || finding.sentence !== partition.sentence).map((finding) => ({ text: sentence(finding.sentence), todo: finding.what_to_do }));
-      const held = partition.behind ? `${count(partition.behind)} of the ${count(partition.window)} offsets from there on wait for that record.` : "";
-      const head = partition.head;
-      findings.push({
-        key: partitionName(partition), tone, word, title: partitionName(partition), text: sentence(partition.sentence.startsWith(`${partitionName(partition)} `) ? partition.sentence.slice(partitionName(partition).length + 1) : partition.sentence), held,
-        todo: head && head.what_to_do, others: head ? others : others.filter((other) => other.todo).map((other) => ({ text: "", todo: other.todo })), stack: head && head.stack,
-      });
-    }
+    const runs = diagnosis.outliving.map((run) => ({ key: `outliving|${alike(run.reason)}`, tone: "bad", word: "outlived", partition: recordName(run), text: run.reason, todo: run.what_to_do, stack: run.stack }));
+    const causes = [...runs, ...diagnosis.partitions.flatMap(causesOf), ...parkedCauses(workload ? workload.parked : [])];
+    for (const key of new Set(causes.map((cause) => cause.key))) findings.push(merge(`cause|${key}`, causes.filter((cause) => cause.key === key)));
     if (diagnosis.left_out) findings.push({ key: "left out", tone: "warn", word: "more", title: "", text: `${plural(diagnosis.left_out, "more partition")} wait; the table below has all of them.` });
     return findings;
   }
@@ -651,6 +752,19 @@
     plots.time.add(doc.at, [median, slowest], slowest === null ? "" : `99 %: ${time(slowest)}`);
   }
 
+  function drawHistory(history, doc) {
+    const bounds = doc.statistics.handlers.flatMap((row) => (row.by_topic || []).map((topic) => topic.durations.bounds))[0];
+    const points = (of) => history.map((sample, n) => ({ at: sample.at, values: of(sample, n ? history[n - 1] : sample) }));
+    plots.rate.fill(points((now, last) => [now.at > last.at ? Math.max(now.processed - last.processed, 0) / (now.at - last.at) : null]));
+    plots.lag.fill(points((now) => [now.lag]));
+    plots.age.fill(points((now) => [now.oldest_age]));
+    if (!bounds) return;
+    plots.time.fill(points((now, last) => {
+      const counts = now.durations.map((n, at) => Math.max(n - (last.durations[at] || 0), 0));
+      return [quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99)];
+    }));
+  }
+
   function drawFigures(doc, all) {
     const { statistics } = doc;
     const failing = doc.workload ? doc.workload.failing : 0;
@@ -686,33 +800,60 @@
     write($("attention-empty"), "Nothing is in the way: every partition advances or is up to date.");
   }
 
+  const allowed = () => latest !== null && latest.actions && token !== null;
+
+  /* Show the buttons of a failed or parked record, as its table has them. */
+  function offerActions(host, row) {
+    const kind = row.kind && allowed() ? row.kind : "";
+    host.row = row.record;
+    if (host.kind !== kind) {
+      host.kind = kind;
+      host.replaceChildren(...(kind ? ACTIONS[kind].make(() => host.row) : []));
+    }
+    if (kind) ACTIONS[kind].update(host, host.row);
+  }
+
   function makeFinding() {
     return el("li", {},
-      el("p", { class: "finding-head" }, badge("quiet", ""), el("strong")),
-      el("p", { class: "said" }), el("p", { class: "said held" }), el("p", { class: "todo" }), el("div"),
-      el("details", {}, el("summary"), el("ol", { class: "stack" })));
+      el("p", { class: "finding-head" }, badge("quiet", ""), el("strong"), el("span", { class: "actions" })),
+      el("p", { class: "said" }),
+      el("details", {}, el("summary"), el("p", { class: "todo" }), el("p", { class: "said" }), el("p", { class: "said held" }), el("div"), el("ol", { class: "stack" }), el("ul", { class: "further" }), el("p", { class: "held" })));
   }
 
   function updateFinding(item, finding) {
-    const [head, text, held, todo, others, stack] = item.children;
+    const [head, text, details] = item.children;
+    const [summary, todo, whole, held, more, stack, further, left] = details.children;
     paint(head.children[0], finding.tone, finding.word);
     write(head.children[1], finding.title);
+    const rows = finding.further || [];
+    offerActions(head.children[2], { kind: finding.kind, record: { ...finding.record, first: rows.length > 0 } });
     write(text, finding.text);
-    write(held, finding.held || "");
+    const frames = finding.stack ? framesOf(finding.stack) : [];
+    const others = rows.length + (finding.left || 0);
+    const named = [finding.todo && "what to do", finding.whole && "details", frames.length && `stack of ${plural(frames.filter((frame) => frame.file).length, "call")}`, others && `${count(others)} more`].filter(Boolean);
+    setAttribute(details, "hidden", !named.length);
+    write(summary, sentence(named.join(", ")).slice(0, -1));
     write(todo, finding.todo ? `What to do: ${finding.todo}.` : "");
-    sync(others, (finding.others || []).map((other, n) => ({ ...other, n })), (other) => other.n, () => el("div", {}, el("p", { class: "said" }), el("p", { class: "todo" })), (node, other) => {
+    write(whole, finding.whole ? sentence(finding.whole) : "");
+    write(held, finding.held || "");
+    sync(more, (finding.more || []).map((other, n) => ({ ...other, n })), (other) => other.n, () => el("div", {}, el("p", { class: "said" }), el("p", { class: "todo" })), (node, other) => {
       write(node.children[0], other.text);
       write(node.children[1], other.todo ? `What to do: ${other.todo}.` : "");
     });
-    const frames = finding.stack ? framesOf(finding.stack) : [];
     setAttribute(stack, "hidden", !frames.length);
-    write(stack.children[0], `Stack, ${plural(frames.filter((frame) => frame.file).length, "call")}, innermost last`);
-    sync(stack.children[1], frames, (frame) => frame.key, () => el("li", {}, el("span", { class: "function" }), el("span", { class: "code" })), (line, frame) => {
+    sync(stack, frames, (frame) => frame.key, () => el("li", {}, el("span", { class: "function" }), el("span", { class: "code" })), (line, frame) => {
       setAttribute(line, "data-own", frame.own ? "yes" : null);
       write(line.children[0], frame.function);
       write(line.children[1], frame.file);
       setAttribute(line.children[1], "title", frame.whole);
     });
+    sync(further, rows.slice(0, MAX_FURTHER), (row) => row.name, () => el("li", {}, el("strong"), el("span"), el("span", { class: "actions" })), (line, row) => {
+      write(line.children[0], row.name);
+      write(line.children[1], row.text);
+      offerActions(line.children[2], row);
+    });
+    const unnamed = others - Math.min(rows.length, MAX_FURTHER);
+    write(left, unnamed ? `${count(unnamed)} more are not listed.` : "");
   }
 
   // Shorten the path of a library's file; paths of the application stay whole.
@@ -726,10 +867,9 @@
   }
 
   function drawTables(doc, all) {
-    const may = doc.actions && token !== null;
     const of = (name) => {
       const columns = tables[name].all;
-      return may && ACTIONS[name] ? [...columns, ACTIONS[name]] : columns;
+      return allowed() && ACTIONS[name] ? [...columns, ACTIONS[name]] : columns;
     };
     const totals = (name) => (doc.workload ? doc.workload[name] : 0);
     for (const name of Object.keys(tables)) tables[name].show(all[name], of(name));
@@ -750,13 +890,16 @@
     if (table.order && select.value !== table.order.label) select.value = table.order.label;
   }
 
+  let allRebalances = false;
   const PHASES = ["drain", "commit", "join", "resume"];
 
   function drawRebalances(statistics, all) {
     const longest = Math.max(0.001, ...all.reports.map((report) => report.seconds));
     write($("rebalances-count"), all.reports.length ? count(statistics.rebalances) : "");
     $("rebalances-empty").hidden = all.reports.length > 0;
-    sync($("rebalances"), all.reports, (report) => `${report.number}|${report.at}`, () => el("li", {},
+    $("rebalances-more").hidden = all.reports.length <= VISIBLE_ROWS;
+    write($("rebalances-more"), allRebalances ? `Show the first ${VISIBLE_ROWS}` : `Show all ${count(all.reports.length)}`);
+    sync($("rebalances"), allRebalances ? all.reports : all.reports.slice(0, VISIBLE_ROWS), (report) => `${report.number}|${report.at}`, () => el("li", {},
       el("p", { class: "when" }, el("strong"), el("span", { class: "muted" }), badge("warn", "under way")),
       el("div", { class: "phases", role: "img" }, ...PHASES.map((phase) => el("i", { "data-phase": phase }))),
       el("p", { class: "said" }), el("p", { class: "muted" })), (item, report) => {
@@ -875,6 +1018,7 @@
     }
   });
   $("unlock").addEventListener("click", () => (token === null ? promptToken() : setToken(null)));
+  $("rebalances-more").addEventListener("click", () => { allRebalances = !allRebalances; draw(latest); });
   $("partitions-filter").addEventListener("input", (event) => { tables.partitions.filter = event.target.value; tables.partitions.draw(); });
   $("partitions-sort").addEventListener("change", (event) => tables.partitions.sortBy(event.target.value, event.target.value !== "Partition"));
 
@@ -885,18 +1029,27 @@
   let polling = false;
   let timer = null;
 
+  let gap = true; // whether the plots lack points that the server has: at first, and after the page was hidden
+
+  async function load(path) {
+    const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) });
+    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+    return answer.json();
+  }
+
   async function poll(now = false) {
     if (polling) return;
     polling = true;
     clearTimeout(timer);
     try {
-      const answer = await fetch("dashboard.json", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) });
-      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-      latest = await answer.json();
+      latest = await load("dashboard.json");
+      gap = gap || Date.now() - answered > 5 * INTERVAL;
       answered = Date.now();
-      trouble = null;
       $("unlock").hidden = !latest.actions;
       draw(latest);
+      if (gap) drawHistory((await load("history.json")).history, latest);
+      gap = false;
+      trouble = null;
     } catch (error) {
       trouble = error.name === "TimeoutError" ? "the server does not answer" : error.name === "TypeError" ? "the server cannot be reached" : error.message;
     } finally {
