@@ -304,6 +304,7 @@ def encoded(value: object) -> bytes:
         MessageError: JSON cannot represent the value.
 
     Example:
+        >>> import datetime
         >>> encoded({"at": datetime.date(2026, 1, 31)})
         b'{"at":"2026-01-31"}'
     """

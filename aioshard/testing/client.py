@@ -51,7 +51,7 @@ class TestClient:
         ...         assert client.committed("orders", record.partition) == 1
         >>> run(test())
         >>> paid
-        [b'{"amount": 3}']
+        [b'{"amount":3}']
     """
 
     __test__ = False  # otherwise pytest would collect it as a test class

@@ -12,6 +12,7 @@ from aioshard.engine.epoch import Gate
 from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.engine.watch import Watch
+from aioshard.observe import Sample
 from aioshard.testing import TestClient, run
 from tests.engine.deliveries import add, make_partition
 
