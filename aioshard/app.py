@@ -31,13 +31,13 @@ from aioshard.engine.control import (
 from aioshard.engine.failures import skipping
 from aioshard.engine.handler import Adapt, Handler, Observe
 from aioshard.engine.runtime import Engine
-from aioshard.engine.snapshot import diagnose, explain, explain_partition, statistics, workload
+from aioshard.engine.snapshot import diagnose, explain, explain_partition, sample, statistics, workload
 from aioshard.engine.tasks import outlast
 from aioshard.engine.timing import precise
 from aioshard.engine.watch import Watch
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
 from aioshard.loops import loop_factory, tuned_gc
-from aioshard.observe import Diagnosis, Statistics, Workload
+from aioshard.observe import Diagnosis, Sample, Statistics, Workload
 from aioshard.ports import (
     Clients,
     GroupHasMembersError,
@@ -468,7 +468,7 @@ class App(Router):
                 exactly_once=exactly_once,
             )
             watch_loop = not replay and precise(self._loop.time) is time.monotonic  # not virtual
-            self._watch = Watch(self._engine, explain_partition, watch_loop=watch_loop)
+            self._watch = Watch(self._engine, explain_partition, sample, watch_loop=watch_loop)
             await self._engine.start(self._watch.run())
             self._engine.failed.add_done_callback(self._has_failed)
         except BaseException:
@@ -777,6 +777,13 @@ class App(Router):
         """
         watch = self._watch
         return None if watch is None else workload(watch)
+
+    def history(self) -> tuple[Sample, ...]:
+        """Return the figures that the dashboard plots, every 5 s for the last hour, oldest first; from any thread.
+
+        Empty while the app is not running.
+        """
+        return () if (watch := self._watch) is None else tuple(watch.history)
 
 
 def _with_overrides(settings: "Settings", overrides: Mapping[str, object]) -> "Settings":

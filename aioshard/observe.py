@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from aioshard.core.histogram import HistogramCounts
 
@@ -239,6 +239,20 @@ class Statistics:
     def asdict(self) -> dict[str, Any]:
         """Return the same as plain dictionaries and tuples, ready for JSON."""
         return dataclasses.asdict(self)
+
+
+class Sample(NamedTuple):
+    """The figures that the dashboard plots, at one moment, summed over the app."""
+
+    at: float
+    """Seconds since the epoch."""
+    processed: int
+    lag: int | None
+    """None while the lag of every partition is unknown."""
+    oldest_age: float
+    """Seconds since the oldest incomplete record arrived; 0 if nothing is incomplete."""
+    durations: tuple[int, ...]
+    """Number of attempts in each bucket of `TopicStatistics.durations`; empty before the first one."""
 
 
 # Diagnosis ------------------------------------------------------------------------------------

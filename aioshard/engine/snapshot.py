@@ -34,6 +34,7 @@ from aioshard.observe import (
     PartitionStatistics,
     Pause,
     RecordState,
+    Sample,
     Stack,
     Statistics,
     TopicStatistics,
@@ -97,7 +98,6 @@ class HandlerSnapshot:
     def describe(self, delivery: Delivery) -> IncompleteRecord:
         """Return everything known about an incomplete record."""
         cause, block, worker = self.cause_of(delivery), delivery.block, self._workers.get(delivery)
-        failed = block if cause.owner is None else cause.owner.block
         over = delivery.recovery is not None or (block is not None and block.halted)
         record = delivery.record
         due = None if block is None else self.running.feed.shards_of(delivery).due(delivery)
@@ -117,7 +117,7 @@ class HandlerSnapshot:
             what_to_do=cause.what_to_do,
             stack=cause.stack,
             due=None if due is None else max(due - self._now, 0.0),
-            error=None if failed is None else failed.error,
+            error=None if (failed := (cause.owner or delivery).block) is None else failed.error,
             waiting=self.behind(delivery),
             worker=None if worker is None else worker.name,
             records=1 if worker is None else len(worker.deliveries),
@@ -257,9 +257,8 @@ class HandlerSnapshot:
         key = self.shown(owner.record.key)
         named = f"record {owner!r}{whose}" + ("" if key is None else f" (key {key})")
         cause = self.cause_of(owner)
-        halted = cause.state == "halted"
-        waits = f"cannot run because {named}" if halted else f"waits in its shard behind {named}, which"
-        return Cause("behind", None, f"{waits} {cause.reason}", cause.what_to_do, cause.stack, owner)
+        waits = "cannot run because {}" if cause.state == "halted" else "waits in its shard behind {}, which"
+        return Cause("behind", None, f"{waits.format(named)} {cause.reason}", cause.what_to_do, cause.stack, owner)
 
     def _queued(self, delivery: Delivery) -> Cause:
         waited, count = self._now - delivery.arrived, len(self.running.workers)
@@ -345,6 +344,26 @@ def statistics(watch: Watch) -> Statistics:
     )
 
 
+def sample(watch: Watch) -> Sample:
+    """Take a sample of the figures that the dashboard plots.
+
+    It runs in the event loop, so it does not take all statistics: with 1,000 partitions they cost 60 ms.
+    """
+    engine, now = watch.engine, watch.engine.clock()
+    ends = [(end, epoch) for epoch in engine.rebalance.epochs if (end := engine.log_end(epoch)) is not None]
+    topics = [topic for handler in engine.handlers for topic in handler.counters.topics.values()]
+    return Sample(
+        at=time.time(),
+        processed=sum(topic.processed for topic in topics),
+        lag=sum(max(end - _lag_base(epoch), 0) for end, epoch in ends) if ends else None,
+        oldest_age=max(
+            (now - oldest.arrived for epoch in engine.rebalance.epochs if (oldest := epoch.tracker.oldest) is not None),
+            default=0.0,
+        ),
+        durations=tuple(map(sum, zip(*(topic.durations.counts().counts for topic in topics), strict=True))),
+    )
+
+
 def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
     """Yield the reasons why a restart would help.
 
@@ -363,9 +382,8 @@ def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
 
 def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> PartitionStatistics:
     tracker = epoch.tracker
-    committable = tracker.committable
     end = engine.log_end(epoch)
-    base = committable if epoch.acknowledged is None else epoch.acknowledged
+    base = _lag_base(epoch)
     oldest = tracker.oldest
     buffered = epoch.held_usage
     return PartitionStatistics(
@@ -374,7 +392,7 @@ def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> Pa
         epoch=epoch.number,
         position=tracker.position,
         committed=epoch.acknowledged,
-        committable=committable,
+        committable=tracker.committable,
         end_offset=end,
         lag=None if end is None else max(end - base, 0),
         lag_seconds=_lag_seconds(oldest, end, base),
@@ -388,6 +406,11 @@ def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> Pa
         queued=max(buffered.records - running, 0),
         held_back=epoch.held_back,
     )
+
+
+def _lag_base(epoch: Partition) -> int:
+    """Return the offset from which the lag of a partition counts."""
+    return epoch.tracker.committable if epoch.acknowledged is None else epoch.acknowledged
 
 
 def _lag_seconds(oldest: Delivery | None, end: int | None, base: int) -> float | None:
@@ -498,8 +521,7 @@ def _without_frames(record: IncompleteRecord) -> IncompleteRecord:
 
 
 def _failed_first(delivery: Delivery) -> tuple[bool, float]:
-    block = delivery.block
-    return (True, math.inf) if block is None else (not block.halted, block.since)
+    return (True, math.inf) if (block := delivery.block) is None else (not block.halted, block.since)
 
 
 def _parked_keys(snapshot: HandlerSnapshot) -> Iterator[ParkedKey]:
@@ -825,22 +847,17 @@ def _slow_replays(epoch: Partition, now: float, snapshot: HandlerSnapshot) -> It
 def _also_halted(epoch: Partition) -> Iterator[Finding]:
     """Yield findings about halted records that will hold the partition back once the oldest one is done, per error."""
     halted = sorted(
-        (delivery.offset, block.error)
+        (_VARIABLE.sub("#", block.error), delivery.offset, block.error)
         for shards in epoch.feed.shards
         for delivery in shards.halted
         if delivery.epoch is epoch and delivery is not epoch.tracker.oldest and (block := delivery.block) is not None
     )
-    by_error: dict[str, list[tuple[int, str]]] = {}
-    for offset, error in halted:
-        alike = _VARIABLE.sub("#", error)
-        alike = alike if alike in by_error or len(by_error) < _NAMED_HALTED else "others"
-        by_error.setdefault(alike, []).append((offset, error))
-    for alike, records in by_error.items():
-        offsets = tuple(offset for offset, _ in records[:_NAMED_HALTED])
+    for _, group in itertools.islice(itertools.groupby(halted, key=operator.itemgetter(0)), _NAMED_HALTED):
+        (_, _, error), *_ = records = list(group)
+        offsets = tuple(offset for _, offset, _ in records[:_NAMED_HALTED])
         named = ", ".join(map(str, offsets)) + (", ..." if len(records) > _NAMED_HALTED else "")
-        first = None if alike == "others" else records[0][1]
-        sentence = f"{counted(len(records), 'record')} behind it halted with {first or 'other errors'}: offset {named}"
-        yield Finding(_HALTED, sentence, None, None, first, offsets, len(records))
+        sentence = f"{counted(len(records), 'record')} behind it halted with {error}: offset {named}"
+        yield Finding(_HALTED, sentence, None, None, error, offsets, len(records))
 
 
 def _intake(watch: Watch, epoch: Partition, head: IncompleteRecord | None) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import FrameType
 
@@ -16,10 +17,13 @@ from aioshard.engine.runtime import Engine
 from aioshard.engine.stack import LOOP_MODULES, module_of, stack_above, waits_for
 from aioshard.engine.trouble import Trouble
 from aioshard.engine.worker import Worker
+from aioshard.observe import Sample
 
 logger = logging.getLogger("aioshard.engine.watch")
 
 _INTERVAL = 1.0
+HISTORY_STEP = 5.0
+"""Seconds between two samples of the history."""
 _CHECKS = 4
 """Least checks per `stuck_after`; a record that has just become the oldest is not blamed for a quarter of it."""
 _LEAST_WINDOW = 100
@@ -38,15 +42,24 @@ class Watch:
     It remembers since when facts hold, up to a second late. It logs one line when a problem begins and one when it is
     over: for a partition that is stuck, for brokers that do not answer, and for a task that hangs. The pump and the
     commit coordinator make progress on their own as long as they live, whatever the brokers answer: one whose counter
-    stands still for several times its timeout waits for something that never comes.
+    stands still for several times its timeout waits for something that never comes. It also keeps the history of the
+    figures that the dashboard plots, which must exist before anybody opens the dashboard.
     """
 
-    def __init__(self, engine: Engine, describe: Callable[["Watch", Partition], str], *, watch_loop: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        describe: Callable[["Watch", Partition], str],
+        sample: Callable[["Watch"], Sample],
+        *,
+        watch_loop: bool,
+    ) -> None:
         """Make a watch; `run` is its task.
 
         Args:
             engine: The engine.
             describe: Describes a partition that does not advance, in one line.
+            sample: Takes a sample for the history.
             watch_loop: Whether to watch from a thread for a blocked event loop.
         """
         self.engine = engine
@@ -55,7 +68,9 @@ class Watch:
         """Why consuming makes no progress although the client is alive, such as unreachable brokers."""
         self.hang = Trouble(engine.clock)
         """A task of the engine that makes no progress although the brokers answer."""
-        self._describe = describe
+        self.history: deque[Sample] = deque(maxlen=720)
+        """The samples of the last hour, oldest first."""
+        self._describe, self._sample = describe, sample
         self._facts: dict[Hashable, tuple[object, float]] = {}
         self._reported: dict[Partition, tuple[Delivery, bool]] = {}
         """Partitions that the log reports, with their oldest record and whether they count as stuck."""
@@ -87,6 +102,8 @@ class Watch:
         self._reported = {partition: told for partition, told in self._reported.items() if partition in partitions}
         for partition in partitions:
             self._check_partition(partition, now)
+        if not self.history or abs(time.time() - self.history[-1].at) >= HISTORY_STEP:  # the clock may be set back
+            self.history.append(self._sample(self))
 
     # Since when -------------------------------------------------------------------------
 

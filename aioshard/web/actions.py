@@ -213,10 +213,9 @@ def action_route(app: App, token: str) -> Route:
             if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
                 refused.append(now)
                 logger.warning("%s by %s was refused (%d): %s", action or "a request", client, refusal.status, refusal)
-            headers = {**SAFE, "connection": "close"}  # the unread rest of its body must not be taken for a request
-            if refusal.status == 401:  # noqa: PLR2004 - Unauthorized
-                headers["www-authenticate"] = "Bearer"
-            return JSONResponse({"error": str(refusal)}, refusal.status, headers)
+            # Closed, because the unread rest of its body must not be taken for a request.
+            scheme = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}  # noqa: PLR2004 - Unauthorized
+            return JSONResponse({"error": str(refusal)}, refusal.status, {**SAFE, "connection": "close", **scheme})
         except ClientDisconnect:
             return Response(status_code=400)
         logger.warning("%s by %s: %s", action, client, sentence)

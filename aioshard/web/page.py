@@ -1,12 +1,13 @@
 """The dashboard of an app: shows its activity, explains why a partition is stuck, and with a token allows actions.
 
-It is one page, one script and one stylesheet; the script polls `dashboard.json` and keeps the history of its graphs.
+It is one page, one script and one stylesheet. The script reads `history.json` once and then polls `dashboard.json`.
 All its URLs are relative, so it works below any path. Nothing is loaded from other sites.
 
 | path | answer |
 | --- | --- |
 | `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
 | `/dashboard.json` | its data: `statistics`, `diagnosis`, `workload`, `actions` and `at` |
+| `/history.json` | `history`: what `App.history()` returns, one object per sample, oldest first |
 | `/actions` | POST: its actions, as described in `aioshard.web.actions`; this path exists only with a token |
 
 `statistics` and `diagnosis` are `App.statistics()` and `App.diagnose()`. Of the partitions in `diagnosis`, only those
@@ -76,15 +77,18 @@ def dashboard_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
     def data(_: Request) -> Response:
         return JSONResponse(snapshot(app, actions=token is not None), headers=SAFE)
 
-    routes: list[BaseRoute] = [
-        Route(path, Response((_STATIC / name).read_bytes(), media_type=media_type, headers=SAFE), methods=["GET"])
-        for path, (name, media_type) in _FILES.items()
+    def history(_: Request) -> Response:
+        return JSONResponse({"history": [sample._asdict() for sample in app.history()]}, headers=SAFE)
+
+    return [
+        *(
+            Route(path, Response((_STATIC / name).read_bytes(), media_type=media_type, headers=SAFE), methods=["GET"])
+            for path, (name, media_type) in _FILES.items()
+        ),
+        # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
+        *routes_in_threads({"/dashboard.json": data, "/history.json": history}, threads=1),
+        *([] if token is None else [action_route(app, token)]),
     ]
-    # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
-    routes += routes_in_threads({"/dashboard.json": data}, threads=1)
-    if token is not None:
-        routes.append(action_route(app, token))
-    return routes
 
 
 def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
@@ -101,10 +105,12 @@ def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
         (partition for partition in diagnosis.partitions if partition.verdict in ("stuck", "waiting")),
         key=lambda partition: (partition.verdict != "stuck", -(partition.since or 0.0)),  # the worst first
     )
-    explained = dataclasses.replace(diagnosis, partitions=tuple(delayed[:MOST_DIAGNOSED]))
     return {
         "statistics": {**dataclasses.replace(statistics, partitions=()).asdict(), "partitions": partitions},
-        "diagnosis": {**explained.asdict(), "left_out": max(len(delayed) - MOST_DIAGNOSED, 0)},
+        "diagnosis": {
+            **dataclasses.replace(diagnosis, partitions=tuple(delayed[:MOST_DIAGNOSED])).asdict(),
+            "left_out": max(len(delayed) - MOST_DIAGNOSED, 0),
+        },
         "workload": None if workload is None else workload.asdict(),
         "actions": actions,
         "at": time.time(),

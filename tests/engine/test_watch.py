@@ -12,6 +12,7 @@ from aioshard.engine.epoch import Gate
 from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.engine.watch import Watch
+from aioshard.observe import Sample
 from aioshard.testing import TestClient, run
 from tests.engine.deliveries import add, make_partition
 
@@ -137,7 +138,8 @@ def make_watch(*epochs: Partition, behind: int = 0) -> Watch:
         pauses={},
         workers=[],
     )
-    return Watch(engine, lambda *_: "described", watch_loop=False)  # type: ignore[arg-type]
+    sample = Sample(at=0.0, processed=0, lag=None, oldest_age=0.0, durations=())
+    return Watch(engine, lambda *_: "described", lambda _: sample, watch_loop=False)  # type: ignore[arg-type]
 
 
 def reports(watch: Watch, caplog: pytest.LogCaptureFixture, checks: int = 3, every: float = 25.0) -> list[str]:

@@ -102,6 +102,14 @@ async def act_on_the_card(watched: Watched, shop: Shop) -> None:
     assert shop.app.statistics().handlers[1].skipped == 1
 
 
+async def lose_nothing_by_a_reload(watched: Watched, shop: Shop) -> None:
+    first = shop.app.history()[0].at
+    await watched.page.reload()
+    for plot in ("rate", "lag", "age"):
+        await expect(watched.page.locator(f"#plot-{plot} svg")).to_have_attribute("data-first", str(first))
+    await expect(watched.page.locator("#plot-lag path.line")).to_have_attribute("d", re.compile("L"))
+
+
 @pytest.mark.slow
 async def test_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
@@ -118,4 +126,5 @@ async def test_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureF
         await see_one_card_for_equal_causes(watched)
         await see_why_by_its_root(watched)
         await act_on_the_card(watched, shop)
+        await lose_nothing_by_a_reload(watched, shop)
         assert watched.troubles == []

@@ -14,12 +14,13 @@ import pytest
 from fastapi import FastAPI
 
 from aioshard import App, Record
+from aioshard.engine import watch
 from aioshard.observe import Diagnosis, PartitionDiagnosis, Verdict
 from aioshard.testing import InMemoryBroker, TestClient
 from aioshard.web.page import MOST_DIAGNOSED, dashboard, snapshot
 from tests.engine.running import until
 
-PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/dashboard.json"]
+PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/dashboard.json", "/history.json"]
 STATIC = Path(importlib.import_module("aioshard.web.page").__file__ or "").with_name("static")
 
 
@@ -28,6 +29,11 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=dashboard(App("billing")))
     async with httpx.AsyncClient(transport=transport, base_url="http://app") as made:
         yield made
+
+
+async def served(app: App, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=dashboard(app)), base_url="http://app") as client:
+        return await client.get(path)
 
 
 # What is served ---------------------------------------------------------------------------
@@ -148,6 +154,44 @@ async def test_the_document_has_statistics_diagnosis_and_workload_but_no_value()
     assert shown["workload"]["workers"][0]["key"] == found["head"]["key"]
     assert "secret" not in text
     assert '"stuck"' not in text
+
+
+async def test_the_history_is_kept_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "HISTORY_STEP", 0.0)
+    app = App("billing", stuck_after=0.04)  # it is looked at every 0.01 s
+
+    @app.consume("orders")
+    async def on_order(_: Record) -> None:
+        pass
+
+    async with TestClient(app) as client:
+        for _ in range(3):
+            await client.publish("orders", b"", key="customer-1", partition=0)
+        await until(lambda: [sample.lag for sample in app.history()[-1:]] == [0] and app.history()[-1].processed == 3)
+        shown = (await served(app, "/history.json")).json()["history"]
+
+    assert [sample["at"] for sample in shown] == sorted(sample["at"] for sample in shown)
+    assert (shown[0]["processed"], shown[-1]["processed"], shown[-1]["oldest_age"]) == (0, 3, 0.0)
+    assert sum(shown[-1]["durations"]) == 3
+    assert app.history() == ()
+
+
+async def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App("billing")
+
+    @app.consume("orders")
+    async def on_order(_: Record) -> None:
+        pass
+
+    async with TestClient(app):
+        found = app._watch
+        assert found is not None
+        found.check()
+        assert len(app.history()) == 1, "one each 5 s"
+        monkeypatch.setattr(watch, "HISTORY_STEP", 0.0)
+        for _ in range(800):
+            found.check()
+        assert len(app.history()) == 720
 
 
 async def test_what_is_explained_is_bounded() -> None:

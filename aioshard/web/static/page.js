@@ -1,10 +1,10 @@
 "use strict";
-/* The dashboard of an app. It polls dashboard.json every two seconds, and keeps the history of its plots itself.
+/* The dashboard of an app. It polls dashboard.json every two seconds; its plots begin with history.json.
    Data from the app is always inserted as text, never as markup. */
 (() => {
   const INTERVAL = 2000; // milliseconds between two polls
   const TIMEOUT = 10000; // milliseconds to wait for a response
-  const MAX_POINTS = 300; // maximum points of a plot
+  const HISTORY = 3600; // maximum seconds that a plot shows
   const MIN_SPAN = 60; // minimum seconds that a plot shows
   const VISIBLE_ROWS = matchMedia("(max-width: 45rem)").matches ? 8 : 25; // rows of a table before you click 'Show all'
   const MAX_FURTHER = 50; // further records or partitions that a finding lists
@@ -143,10 +143,18 @@
 
     add(at, values, aside = "") {
       this.points.push({ at, values });
-      if (this.points.length > MAX_POINTS) this.points.shift();
+      while (this.points[0].at < at - HISTORY) this.points.shift();
       this.added = (this.added || 0) + 1;
       write(this.now, this.say(values[0]));
       write(this.aside, aside);
+      this.draw();
+    }
+
+    /* Replace the points of the time that the server remembers. */
+    fill(history) {
+      if (!history.length) return;
+      const [first, last] = [history[0].at, history[history.length - 1].at];
+      this.points = [...this.points.filter((point) => point.at < first), ...history, ...this.points.filter((point) => point.at > last)];
       this.draw();
     }
 
@@ -189,6 +197,7 @@
       this.svg.setAttribute("height", height);
       this.svg.setAttribute("aria-label", `${this.title}: now ${this.now.textContent} ${this.unit}, at most ${this.say(highest)} in the last ${time(last - first)}`);
       this.svg.dataset.points = String(this.added || 0);
+      this.svg.dataset.first = String(first);
       this.svg.replaceChildren(...parts);
     }
 
@@ -742,6 +751,19 @@
     plots.time.add(doc.at, [median, slowest], slowest === null ? "" : `99 %: ${time(slowest)}`);
   }
 
+  function drawHistory(history, doc) {
+    const bounds = doc.statistics.handlers.flatMap((row) => (row.by_topic || []).map((topic) => topic.durations.bounds))[0];
+    const points = (of) => history.map((sample, n) => ({ at: sample.at, values: of(sample, n ? history[n - 1] : sample) }));
+    plots.rate.fill(points((now, last) => [now.at > last.at ? Math.max(now.processed - last.processed, 0) / (now.at - last.at) : null]));
+    plots.lag.fill(points((now) => [now.lag]));
+    plots.age.fill(points((now) => [now.oldest_age]));
+    if (!bounds) return;
+    plots.time.fill(points((now, last) => {
+      const counts = now.durations.map((n, at) => Math.max(n - (last.durations[at] || 0), 0));
+      return [quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99)];
+    }));
+  }
+
   function drawFigures(doc, all) {
     const { statistics } = doc;
     const failing = doc.workload ? doc.workload.failing : 0;
@@ -1002,18 +1024,27 @@
   let polling = false;
   let timer = null;
 
+  let gap = true; // whether the plots lack points that the server has: at first, and after the page was hidden
+
+  async function load(path) {
+    const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) });
+    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+    return answer.json();
+  }
+
   async function poll(now = false) {
     if (polling) return;
     polling = true;
     clearTimeout(timer);
     try {
-      const answer = await fetch("dashboard.json", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) });
-      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-      latest = await answer.json();
+      latest = await load("dashboard.json");
+      gap = gap || Date.now() - answered > 5 * INTERVAL;
       answered = Date.now();
-      trouble = null;
       $("unlock").hidden = !latest.actions;
       draw(latest);
+      if (gap) drawHistory((await load("history.json")).history, latest);
+      gap = false;
+      trouble = null;
     } catch (error) {
       trouble = error.name === "TimeoutError" ? "the server does not answer" : error.name === "TypeError" ? "the server cannot be reached" : error.message;
     } finally {
