@@ -6,7 +6,7 @@
   const TIMEOUT = 10000; // milliseconds to wait for a response
   const HISTORY = 3600; // maximum seconds that a plot shows
   const MIN_SPAN = 60; // minimum seconds that a plot shows
-  const VISIBLE_ROWS = matchMedia("(max-width: 45rem)").matches ? 8 : 25; // rows of a table before you click 'Show all'
+  const VISIBLE_ROWS = matchMedia("(max-width: 45rem)").matches ? 3 : 25; // rows of a table before you click 'Show all'
   const MAX_FURTHER = 50; // further records or partitions that a finding lists
   const SHORT_WAIT = 5; // seconds that a partition may wait for a running record before it is a finding
 
@@ -159,7 +159,7 @@
     }
 
     draw() {
-      const width = Math.max(this.svg.parentElement.clientWidth, 120), height = 120;
+      const width = Math.max(this.svg.parentElement.clientWidth, 120), height = width < 200 ? 90 : 120;
       const left = 44, right = 6, top = 8, bottom = 20;
       const last = this.points.length ? this.points[this.points.length - 1].at : Date.now() / 1000;
       const first = this.points.length ? this.points[0].at : last;
@@ -175,7 +175,7 @@
         label.textContent = this.tick(share * limit);
         parts.push(label);
       }
-      for (const [at, anchor, text] of [[last - span, "start", `${time(span)} ago`], [last, "end", "now"]]) {
+      for (const [at, anchor, text] of [[last - span, "start", width < 200 ? time(span) : `${time(span)} ago`], [last, "end", "now"]]) {
         const label = svg("text", { class: "axis", x: x(at), y: height - 4, "text-anchor": anchor });
         label.textContent = text;
         parts.push(label);
@@ -889,13 +889,16 @@
     if (table.order && select.value !== table.order.label) select.value = table.order.label;
   }
 
+  let allRebalances = false;
   const PHASES = ["drain", "commit", "join", "resume"];
 
   function drawRebalances(statistics, all) {
     const longest = Math.max(0.001, ...all.reports.map((report) => report.seconds));
     write($("rebalances-count"), all.reports.length ? count(statistics.rebalances) : "");
     $("rebalances-empty").hidden = all.reports.length > 0;
-    sync($("rebalances"), all.reports, (report) => `${report.number}|${report.at}`, () => el("li", {},
+    $("rebalances-more").hidden = all.reports.length <= VISIBLE_ROWS;
+    write($("rebalances-more"), allRebalances ? `Show the first ${VISIBLE_ROWS}` : `Show all ${count(all.reports.length)}`);
+    sync($("rebalances"), allRebalances ? all.reports : all.reports.slice(0, VISIBLE_ROWS), (report) => `${report.number}|${report.at}`, () => el("li", {},
       el("p", { class: "when" }, el("strong"), el("span", { class: "muted" }), badge("warn", "under way")),
       el("div", { class: "phases", role: "img" }, ...PHASES.map((phase) => el("i", { "data-phase": phase }))),
       el("p", { class: "said" }), el("p", { class: "muted" })), (item, report) => {
@@ -1014,6 +1017,7 @@
     }
   });
   $("unlock").addEventListener("click", () => (token === null ? promptToken() : setToken(null)));
+  $("rebalances-more").addEventListener("click", () => { allRebalances = !allRebalances; draw(latest); });
   $("partitions-filter").addEventListener("input", (event) => { tables.partitions.filter = event.target.value; tables.partitions.draw(); });
   $("partitions-sort").addEventListener("change", (event) => tables.partitions.sortBy(event.target.value, event.target.value !== "Partition"));
 
