@@ -73,7 +73,7 @@ async def see_why_by_its_root(watched: Watched) -> None:
         "transfers/1/0 failed: ValueError: not a transfer."
     )
     transfers = card(watched, "not a transfer")
-    await expect(transfers.locator(".finding-head strong")).to_have_text("1 record in 2 partitions")
+    await expect(transfers.locator(".finding-head strong")).to_have_text("1 record in 2 partitions", timeout=15_000)
 
 
 async def act_on_the_card(watched: Watched, shop: Shop) -> None:

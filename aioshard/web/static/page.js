@@ -8,7 +8,7 @@
   const MIN_SPAN = 60; // minimum seconds that a plot shows
   const VISIBLE_ROWS = matchMedia("(max-width: 45rem)").matches ? 3 : 25; // rows of a table before you click 'Show all'
   const MAX_FURTHER = 50; // further records or partitions that a finding lists
-  const SHORT_WAIT = 5; // seconds that a partition may wait for a running record before it is a finding
+  const SHORT_WAIT = 5; // seconds that a partition may wait for a record before it is a finding
 
   const $ = (id) => document.getElementById(id);
 
@@ -602,12 +602,13 @@
       more: more.map((finding) => ({ text: sentence(finding.sentence), todo: finding.what_to_do })),
       stack: head && head.stack,
     };
+    const lasting = partition.verdict === "stuck" || partition.since === null || partition.since >= SHORT_WAIT;
     if (failed) {
-      causes.push({ ...base, ...details, key: `${head.handler}|${alike(failed.error)}`, failed: [failed], records: 1, whole: partition.sentence, text: failure(failed) });
+      if (lasting) causes.push({ ...base, ...details, key: `${head.handler}|${alike(failed.error)}`, failed: [failed], records: 1, whole: partition.sentence, text: failure(failed) });
     } else if (main || !head) {
       const text = main ? main.sentence : partition.sentence;
       causes.push({ ...base, ...details, key: `${main ? main.kind : ""}|${alike(text)}`, text, whole: partition.sentence });
-    } else if (partition.verdict === "stuck" || partition.since === null || partition.since >= SHORT_WAIT) {
+    } else if (lasting) {
       causes.push({ ...base, ...details, key: `${head.state}|${alike(head.reason)}`, text: `offset ${head.offset}: ${head.reason}`, whole: partition.sentence });
     }
     for (const halted of partition.findings.filter((finding) => finding.error)) {
