@@ -88,9 +88,9 @@ async def act_on_the_card(watched: Watched, shop: Shop) -> None:
     await page.keyboard.press("Enter")
 
     shop.is_up = True
-    await orders.get_by_role("button", name="Retry orders/").first.click()
+    await orders.get_by_role("button", name="Retry the first orders/").click()
     await expect(orders.locator(".finding-head strong")).to_have_text("47 records in 12 partitions")
-    await invoices.get_by_role("button", name="Release invoices/0/").first.click()
+    await invoices.get_by_role("button", name="Release the first invoices/0/").click()
     await expect(invoices.locator(".finding-head strong")).to_have_text("invoices/0")
 
     await transfers.get_by_role("button", name="Skip transfers/1/0").click()

@@ -505,12 +505,12 @@
       act: (now) => act(now.pausedByHand ? "resume_handler" : "pause_handler", { handler: now.name }),
     })]),
     failed: buttons((row) => [
-      button(row, { name: recordName, say: () => "Retry", act: (now) => act("retry_now", coordinates(now)) }),
-      button(row, { name: recordName, say: () => "Skip", act: confirmSkip }),
+      button(row, { name: recordName, say: (now) => (now.first ? "Retry the first" : "Retry"), act: (now) => act("retry_now", coordinates(now)) }),
+      button(row, { name: recordName, say: (now) => (now.first ? "Skip the first" : "Skip"), act: confirmSkip }),
     ]),
     parked: buttons((row) => [button(row, {
       name: recordName,
-      say: () => "Release",
+      say: (now) => (now.first ? "Release the first" : "Release"),
       act: (now) => act("release_parked", coordinates(now)),
       when: (now) => !now.running,
     })]),
@@ -646,7 +646,7 @@
     const [named, ...further] = rows.length ? rows : causes.map((cause) => ({ name: cause.partition, text: sentence(cause.text) }));
     const many = rows.length && first.parked ? plural(rows.length, "key") : rows.length ? plural(Math.max(total, rows.length), "record") : "";
     const single = partitions.size === 1 && further.length === 0;
-    const text = first.failed || first.parked ? `${single ? named.name : `The first, ${named.name},`} ${first.text}` : first.text;
+    const text = first.failed || first.parked ? `${further.length ? `The first, ${named.name},` : named.name} ${first.text}` : first.text;
     return {
       ...first, ...named, key, further, tone: worst.tone, word: worst.word, text: sentence(text),
       title: single ? first.partition : [many, plural(partitions.size, "partition")].filter(Boolean).join(" in "),
@@ -825,9 +825,9 @@
     const [summary, todo, whole, held, more, stack, further, left] = details.children;
     paint(head.children[0], finding.tone, finding.word);
     write(head.children[1], finding.title);
-    offerActions(head.children[2], finding);
-    write(text, finding.text);
     const rows = finding.further || [];
+    offerActions(head.children[2], { kind: finding.kind, record: { ...finding.record, first: rows.length > 0 } });
+    write(text, finding.text);
     const frames = finding.stack ? framesOf(finding.stack) : [];
     const others = rows.length + (finding.left || 0);
     const named = [finding.todo && "what to do", finding.whole && "details", frames.length && `stack of ${plural(frames.filter((frame) => frame.file).length, "call")}`, others && `${count(others)} more`].filter(Boolean);
