@@ -24,7 +24,7 @@ from aioshard.engine.outgoing import UNKNOWN_OFFSET
 from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.ports import FetchedBatch, Message, Publish, SideTopics, record_size
-from aioshard.records import Record, TopicPartition
+from aioshard.records import Record, TopicPartition, counted
 from aioshard.serde.side_records import (
     Coordinates,
     Failure,
@@ -494,12 +494,12 @@ class Parking:
         parked.finish_restoring(newest=generation)
         await asyncio.gather(*(self._publish(message) for message in parked.outgoing()))
         if parked.keys.keys:
-            logger.info(
-                "%s: %s holds %d parked records of %d keys",
+            logger.debug(
+                "%s: %s holds %s of %s",
                 epoch.topic_partition,
                 self.policy.topic,
-                len(parked.keys),
-                parked.keys.keys,
+                counted(len(parked.keys), "parked record"),
+                counted(parked.keys.keys, "key"),
                 extra=partition_fields(
                     "parked", epoch.topic_partition, records=len(parked.keys), keys=parked.keys.keys
                 ),
@@ -514,10 +514,10 @@ class Parking:
             parked.finish_restoring(newest=math.inf)
             records = len(parked.keys) - before
             logger.warning(
-                "%s: %d records in %s were parked under a later generation than the current one of group %r, which was "
-                "recreated since (it was deleted, or its offsets expired): they are parked here now",
+                "%s: %s in %s parked under a later generation than the current one of group %r, which was recreated "
+                "since (it was deleted, or its offsets expired), are ours now",
                 epoch.topic_partition,
-                records,
+                counted(records, "record"),
                 self.policy.topic,
                 self._group,
                 extra=partition_fields("parked", epoch.topic_partition, records=records, group=self._group),

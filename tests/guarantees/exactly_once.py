@@ -133,10 +133,11 @@ class Group:
     async def deploy_in_a_hurry(self) -> None:
         """Replace each process without a pause, so that some are stopped in the middle of a rebalance.
 
-        A process may then end with exit code 4: its last transaction was refused, so records run again.
+        A process may then end with exit code 4: its last transaction was refused, so records run again. One that has
+        just been started ends by the signal itself.
         """
         for member in tuple(self.members):
-            await self.stop(member, (0, 4))
+            await self.stop(member, (0, 4, -signal.SIGTERM))
             self.start()
 
     @asynccontextmanager

@@ -317,7 +317,9 @@ def test_a_batch_that_swallows_its_cancellation(caplog: pytest.LogCaptureFixture
     assert (line["handler"], line["group"]) == ("handle", "billing")
 
 
-def test_what_a_partition_has_parked_that_comes_to_us(world: World) -> None:
+def test_what_a_partition_has_parked_that_comes_to_us(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "aioshard")
+
     @world.app.consume("orders", retry=ONCE, on_failure=Park("orders.parked"))
     async def handle(_: Record) -> None:
         raise LookupError("no such customer")
