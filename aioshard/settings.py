@@ -31,7 +31,6 @@ from aioshard.records import TOPIC_NAME
 
 PREFIX = "AIOSHARD_"
 """Prefix of the environment variables."""
-_MIB = 1024 * 1024
 
 # Options of the clients ---------------------------------------------------------------
 
@@ -118,10 +117,8 @@ CONFLUENT_OWNED_OPTIONS: Mapping[str, str] = {
 
 # Types --------------------------------------------------------------------------------
 
-_MAX_PARTITION = 100_000
 _ASSIGNED = re.compile(r"(?P<topic>[^:,]+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _SERVER = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
-_MAX_PORT = 65_535
 
 
 def _read_servers(value: object) -> object:
@@ -133,7 +130,7 @@ def _read_servers(value: object) -> object:
     servers = [server.strip() for server in value.split(",")]
     for server in servers:
         match = _SERVER.fullmatch(server)
-        if match is None or not 0 < int(match["port"] or 9092) <= _MAX_PORT:
+        if match is None or not 0 < int(match["port"] or 9092) <= 65_535:  # noqa: PLR2004 - the highest port
             raise ValueError(
                 "expected host:port without a scheme, several separated by commas; TLS and SASL are set with "
                 "security_protocol"
@@ -175,7 +172,7 @@ def _read_directory(value: object) -> object:
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), "seconds"]
 Name = Annotated[str | None, Field(min_length=1, max_length=249)]
 Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
-Partition = Annotated[int, Field(ge=0, lt=_MAX_PARTITION, strict=True)]
+Partition = Annotated[int, Field(ge=0, lt=100_000, strict=True)]
 Partitions = Annotated[
     tuple[Partition, ...], Field(min_length=1), AfterValidator(lambda numbers: tuple(sorted(set(numbers))))
 ]
@@ -340,7 +337,7 @@ class Settings(BaseSettings):
     client waits longer, up to 0.5 s, while hundreds of partitions are idle."""
     max_buffered_records: Annotated[int, Field(ge=1), "records"] = 10_000
     """Maximum number of incomplete records in memory, over all partitions of the process."""
-    max_buffered_bytes: Annotated[int, Field(ge=1), "bytes"] = 64 * _MIB
+    max_buffered_bytes: Annotated[int, Field(ge=1), "bytes"] = 64 * 1024 * 1024
     """Maximum size of these records; each counts as its bytes + 500. The client prefetches up to half as much in
     addition."""
     tune_gc: bool = True
@@ -499,16 +496,10 @@ def _close_match(word: str, words: Collection[str]) -> str | None:
 
 def _contradictions(settings: Settings) -> Iterator[str]:
     """Iterate over the reasons why valid settings do not fit together."""
-    if settings.assign is None:
-        yield from _check_group(settings)
-        yield from _check_timeouts(settings)
-    else:
-        yield from _check_manual_assignment(settings)
-    if settings.processing_guarantee == "exactly_once":
-        yield from _check_exactly_once(settings)
-    yield from _check_client_options(settings)
-    yield from _check_tls(settings)
-    yield from _check_sasl(settings)
+    group = (_check_group, _check_timeouts) if settings.assign is None else (_check_manual_assignment,)
+    guarantee = (_check_exactly_once,) if settings.processing_guarantee == "exactly_once" else ()
+    for check in (*group, *guarantee, _check_client_options, _check_tls, _check_sasl):
+        yield from check(settings)
 
 
 def _check_manual_assignment(settings: Settings) -> Iterator[str]:

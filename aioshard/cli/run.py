@@ -14,6 +14,7 @@ import click
 
 from aioshard.app import App
 from aioshard.cli import options
+from aioshard.cli.health import HealthServer
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import exit_code, print_json
 from aioshard.cli.supervisor import WORKER_VARIABLE, Parent, Supervisor, run_reloading
@@ -64,6 +65,15 @@ ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
     f"{TOKEN_VARIABLE} has a token of at least 16 characters.",
 )
 @click.option(
+    "--member",
+    "members",
+    metavar="URL",
+    type=lambda text: HealthServer(text, timeout=0.0).base,
+    multiple=True,
+    help="With --web: show this process of the group too, by the base URL of its health server. A host name stands for "
+    "all of its addresses, such as http://billing-headless:8080; repeatable.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(_LOG_LEVELS, case_sensitive=False),
     default="info",
@@ -92,6 +102,7 @@ def command(
     health_port: int | None,
     host: str,
     web: bool,
+    members: tuple[str, ...],
     log_level: str,
     log_format: logs.LogFormat,
     as_json: bool,
@@ -117,7 +128,7 @@ def command(
     serve_health: ServeHealth = contextlib.nullcontext
     if health_port is not None or web:
         port = health_port + (worker or 0) if health_port else 0
-        serve_health = functools.partial(_health, host=host, port=port, web=web)
+        serve_health = functools.partial(_health, host=host, port=port, web=web, members=members)
     return _run(load, serve_health, parent, until_caught_up=until_caught_up, as_json=as_json and worker is None)
 
 
@@ -261,18 +272,18 @@ def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json:
 
 
 @contextlib.asynccontextmanager
-async def _health(app: App, *, host: str, port: int, web: bool) -> AsyncIterator[None]:
+async def _health(app: App, *, host: str, port: int, web: bool, members: tuple[str, ...]) -> AsyncIterator[None]:
     """Serve the health routes, and with *web* the dashboard, while the context is open."""
     import prometheus_client  # noqa: PLC0415 - imported on use
 
     from aioshard.telemetry.metrics import AppCollector  # noqa: PLC0415
-    from aioshard.web.health import serve_health  # noqa: PLC0415
-    from aioshard.web.page import dashboard_routes  # noqa: PLC0415 - needs the extra `web`
+    from aioshard.web import dashboard_routes, serve_health  # noqa: PLC0415 - needs the extra `web`
 
     # The process-wide registry, so that /metrics also has the metrics that handlers define.
     registry = prometheus_client.REGISTRY
     AppCollector(app, registry=registry)
-    routes = dashboard_routes(app, token=os.environ.get(TOKEN_VARIABLE) or None) if web else []
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    routes = dashboard_routes(app, token=token, members=members) if web else []
     async with serve_health(app, host=host, port=port, registry=registry, routes=routes) as (address, bound):
         url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
         logger.info("health server listens on %s", url)

@@ -36,8 +36,7 @@ class Batch:
     def __post_init__(self) -> None:
         check(self, "max_records", is_whole(self.max_records), "a whole number of at least 1")
         check(self, "max_bytes", is_whole(self.max_bytes), "a whole number of at least 1")
-        is_valid = is_number(self.linger) and 0 <= self.linger < math.inf
-        check(self, "linger", is_valid, "a number of seconds, 0 or more")
+        check(self, "linger", is_number(self.linger) and 0 <= self.linger < math.inf, "a number of seconds, 0 or more")
 
     def size_after(self, failures: int, attempts: int) -> int:
         """Return the maximum batch size for a record that has failed *failures* times, out of *attempts* attempts.

@@ -66,8 +66,12 @@ class DeadLetter:
 
     def __post_init__(self) -> None:
         check(self, "topic", is_topic(self.topic), _TOPIC)
-        is_valid = self.breaker is None or isinstance(self.breaker, CircuitBreaker)
-        check(self, "breaker", is_valid, "CircuitBreaker(failure_rate=…, window=…, minimum=…), or None for none")
+        check(
+            self,
+            "breaker",
+            self.breaker is None or isinstance(self.breaker, CircuitBreaker),
+            "CircuitBreaker(failure_rate=…, window=…, minimum=…), or None for none",
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +98,7 @@ class Park:
 
     def __post_init__(self) -> None:
         check(self, "topic", is_topic(self.topic), _TOPIC)
-        is_valid = is_number(self.delay) and 0 < self.delay < float("inf")
-        check(self, "delay", is_valid, "a number of seconds above 0")
+        check(self, "delay", is_number(self.delay) and 0 < self.delay < float("inf"), "a number of seconds above 0")
         check(
             self, "attempts", self.attempts is None or is_whole(self.attempts), "a whole number of at least 1, or None"
         )

@@ -7,6 +7,7 @@ All its URLs are relative, so it works below any path. Nothing is loaded from ot
 | --- | --- |
 | `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
 | `/dashboard.json` | its data: `statistics`, `diagnosis`, `workload`, `actions` and `at` |
+| `/members.json` | with *members*: the statistics of each process of the group, or why it does not answer |
 | `/history.json` | `history`: what `App.history()` returns, one object per sample, oldest first |
 | `/actions` | POST: its actions, as described in `aioshard.web.actions`; this path exists only with a token |
 
@@ -17,9 +18,15 @@ the token can perform actions; `at` is the time of the snapshot, in seconds sinc
 """
 
 import dataclasses
+import json
+import socket
 import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,6 +40,10 @@ from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
 
 MOST_DIAGNOSED = 100
 """Maximum number of diagnosed partitions."""
+_MEMBER_TIMEOUT = 2.0
+"""Seconds that a process of the group has to answer."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Never through a proxy of the environment: the processes are nearby."""
 _PARTITION_FIELDS = [field.name for field in dataclasses.fields(PartitionStatistics)]
 _STATIC = Path(__file__).with_name("static")
 _FILES = {
@@ -43,12 +54,14 @@ _FILES = {
 }
 
 
-def dashboard(app: App, *, token: str | None = None) -> Starlette:
+def dashboard(app: App, *, token: str | None = None, members: Sequence[str] = ()) -> Starlette:
     """Return the dashboard as a separate application, to be mounted in FastAPI or Starlette.
 
     Args:
         app: The app to show; it may run in another event loop than the dashboard.
         token: Allows anyone who has it to act; at least 16 characters. With None the dashboard is read-only.
+        members: Base URLs of the health servers of all processes of the group, which are then shown too. A host name
+            stands for all of its addresses, such as those of a headless service.
 
     Raises:
         SettingsError: The token is too short, or cannot be sent in a header.
@@ -60,22 +73,28 @@ def dashboard(app: App, *, token: str | None = None) -> Starlette:
         >>> web = Starlette(lifespan=shard_app.lifespan)
         >>> web.mount("/aioshard", dashboard(shard_app))  # the dashboard is at /aioshard/
     """
-    return Starlette(routes=dashboard_routes(app, token=token), exception_handlers=NOT_FOUND)
+    return Starlette(routes=dashboard_routes(app, token=token, members=members), exception_handlers=NOT_FOUND)
 
 
-def dashboard_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
+def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[str] = ()) -> list[BaseRoute]:
     """Return the routes of the dashboard, to be served with others.
 
     Args:
         app: As in `dashboard`.
         token: As in `dashboard`.
+        members: As in `dashboard`.
 
     Raises:
         SettingsError: As for `dashboard`.
     """
 
     def data(_: Request) -> Response:
-        return JSONResponse(snapshot(app, actions=token is not None), headers=SAFE)
+        return JSONResponse(snapshot(app, actions=token is not None) | {"group": bool(members)}, headers=SAFE)
+
+    def group(_: Request) -> Response:
+        urls = [address for url in members for address in addresses_of(url)]
+        with ThreadPoolExecutor(max(len(urls), 1)) as pool:
+            return JSONResponse({"members": list(pool.map(ask, urls))}, headers=SAFE)
 
     def history(_: Request) -> Response:
         return JSONResponse({"history": [sample._asdict() for sample in app.history()]}, headers=SAFE)
@@ -87,8 +106,35 @@ def dashboard_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
         ),
         # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
         *routes_in_threads({"/dashboard.json": data, "/history.json": history}, threads=1),
+        *routes_in_threads({"/members.json": group} if members else {}, threads=1),
         *([] if token is None else [action_route(app, token)]),
     ]
+
+
+def addresses_of(url: str) -> list[str]:
+    """Return the URL with each address of its host; the URL itself if the host has none.
+
+    Example:
+        >>> addresses_of("http://127.0.0.1:8080")
+        ['http://127.0.0.1:8080']
+    """
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname or url, parts.port or 80, type=socket.SOCK_STREAM)
+    except OSError:
+        return [url]
+    family = min(found)[0]  # with both, IPv4: it is the same processes
+    hosts = sorted({str(place[0]) for kind, *_, place in found if kind == family})
+    return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port or 80}" for host in hosts]
+
+
+def ask(url: str) -> dict[str, Any]:
+    """Return the statistics of a process, or why it does not answer."""
+    try:
+        with _OPENER.open(f"{url}/statistics.json", timeout=_MEMBER_TIMEOUT) as answer:
+            return {"url": url, "statistics": json.load(answer)}
+    except (OSError, ValueError) as error:
+        return {"url": url, "error": str(error)}
 
 
 def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:

@@ -77,3 +77,11 @@ async def test_a_short_token_is_refused_before_anything_runs(tmp_path: Path) -> 
 async def test_an_empty_variable_is_not_a_token(start: Start) -> None:
     async with start(AIOSHARD_WEB_TOKEN="") as client:
         assert (await client.get("/dashboard.json")).json()["actions"] is False
+
+
+async def test_other_processes_are_named_by_their_urls(start: Start) -> None:
+    async with start("--member", "http://127.0.0.1:1/", "--member", "127.0.0.1:2") as client:
+        assert (await client.get("/dashboard.json")).json()["group"] is True
+        members = (await client.get("/members.json")).json()["members"]
+    assert [member["url"] for member in members] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    assert all("refused" in member["error"] for member in members)

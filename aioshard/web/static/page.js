@@ -384,6 +384,27 @@
   }
 
   const tables = {
+    members: new Table($("members"), {
+      name: "Processes of the group",
+      empty: "No process was named.",
+      keyOf: (row) => row.url,
+      order: { label: "Process", down: false },
+      columns: [
+        { label: "Process", class: "name", by: (row) => row.url, make: () => [el("a"), el("small")], update: (cell, row) => {
+          write(cell.children[0], row.url);
+          setAttribute(cell.children[0], "href", `${row.url}/`);
+          write(cell.children[1], row.member_id || "");
+        } },
+        state((row) => (row.error ? ["bad", "no answer", 1] : [TONE[row.state], row.state, 0])),
+        { label: "Partitions", num: true, by: (row) => row.count, text: (row) => count(row.count) },
+        { label: "Lag", num: true, by: (row) => row.lag, text: (row) => count(row.lag) },
+        { label: "In flight", num: true, by: (row) => row.incomplete, text: (row) => count(row.incomplete) },
+        meter("Busy", (row) => [row.busy, row.concurrency]),
+        { label: "Processed", num: true, by: (row) => row.processed, text: (row) => count(row.processed) },
+        { label: "Halted", num: true, by: (row) => row.halted, text: (row) => count(row.halted) },
+        { label: "Why", class: "why", text: (row) => row.error || row.trouble || "" },
+      ],
+    }),
     partitions: new Table($("partitions"), {
       name: "Partitions",
       empty: "No partition is assigned.",
@@ -1022,6 +1043,21 @@
   $("partitions-filter").addEventListener("input", (event) => { tables.partitions.filter = event.target.value; tables.partitions.draw(); });
   $("partitions-sort").addEventListener("change", (event) => tables.partitions.sortBy(event.target.value, event.target.value !== "Partition"));
 
+  function drawMembers({ members }) {
+    const rows = members.map(({ url, error, statistics }) => (error ? { url, error } : {
+      url,
+      state: statistics.state,
+      member_id: statistics.member_id,
+      trouble: statistics.trouble,
+      count: statistics.partitions.length,
+      lag: sum(statistics.partitions, (row) => row.lag),
+      incomplete: sum(statistics.partitions, (row) => row.incomplete),
+      ...Object.fromEntries(["busy", "concurrency", "processed", "halted"].map((name) => [name, sum(statistics.handlers, (row) => row[name])])),
+    }));
+    tables.members.show(rows);
+    write($("members-count"), `${count(rows.filter((row) => !row.error).length)} of ${plural(rows.length, "process", "processes")} answer · lag ${count(sum(rows, (row) => row.lag))}`);
+  }
+
   // Polling ---------------------------------------------------------------------------
 
   let answered = null; // when, in milliseconds
@@ -1047,6 +1083,8 @@
       answered = Date.now();
       $("unlock").hidden = !latest.actions;
       draw(latest);
+      $("group-card").hidden = !latest.group;
+      if (latest.group) load("members.json").then(drawMembers, () => {}); // one that hangs must not delay the rest
       if (gap) drawHistory((await load("history.json")).history, latest);
       gap = false;
       trouble = null;
