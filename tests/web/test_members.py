@@ -39,13 +39,14 @@ async def group() -> AsyncIterator[tuple[str, list[str]]]:
         gone = stack.enter_context(socket.socket())
         gone.bind(("127.0.0.1", 0))
         urls = [f"http://127.0.0.1:{gone.getsockname()[1]}"]
-        for app in [make_app() for _ in range(3)]:
-            client = await stack.enter_async_context(TestClient(app, broker=broker))
+        apps = [make_app() for _ in range(3)]
+        for app in apps:
+            await stack.enter_async_context(TestClient(app, broker=broker))
             host, port = await stack.enter_async_context(serve_health(app, host="127.0.0.1", port=0))
             urls.append(f"http://{host}:{port}")
         for number in range(30):
-            await client.publish("orders", b"{}", partition=number % 6)
-        yield await stack.enter_async_context(served(dashboard(app, members=urls))), urls
+            broker.publish("orders", b"{}", partition=number % 6)
+        yield await stack.enter_async_context(served(dashboard(apps[0], members=urls))), urls
 
 
 async def test_all_processes_of_a_group_are_asked() -> None:

@@ -383,28 +383,29 @@
     return seconds < 1 && seconds > 0 ? `${+(seconds * 1000).toPrecision(3)} ms` : seconds < 120 ? `${+seconds.toPrecision(3)} s` : `${+(seconds / 60).toPrecision(2)} min`;
   }
 
+  const processes = new Table($("members"), {
+    name: "Processes of the group",
+    empty: "No process was named.",
+    keyOf: (row) => row.url,
+    order: { label: "Process", down: false },
+    columns: [
+      { label: "Process", class: "name", by: (row) => row.url, make: () => [el("a"), el("small")], update: (cell, row) => {
+        write(cell.children[0], row.url);
+        setAttribute(cell.children[0], "href", `${row.url}/`);
+        write(cell.children[1], row.member_id || "");
+      } },
+      state((row) => (row.error ? ["bad", "no answer", 1] : [TONE[row.state], row.state, 0])),
+      { label: "Partitions", num: true, by: (row) => row.count, text: (row) => count(row.count) },
+      { label: "Lag", num: true, by: (row) => row.lag, text: (row) => count(row.lag) },
+      { label: "In flight", num: true, by: (row) => row.incomplete, text: (row) => count(row.incomplete) },
+      meter("Busy", (row) => [row.busy, row.concurrency]),
+      { label: "Processed", num: true, by: (row) => row.processed, text: (row) => count(row.processed) },
+      { label: "Halted", num: true, by: (row) => row.halted, text: (row) => count(row.halted) },
+      { label: "Why", class: "why", text: (row) => row.error || row.trouble || "" },
+    ],
+  });
+
   const tables = {
-    members: new Table($("members"), {
-      name: "Processes of the group",
-      empty: "No process was named.",
-      keyOf: (row) => row.url,
-      order: { label: "Process", down: false },
-      columns: [
-        { label: "Process", class: "name", by: (row) => row.url, make: () => [el("a"), el("small")], update: (cell, row) => {
-          write(cell.children[0], row.url);
-          setAttribute(cell.children[0], "href", `${row.url}/`);
-          write(cell.children[1], row.member_id || "");
-        } },
-        state((row) => (row.error ? ["bad", "no answer", 1] : [TONE[row.state], row.state, 0])),
-        { label: "Partitions", num: true, by: (row) => row.count, text: (row) => count(row.count) },
-        { label: "Lag", num: true, by: (row) => row.lag, text: (row) => count(row.lag) },
-        { label: "In flight", num: true, by: (row) => row.incomplete, text: (row) => count(row.incomplete) },
-        meter("Busy", (row) => [row.busy, row.concurrency]),
-        { label: "Processed", num: true, by: (row) => row.processed, text: (row) => count(row.processed) },
-        { label: "Halted", num: true, by: (row) => row.halted, text: (row) => count(row.halted) },
-        { label: "Why", class: "why", text: (row) => row.error || row.trouble || "" },
-      ],
-    }),
     partitions: new Table($("partitions"), {
       name: "Partitions",
       empty: "No partition is assigned.",
@@ -1054,7 +1055,7 @@
       incomplete: sum(statistics.partitions, (row) => row.incomplete),
       ...Object.fromEntries(["busy", "concurrency", "processed", "halted"].map((name) => [name, sum(statistics.handlers, (row) => row[name])])),
     }));
-    tables.members.show(rows);
+    processes.show(rows);
     write($("members-count"), `${count(rows.filter((row) => !row.error).length)} of ${plural(rows.length, "process", "processes")} answer · lag ${count(sum(rows, (row) => row.lag))}`);
   }
 
