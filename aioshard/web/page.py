@@ -134,7 +134,7 @@ def ask(url: str) -> dict[str, Any]:
         with _OPENER.open(f"{url}/statistics.json", timeout=_MEMBER_TIMEOUT) as answer:
             return {"url": url, "statistics": json.load(answer)}
     except (OSError, ValueError) as error:
-        return {"url": url, "error": str(error)}
+        return {"url": url, "error": str(error).removeprefix("<urlopen error ").removesuffix(">")}
 
 
 def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:

@@ -14,16 +14,18 @@ from typing import Any, Literal, cast
 from PIL import Image
 from playwright.async_api import Browser
 
-from aioshard import App
+from aioshard import App, Record
 from aioshard.errors import NotDrainedError
 from aioshard.testing import InMemoryBroker, TestClient
-from aioshard.web.page import dashboard
+from aioshard.web import dashboard, serve_health
 from tests.support.browsing import open_browser, served
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
 
 _SECONDS = 75.0
 """For which the app runs before its picture is taken: enough for plots that show something."""
+_GROUP_SECONDS = 8.0
+"""The same for the picture of a group, in which nothing is plotted."""
 _TOKEN = "only-for-these-pictures"
 _BUSY = 0.004
 """Seconds between two records of a steady load."""
@@ -83,7 +85,37 @@ async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -
         await page.evaluate("scrollTo(0, 0)")
         picture = PICTURES / f"{name}.png"
         await page.screenshot(path=picture, full_page=full)
-        Image.open(picture).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
+        make_small(picture)
+
+
+def make_small(picture: Path) -> None:
+    Image.open(picture).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
+
+
+async def take_group() -> None:
+    """Run three processes' worth of apps, and take the picture of them and of one that does not answer."""
+    broker = InMemoryBroker(partitions=8)
+    async with contextlib.AsyncExitStack() as stack:
+        browser = await stack.enter_async_context(open_browser())
+        urls = ["http://127.0.0.1:8083"]
+        for port in range(8080, 8083):
+            app = App("billing")
+            app.consume("orders", concurrency=16)(_slowly)
+            client = await stack.enter_async_context(TestClient(app, broker=broker))
+            await stack.enter_async_context(serve_health(app, host="127.0.0.1", port=port))
+            urls.append(f"http://127.0.0.1:{port}")
+        page = await browser.new_page(viewport={"width": 1280, "height": 900})
+        for number in range(9_000):
+            await client.publish("orders", b"{}", key=f"customer-{number % 900}")
+        await page.goto(await stack.enter_async_context(served(dashboard(app, members=urls))))
+        await asyncio.sleep(_GROUP_SECONDS)
+        picture = PICTURES / "dashboard-group.png"
+        await page.locator("#group-card").screenshot(path=picture)
+        make_small(picture)
+
+
+async def _slowly(_: Record) -> None:
+    await asyncio.sleep(0.1)
 
 
 async def take(seconds: float, *, full: bool) -> None:
@@ -108,6 +140,7 @@ def main() -> int:
     logging.disable(logging.ERROR)
     with contextlib.suppress(NotDrainedError):  # one of its records never ends
         asyncio.run(take(float(sys.argv[1]) if len(sys.argv) > 1 else _SECONDS, full="full" in sys.argv))
+    asyncio.run(take_group())
     return 0
 
 
