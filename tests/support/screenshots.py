@@ -98,16 +98,16 @@ async def take_group() -> None:
     async with contextlib.AsyncExitStack() as stack:
         browser = await stack.enter_async_context(open_browser())
         urls = ["http://127.0.0.1:8083"]
-        for port in range(8080, 8083):
-            app = App("billing")
+        apps = [App("billing") for _ in range(3)]
+        for port, app in enumerate(apps, 8080):
             app.consume("orders", concurrency=16)(_slowly)
-            client = await stack.enter_async_context(TestClient(app, broker=broker))
+            await stack.enter_async_context(TestClient(app, broker=broker))
             await stack.enter_async_context(serve_health(app, host="127.0.0.1", port=port))
             urls.append(f"http://127.0.0.1:{port}")
         page = await browser.new_page(viewport={"width": 1280, "height": 900})
         for number in range(9_000):
-            await client.publish("orders", b"{}", key=f"customer-{number % 900}")
-        await page.goto(await stack.enter_async_context(served(dashboard(app, members=urls))))
+            broker.publish("orders", b"{}", key=b"customer-%d" % (number % 900))
+        await page.goto(await stack.enter_async_context(served(dashboard(apps[0], members=urls))))
         await asyncio.sleep(_GROUP_SECONDS)
         picture = PICTURES / "dashboard-group.png"
         await page.locator("#group-card").screenshot(path=picture)
