@@ -282,7 +282,7 @@ class Scene:
 @pytest.fixture
 def ended(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Why epochs ended, as the log has it."""
-    caplog.set_level(logging.INFO, "aioshard.engine.rebalance")
+    caplog.set_level(logging.DEBUG, "aioshard.engine.rebalance")
 
     def reasons() -> list[str]:
         found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch ")]

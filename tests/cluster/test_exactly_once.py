@@ -53,7 +53,7 @@ async def test_a_killed_coordinator_and_a_killed_process_leave_every_output_exac
         group.start()
         await group.until_committed(records // 2)
         await brokers.start(node)
-        await group.until_committed(records)
+        await group.until_committed(group.produced)
         await verify(group, poison=POISON)
     finally:
         await group.end()

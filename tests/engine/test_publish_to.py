@@ -192,9 +192,7 @@ def test_an_unknown_partitioner_is_refused() -> None:
 
 
 def test_an_unknown_option_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(
-        HandlerError, match=r"no option 'concurency': did you mean 'concurrency'\? It takes pattern, .*publish_to"
-    ):
+    with pytest.raises(HandlerError, match=r"no option 'concurency'.*'concurrency'.*pattern, .*publish_to"):
         App("billing").consume("orders", concurency=3)  # type: ignore[arg-type]
-    with pytest.raises(HandlerError, match="no option 'xyz': It takes"):
+    with pytest.raises(HandlerError, match=r"no option 'xyz'.*pattern, .*publish_to"):
         App("billing").consume("orders", xyz=3)  # type: ignore[arg-type]

@@ -38,8 +38,7 @@ async def until_held(scenario: Scenario, says: str) -> None:
     await scenario.until(lambda: says in member.explanation, f"it explains {says!r}: {member.explanation}", 60)
     await scenario.until(lambda: says in member.log, f"it logs {says!r}", 60)
     assert scenario.side_topic in member.explanation
-    tried = member.log.count("stays incomplete and is tried again")
-    await scenario.until(lambda: member.log.count("stays incomplete and is tried again") > tried, "it tries again", 60)
+    assert "stays incomplete and is tried again" in member.log
     assert scenario.commits[-1].offsets == held
     assert await scenario.side_records() == []
     runs = {seen.place for seen in scenario.observations.seen if seen.kind is Kind.STARTED} & scenario.failing
