@@ -112,8 +112,8 @@ class BreakerState:
 
     A success costs nothing: for each failed record, the caller says how many records had succeeded when it *first*
     failed. So retries do not matter, which would shift the failures behind later successes. Failures with few
-    successes between them are those of one window. Failures may be faster than successes, so records that still run
-    and started before count as successes.
+    successes between them are those of one window. Failures may be faster than successes, so it opens only if the
+    share stays too high until as many more have failed as records run.
 
     Example:
         >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
@@ -135,6 +135,8 @@ class BreakerState:
         """Failures since the start, or since it closed."""
         self._since = 0
         """How many records had succeeded then."""
+        self._suspected: int | None = None
+        """How many had failed when the share became too high; None while it is not."""
 
     def fail(self, successes: int, error: str, running: Callable[[], int] = int) -> bool:
         """Count a record that failed for good; return whether the breaker is open.
@@ -142,7 +144,7 @@ class BreakerState:
         Args:
             successes: How many records had succeeded when it first failed.
             error: Class of the error.
-            running: Returns how many records run that started before this one; called only if it may matter.
+            running: Returns how many records run now that have not failed; called only while the share is too high.
         """
         if not self.is_open:
             self._failures.append((successes, error))
@@ -153,12 +155,15 @@ class BreakerState:
             between = (1 - self.limits.failure_rate) * window
             errors = [name for before, name in self._failures if abs(successes - before) < between]
             self.failed, self.alike = len(errors), errors.count(error)
-            is_too_much = ended >= self.limits.minimum and self.failed > self.limits.failure_rate * window
-            self.is_open = is_too_much and self.failed > self.limits.failure_rate * (window + running())
+            if ended < self.limits.minimum or self.failed <= self.limits.failure_rate * window:
+                self._suspected = None
+            elif self._suspected is None:
+                self._suspected = self._ended
+            self.is_open = self._suspected is not None and self._ended - self._suspected >= running()
         return self.is_open
 
     def close(self, successes: int) -> None:
         """Begin anew: a record has succeeded."""
         self.is_open = False
         self._failures.clear()
-        self._ended, self._since = 0, successes
+        self._ended, self._since, self._suspected = 0, successes, None

@@ -96,7 +96,7 @@ class FailureHandler:
         counters: Counters,
         clock: Callable[[], float],
         workers: int,
-        started_before: Callable[[], int] = int,
+        running: Callable[[], int] = int,
         breaker: CircuitBreaker | None = None,
         handler: str = "",
         group: str = "",
@@ -110,7 +110,7 @@ class FailureHandler:
             counters: Counters of the handler.
             clock: Returns the loop time.
             workers: Number of workers of the handler.
-            started_before: Returns how many records run that started before the one that has just failed.
+            running: Returns how many records run now that have not failed.
             breaker: Limit on the share of such records; None means no limit.
             handler: Name of the handler, for log lines.
             group: Consumer group, for log lines.
@@ -121,7 +121,7 @@ class FailureHandler:
         self._shards = shards
         self._clock = clock
         self._workers = workers
-        self._started_before = started_before
+        self._running = running
         self._breaker = None if breaker is None else BreakerState(breaker)
         self.handler = handler
         self.group = group
@@ -335,7 +335,7 @@ class FailureHandler:
         breaker = self._breaker
         if breaker is None or breaker.is_open:
             return breaker is not None
-        if not breaker.fail(delivery.successes_before, failure.error, self._started_before):
+        if not breaker.fail(delivery.successes_before, failure.error, self._running):
             return False
         self._why = (
             f"the circuit breaker of handler {self.handler} is open: {counted(breaker.failed, 'record')} failed within "
@@ -459,8 +459,7 @@ def _message_of(error: BaseException) -> str:
 
 def _origin_of(error: BaseException) -> object:
     """Return what failures of the same kind have in common: the type, and the line that raised."""
-    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return type(error), *lines[-1:]
+    return type(error), *[(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][-1:]
 
 
 def _traceback_of(error: BaseException) -> BaseException | None:

@@ -243,17 +243,12 @@ class ActiveHandler:
             shards=self._shards,
             counters=self.counters,
             clock=resources.clock,
-            started_before=self._started_before,
+            running=lambda: sum(run.recovery is None for worker in self.workers for run in worker.deliveries),
             workers=spec.shards or spec.concurrency,
             breaker=spec.on_failure.breaker if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=resources.group_id,
         )
-
-    def _started_before(self) -> int:
-        """How many records run that started no later than the run that the current task has just ended."""
-        began = next((worker.started for worker in self.workers if worker.task is asyncio.current_task()), 0.0)
-        return sum(len(worker.deliveries) for worker in self.workers if worker.started <= began)
 
     def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
         """Start its workers and the tasks that watch and control them; *clock* is loop time."""

@@ -40,8 +40,6 @@ from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
 
 MOST_DIAGNOSED = 100
 """Maximum number of diagnosed partitions."""
-_MEMBER_TIMEOUT = 2.0
-"""Seconds that a process of the group has to answer."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Never through a proxy of the environment: the processes are nearby."""
 _PARTITION_FIELDS = [field.name for field in dataclasses.fields(PartitionStatistics)]
@@ -131,7 +129,7 @@ def addresses_of(url: str) -> list[str]:
 def ask(url: str) -> dict[str, Any]:
     """Return the statistics of a process, or why it does not answer."""
     try:
-        with _OPENER.open(f"{url}/statistics.json", timeout=_MEMBER_TIMEOUT) as answer:
+        with _OPENER.open(f"{url}/statistics.json", timeout=2.0) as answer:
             return {"url": url, "statistics": json.load(answer)}
     except (OSError, ValueError) as error:
         return {"url": url, "error": str(error).removeprefix("<urlopen error ").removesuffix(">")}

@@ -312,7 +312,8 @@ async def test_brokers_without_transactions_are_named(broker: Broker, transactio
 
 
 async def test_a_closed_one_refuses(transactions: Transactions) -> None:
-    transactions.close()
+    await transactions.close()
+    assert not transactions._producer.thread.is_alive()
     with pytest.raises(ClientLostError):
         await transactions.settle()
 
@@ -321,7 +322,7 @@ async def test_closing_ends_what_is_tried_again(
     broker: Broker, transactions: Transactions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread would keep the process alive."""
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: transactions.close())
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: transactions._producer.stop())
     monkeypatch.setattr(module, "time", clock)
     broker.errors = {
         "commit_transaction": [RETRIABLE] * 100,

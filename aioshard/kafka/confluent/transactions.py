@@ -124,14 +124,18 @@ class Transactions:
         """
         unused = [self._admin]
         self._admin = None
-        Thread(target=unused.clear, name=f"closes a client of {self._group_id}", daemon=True).start()
+        Thread(target=unused.clear, name=f"closes a client of {self._group_id}").start()
 
-    def close(self) -> None:
-        """Let the running call end in its thread, then drop the clients."""
+    async def close(self) -> None:
+        """Let the running call end in its thread, then drop the clients.
+
+        It waits for the thread for a while: a client that is dropped while the interpreter ends can crash the process.
+        """
         if not self._closed:
             self._closed = True
             self._producer.stop()
             self._drop_admin()
+            await asyncio.to_thread(self._producer.thread.join, 2.0)
 
     def _new_producer(self) -> "ProducerThread":
         return ProducerThread(self._options, self._group_id, self._timeout)
@@ -173,7 +177,8 @@ class ProducerThread:
         """When the call to the client began that runs now."""
         self._stopped = False
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        Thread(target=self._run, name=f"transactions of {group_id}", daemon=True).start()
+        self.thread = Thread(target=self._run, name=f"transactions of {group_id}", daemon=True)
+        self.thread.start()
 
     # Called in the event loop -------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class ConfluentTransport(KafkaTransport):
         if self._consumer is not None:
             self._consumer.stop()
         if self._transactions is not None:
-            self._transactions.close()
+            await self._transactions.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
