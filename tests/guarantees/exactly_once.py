@@ -277,7 +277,7 @@ async def read_side_topic(group: Group) -> Parked:
     return found
 
 
-async def verify_parked(group: Group, timeout: float = 60) -> int:
+async def verify_parked(group: Group, timeout: float = 150) -> int:
     """Wait until nothing is parked; each record was parked once and removed once. Return how many there were."""
     async with asyncio.timeout(timeout):
         while (found := await read_side_topic(group)).stored.keys() != found.removed.keys():  # noqa: ASYNC110 - none here
