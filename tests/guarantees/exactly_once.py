@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,9 @@ SETTINGS = {
     "start_timeout": "60",
     "commit_interval": "0.02",
 }
+
+ASSIGNED = re.compile(r"is over \(.*, assigned [1-9]")
+"""A rebalance of a process that has given it partitions, in its log."""
 
 Process = subprocess.Popen[bytes]
 
@@ -108,7 +112,7 @@ class Group:
     async def until_assigned(self, member: Process) -> None:
         """Wait until a process has partitions."""
         async with asyncio.timeout(STOP_TIMEOUT):
-            while "the app is running" not in self._logs[member.pid].read_text():
+            while ASSIGNED.search(self._logs[member.pid].read_text()) is None:
                 self.check_alive()
                 await asyncio.sleep(POLL_INTERVAL)
 
