@@ -93,8 +93,8 @@ async def test_an_app_that_parks_is_told_that_this_broker_cannot(
             await asyncio.sleep(POLL_INTERVAL)
     assert f"{topic}.parked" in told[0].getMessage()
     assert "the embedded broker never has" in told[0].getMessage()
-    app.stop()
-    await serving
+    serving.cancel()
+    await asyncio.wait([serving])
 
 
 async def test_the_first_join_of_a_group_is_not_delayed(broker: EmbeddedBroker, topic: str, group: str) -> None:
