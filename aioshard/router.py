@@ -21,7 +21,7 @@ from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.handler import Handler, RunIn
 from aioshard.errors import HandlerError
 from aioshard.records import Record
-from aioshard.serde.payloads import decoded_by, payload_of, shown
+from aioshard.serde.payloads import alternatives, decoded_by, payload_of, shown
 
 F = TypeVar(
     "F", bound=Callable[[Any], Any] | Callable[[Any, Context[Any]], Any] | Callable[[Any, BatchContext[Any]], Any]
@@ -277,7 +277,7 @@ def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: 
 
 
 def _check_publish_to(publish_to: object, topics: tuple[str, ...], batch: object) -> None:
-    """Reject what is no topic, a topic of the same handler, and batches."""
+    """Reject invalid topics, topics of the same handler, and batches."""
     if publish_to is not None and (batch is not None or publish_to in topics or not is_topic(publish_to)):
         raise HandlerError(
             f"publish_to={publish_to!r} was refused: expected a topic that the handler does not consume; a batch has "
@@ -421,7 +421,7 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
 
 def _is_a(annotation: Any, kind: type) -> bool:
     """Whether an annotation is a context of this kind, also with the type of its state or in a union."""
-    return any((typing.get_origin(part) or part) is kind for part in (annotation, *typing.get_args(annotation)))
+    return any((typing.get_origin(part) or part) is kind for part in alternatives(annotation))
 
 
 def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:

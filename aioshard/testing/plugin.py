@@ -32,7 +32,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker(_MARKER)
     if marker is None:
         return None
-    function = inspect.unwrap(pyfuncitem.obj)  # what other plugins have made of it runs in real time
+    function = inspect.unwrap(pyfuncitem.obj)  # other plugins wrap it to run in real time
     names = [name for name in inspect.signature(function).parameters if name in pyfuncitem.funcargs]
     run(function(**{name: pyfuncitem.funcargs[name] for name in names}), *marker.args, **marker.kwargs)
     return True

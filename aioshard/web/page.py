@@ -24,6 +24,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -110,20 +111,24 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
 
 
 def addresses_of(url: str) -> list[str]:
-    """Return the URL with each address of its host; the URL itself if the host has none.
+    """Return the URL with each address of its host; the URL itself if there is none, or if TLS needs the name.
 
     Example:
         >>> addresses_of("http://127.0.0.1:8080")
         ['http://127.0.0.1:8080']
     """
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
+        if parts.scheme != "http":
+            return [url]
         found = socket.getaddrinfo(parts.hostname or url, parts.port or 80, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):
         return [url]
-    family = min(found)[0]  # with both, IPv4: it is the same processes
-    hosts = sorted({str(place[0]) for kind, *_, place in found if kind == family})
-    return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port or 80}" for host in hosts]
+    # With both families, IPv4: it is the same processes.
+    hosts = sorted({str(place[0]) for family, *_, place in found if family == min(found)[0]})
+    return [
+        f"http://{f'[{host}]' if ':' in host else host}:{parts.port or 80}{parts.path.rstrip('/')}" for host in hosts
+    ]
 
 
 def ask(url: str) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def ask(url: str) -> dict[str, Any]:
     try:
         with _OPENER.open(f"{url}/statistics.json", timeout=2.0) as answer:
             return {"url": url, "statistics": json.load(answer)}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         return {"url": url, "error": str(error).removeprefix("<urlopen error ").removesuffix(">")}
 
 

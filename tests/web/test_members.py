@@ -74,6 +74,8 @@ def test_a_name_stands_for_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch)
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert addresses_of("http://billing-headless:8080") == ["http://10.0.0.1:8080", "http://10.0.0.2:8080"]
+    assert addresses_of("http://billing-headless:8080/health/")[0] == "http://10.0.0.1:8080/health"
+    assert addresses_of("https://billing:8443") == ["https://billing:8443"]
     del found[1:]
     assert addresses_of("http://billing-headless:8080/") == ["http://[fd00::2]:8080"]
 
@@ -82,6 +84,22 @@ def test_a_name_that_does_not_resolve_is_shown_as_it_is() -> None:
     url = "http://no-such-host.invalid:8080"
     assert addresses_of(url) == [url]
     assert ask(url)["error"]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "no url"])
+def test_an_invalid_url_is_shown_with_the_reason(url: str) -> None:
+    assert addresses_of(url) == [url]
+    assert ask(url)["error"]
+
+
+async def test_an_answer_that_is_not_http_is_shown_with_the_reason() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        assert (await asyncio.to_thread(ask, f"http://127.0.0.1:{port}"))["error"]
 
 
 async def test_what_is_no_health_server_is_shown_as_such() -> None:

@@ -122,8 +122,7 @@ class Transactions:
         librdkafka keeps the connection object of a coordinator that was missing in the metadata for a moment (its
         issue 5511). Closing a client takes a while, so a thread of its own does it.
         """
-        unused = [self._admin]
-        self._admin = None
+        unused, self._admin = [self._admin], None
         Thread(target=unused.clear, name=f"closes a client of {self._group_id}").start()
 
     async def close(self) -> None:
