@@ -267,7 +267,7 @@ async def test_retention_that_overtakes_the_position_is_passed_and_told(
     assert ledger.offsets(0) == [*range(taken_in), *range(2900, 3000)]
     ledger.assert_in_order()
     told = [r.getMessage() for r in caplog.records if r.name.startswith("aioshard")]
-    assert any("retention" in sentence and f"{taken_in} to 2899 of {topic}/0" in sentence for sentence in told)
+    assert any("retention" in sentence and f"{taken_in} to 2899 of {topic}/0" in sentence for sentence in told), told
 
 
 async def test_retention_that_overtakes_what_was_given_back_leaves_a_hole(

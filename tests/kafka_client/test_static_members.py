@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,9 @@ class Process:
     @property
     def log(self) -> str:
         return self._log.read_text()
+
+    def is_assigned(self) -> bool:
+        return re.search(r"\bassigned [1-9]", self.log) is not None
 
     @property
     def code(self) -> int | None:
@@ -119,7 +123,7 @@ async def test_one_that_is_started_again_comes_back_to_its_partitions_and_nobody
 
     async with other:
         first = start(group_instance_id="one", **options)
-        await until(lambda: len(other.assignment()) == 2 and "epoch" in first.log)
+        await until(lambda: len(other.assignment()) == 2 and first.is_assigned())
         theirs = other.assignment()
         rebalances, epochs = other.statistics().rebalances, [one.epoch for one in other.statistics().partitions]
         mine = [number for number in range(4) if TopicPartition(topic, number) not in theirs]
@@ -149,7 +153,7 @@ async def test_of_two_with_one_id_one_ends_with_an_error_and_the_other_goes_on(
 ) -> None:
     await kafka.create_topic(topic, 2)
     first = start(group_instance_id="twin", **options)
-    await until(lambda: "epoch" in first.log)
+    await until(first.is_assigned)
     second = start(group_instance_id="twin", **options)
 
     await until(lambda: first.code is not None or second.code is not None, 60.0)
