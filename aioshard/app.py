@@ -470,7 +470,11 @@ class App(Router):
             watch_loop = not replay and precise(self._loop.time) is time.monotonic  # not virtual
             self._watch = Watch(self._engine, explain_partition, sample, watch_loop=watch_loop)
             await self._engine.start(self._watch.run())
-            self._engine.failed.add_done_callback(self._has_failed)
+            self._engine.failed.add_done_callback(
+                lambda failed: logger.critical(
+                    "app %r has failed and consumes nothing more: %s", self.group_id, failed.exception()
+                )
+            )
         except BaseException:
             with contextlib.suppress(Exception):
                 await self._end()
@@ -483,12 +487,11 @@ class App(Router):
             return {}
         from aioshard.processes import Processes  # noqa: PLC0415 - imported on use
 
-        count = self.settings.processes or _cores()
+        count = self.settings.processes or (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
         pool = await self._exit.enter_async_context(Processes(calls, count))
         return {number: InProcesses(count, functools.partial(pool.run, number)) for number in calls}
-
-    def _has_failed(self, failed: asyncio.Future[None]) -> None:
-        logger.critical("app %r has failed and consumes nothing more: %s", self.group_id, failed.exception())
 
     async def _end(self) -> None:
         engine, stack = self._engine, self._exit
@@ -759,9 +762,7 @@ class App(Router):
         watch = self._watch
         if watch is None:
             return "The app is not running.\n"
-        if self._has_drained:
-            return "The app has drained: it consumes nothing more.\n"
-        return explain(watch)
+        return "The app has drained: it consumes nothing more.\n" if self._has_drained else explain(watch)
 
     def diagnose(self) -> Diagnosis:
         """Return the data behind `explain`: findings and oldest records with their stacks; from any thread."""
@@ -788,10 +789,6 @@ class App(Router):
 
 def _with_overrides(settings: "Settings", overrides: Mapping[str, object]) -> "Settings":
     return settings.replace(**overrides) if overrides else settings
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _NoProducer:

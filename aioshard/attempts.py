@@ -259,9 +259,7 @@ def _batch_attempt(call: CallNext, call_decoded: CallNext, timeout: float | None
                 state=provided.state(),
                 publisher=publish,
             )
-        if batch.payloads is not None:
-            return call_decoded(batch.payloads, context)
-        return call(batch.records, context)
+        return call_decoded(batch.payloads, context) if batch.payloads is not None else call(batch.records, context)
 
     return _publishing(attempt, provided)
 
@@ -322,10 +320,9 @@ def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: an
 
         return await_and_run
 
-    def decode_and_run(argument: Any, context: Any) -> Any:
-        return run(decode(argument) if handler.batch is None else [decode(record) for record in argument], context)
-
-    return in_thread(decode_and_run)
+    if handler.batch is None:
+        return in_thread(lambda argument, context: run(decode(argument), context))
+    return in_thread(lambda argument, context: run([decode(record) for record in argument], context))
 
 
 def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:

@@ -145,6 +145,12 @@ class TransportError(AioshardError):
             self.retriable = retriable
 
 
+class _PermanentError(TransportError):
+    """One that the same request meets again until somebody intervenes."""
+
+    retriable = False
+
+
 class ConnectError(TransportError):
     """No broker could be reached."""
 
@@ -153,33 +159,25 @@ class ClientLostError(TransportError):
     """The client's background work ended; only a new client helps. The supervisor builds one."""
 
 
-class AuthenticationError(TransportError):
+class AuthenticationError(_PermanentError):
     """The brokers rejected our credentials, or we rejected their certificate."""
 
-    retriable = False
 
-
-class AuthorizationError(TransportError):
+class AuthorizationError(_PermanentError):
     """The brokers know us but deny access to the topic or group that the message names."""
 
-    retriable = False
 
-
-class CorruptRecordError(TransportError):
+class CorruptRecordError(_PermanentError):
     """A batch of a partition cannot be read; the position stays before it and nothing is skipped."""
 
-    retriable = False
 
-
-class OffsetOutOfRangeError(TransportError):
+class OffsetOutOfRangeError(_PermanentError):
     """A position is outside its partition's log: retention passed it, or the topic was recreated.
 
     Attributes:
         topic_partition: The partition.
         position: The requested offset.
     """
-
-    retriable = False
 
     def __init__(self, topic_partition: TopicPartition, position: int) -> None:
         super().__init__(
@@ -204,16 +202,12 @@ class MetadataRefusedError(CommitError):
     """The broker rejected commit metadata of this length; the commit may be sent again with less or no metadata."""
 
 
-class MessageTooLargeError(TransportError):
+class MessageTooLargeError(_PermanentError):
     """A message is larger than its topic allows (`max.message.bytes`)."""
 
-    retriable = False
 
-
-class SideTopicError(TransportError):
+class SideTopicError(_PermanentError):
     """A topic for parked records cannot be used: not compacted, too few partitions, another group's, or full."""
-
-    retriable = False
 
 
 # End of the engine --------------------------------------------------------------------

@@ -60,8 +60,7 @@ class Processes:
             StartError: One of them could not.
         """
         try:
-            for _ in range(self._count):
-                self._processes.append(_Process(self._setup))
+            self._processes += [_Process(self._setup) for _ in range(self._count)]
             for process in self._processes:
                 await process.start()
                 self._idle.put_nowait(process)

@@ -212,6 +212,7 @@ SettingsDict = TypedDict(  # noqa: UP013 - one statement
         "processes": int | None,
         "stuck_after": float,
         "show_keys": bool,
+        "show_payloads": bool,
         "journal": str | os.PathLike[str] | None,
         "security_protocol": Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
         "ssl_cafile": str | None,
@@ -352,6 +353,8 @@ class Settings(BaseSettings):
     """The logs and the health check report records that are incomplete for longer."""
     show_keys: bool = False
     """Whether keys appear in logs, explanations and the journal; otherwise they are hashed."""
+    show_payloads: bool = False
+    """Whether the dashboard shows the payloads of dead letters and parked records."""
     journal: Annotated[str | None, BeforeValidator(_read_directory)] = None
     """Directory for Parquet files with the outcome of each record; None writes none. Needs the extra `journal`."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LEFT_BY_AIOKAFKA = re.compile(
-    r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket"
+    r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket|loop is closed"
 )
 
 SERVERS = "Kafka broker", "PostgreSQL", "Spark"
@@ -79,13 +79,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Collects what a test on a real broker left, so that no later test is blamed for it.
+    """Collects what a test on a real broker, or of the demo, left, so that no later test is blamed for it.
 
     aiokafka neither waits until its TLS connections are closed nor closes one whose start was cancelled. All other
     leaks count.
     """
     result = yield
-    if item.get_closest_marker("kafka") is not None:
+    if item.get_closest_marker("kafka") is not None or item.path.name == "test_demo.py":
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ResourceWarning)
             gc.collect()

@@ -70,9 +70,7 @@ class JsonLines:
             if not isinstance(row, dict):
                 raise BadLineError(f"line {self._line} of {self._name} is not a JSON object")
             key = None if self._key_field is None else row.get(self._key_field)
-            if key is None:
-                return None
-            return (key if isinstance(key, str) else json.dumps(key)).encode()
+            return None if key is None else (key if isinstance(key, str) else json.dumps(key)).encode()
         except (ValueError, RecursionError) as error:
             raise BadLineError(
                 f"line {self._line} of {self._name} is not JSON ({error}): expected one JSON object per line"

@@ -144,9 +144,7 @@ class Frames:
         if value is None:
             return None
         self._counters[key] = (at, value)
-        if before is None or value < before[1]:
-            return None
-        return (value - before[1]) / max(at - before[0], 0.001)
+        return None if before is None or value < before[1] else (value - before[1]) / max(at - before[0], 0.001)
 
 
 def _process(

@@ -45,13 +45,23 @@ def runs_of(offsets: Iterable[int]) -> tuple[Run, ...]:
         >>> runs_of([7, 3, 4])
         (Run(start=3, end=5), Run(start=7, end=8))
     """
-    runs: list[Run] = []
-    for offset in sorted(set(offsets)):
-        if runs and runs[-1].end == offset:
-            runs[-1] = Run(runs[-1].start, offset + 1)
+    return tuple(joined(Run(offset, offset + 1) for offset in sorted(set(offsets))))
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Join ascending runs that adjoin.
+
+    Example:
+        >>> joined([Run(3, 5), Run(5, 6), Run(7, 8)])
+        [Run(start=3, end=6), Run(start=7, end=8)]
+    """
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].end == run.start:
+            found[-1] = Run(found[-1].start, run.end)
         else:
-            runs.append(Run(offset, offset + 1))
-    return tuple(runs)
+            found.append(run)
+    return found
 
 
 def holds(runs: Sequence[Run], offset: int) -> bool:

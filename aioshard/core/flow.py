@@ -40,9 +40,7 @@ def room_for(bounds: Usage, total: Usage, held: Usage, *, stuck: bool) -> Usage:
     """
     records = _room(bounds.records, total.records, held.records, stuck=stuck)
     size = _room(bounds.bytes, total.bytes, held.bytes, stuck=stuck)
-    if records <= 0 or size <= 0:
-        return NONE
-    return Usage(records, size)
+    return NONE if records <= 0 or size <= 0 else Usage(records, size)
 
 
 def _room(bound: int, total: int, held: int, *, stuck: bool) -> int:

@@ -25,14 +25,6 @@ def _topic_and_key(record: Record) -> ShardKey:
     return None if record.key is None else (record.topic, record.key)
 
 
-def _topic_partition(record: Record) -> ShardKey:
-    return (record.topic, record.partition)
-
-
-def _no_order(record: Record) -> ShardKey:  # noqa: ARG001 - same signature as the other functions
-    return None
-
-
 def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], ShardKey]:
     """Return the function that computes a record's shard key.
 
@@ -61,9 +53,9 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
     if shard_by == "key":
         return operator.attrgetter("key") if one_topic else _topic_and_key
     if shard_by == "partition":
-        return _topic_partition
+        return lambda record: (record.topic, record.partition)
     if shard_by == "record":
-        return _no_order
+        return lambda _: None
     raise HandlerError(
         f"shard_by={shard_by!r} is not known: use 'key', 'partition', 'record' or a function of the record"
     )
@@ -236,9 +228,9 @@ def shown(value: object, *, show_keys: bool) -> str | None:
         return None
     if not is_plain(value):
         return f"of type {type(value).__name__}"  # its repr() would run code of the application
-    if show_keys:
-        return repr(value)
-    return f"#{hashlib.blake2s(repr(value).encode(), key=_SALT, digest_size=4).hexdigest()}"
+    return (
+        repr(value) if show_keys else f"#{hashlib.blake2s(repr(value).encode(), key=_SALT, digest_size=4).hexdigest()}"
+    )
 
 
 def is_plain(value: object) -> bool:

@@ -5,7 +5,7 @@ import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from aioshard.core.finished_offsets import Run, beyond
+from aioshard.core.finished_offsets import Run, beyond, joined
 from aioshard.core.flow import Usage
 from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
@@ -267,13 +267,7 @@ class Epoch:
 
     def finished(self) -> list[Run]:
         """Records beyond the committable offset that a later owner need not run again; ascending."""
-        runs = self.tracker.finished()
-        for run in beyond(self.finished_ahead, self.tracker.position):
-            if runs and runs[-1].end == run.start:
-                runs[-1] = Run(runs[-1].start, run.end)
-            else:
-                runs.append(run)
-        return runs
+        return joined([*self.tracker.finished(), *beyond(self.finished_ahead, self.tracker.position)])
 
     # Ending -------------------------------------------------------------------------
 

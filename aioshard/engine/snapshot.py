@@ -175,9 +175,7 @@ class HandlerSnapshot:
         if isinstance(shards, BatchShards) and (position := shards.position_of(delivery)) is not None:
             return Cause("collecting", self._now - delivery.arrived, position.removeprefix("it "))
         owner = None if delivery.key is None else self.owners.get(delivery.key)
-        if owner is not None and owner is not delivery:
-            return self._behind(delivery, owner)
-        return self._queued(delivery)
+        return self._behind(delivery, owner) if owner is not None and owner is not delivery else self._queued(delivery)
 
     def _running_now(self, delivery: Delivery, worker: Worker) -> Cause:
         ran, stack = self._now - worker.started, stack_of(worker.running)

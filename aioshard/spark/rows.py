@@ -117,7 +117,7 @@ def records_of(rows: pa.RecordBatch) -> list[Record]:
         rows.column("offset").to_pylist(),
         rows.column("key").to_pylist(),
         rows.column("value").to_pylist(),
-        map(_headers_of, headers),
+        (tuple((header["key"], header["value"]) for header in one or ()) for one in headers),
         _seconds(rows.column("timestamp")),
         strict=True,
     )
@@ -128,7 +128,3 @@ def _seconds(moments: pa.Array) -> Sequence[float]:
     microseconds = moments.cast(pa.timestamp("us", tz=moments.type.tz)).cast(pa.int64())
     seconds: list[float] = pc.divide(microseconds.cast(pa.float64()), _MICROSECONDS).to_pylist()
     return seconds
-
-
-def _headers_of(headers: Iterable[dict[str, object]] | None) -> tuple[tuple[object, object], ...]:
-    return tuple((header["key"], header["value"]) for header in headers) if headers else ()

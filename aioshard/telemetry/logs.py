@@ -125,9 +125,7 @@ class TextFormatter(logging.Formatter):
         fields = _fields(record)
         if "event" in fields:  # aioshard's own line, whose sentence already contains its fields
             fields = {name: value for name, value in fields.items() if name in _SHOWN_WITH_EVENT}
-        if not fields:
-            return line
-        return f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"
+        return line if not fields else f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"
 
 
 class JsonFormatter(logging.Formatter):

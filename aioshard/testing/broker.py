@@ -522,8 +522,7 @@ class InMemoryBroker:
                 if log not in logs:
                     log.begin_transaction()
                     logs[log] = None
-                place = message._asdict() | {"partition": log.topic_partition.partition}
-                self.publish(**place)
+                self.publish(**{**message._asdict(), "partition": log.topic_partition.partition})
             yield
             is_committed = True
         finally:

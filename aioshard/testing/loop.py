@@ -210,9 +210,7 @@ class _ReadyQueue(deque[asyncio.Handle]):
         the iteration order of the set.
         """
         task = getattr(getattr(handle, "_callback", None), "__self__", None)
-        if not isinstance(task, asyncio.Task):
-            return 0
-        return self._lanes.setdefault(task, next(self._ages))
+        return 0 if not isinstance(task, asyncio.Task) else self._lanes.setdefault(task, next(self._ages))
 
 
 class _VirtualSelector(selectors.DefaultSelector):

@@ -8,6 +8,7 @@ All its URLs are relative, so it works below any path. Nothing is loaded from ot
 | `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
 | `/dashboard.json` | its data: `statistics`, `diagnosis`, `workload`, `actions` and `at` |
 | `/members.json` | with *members*: the statistics of each process of the group, or why it does not answer |
+| `/messages.json` | `topics` of dead letters and parked records, their newest `messages`, and `errors` by topic |
 | `/history.json` | `history`: what `App.history()` returns, one object per sample, oldest first |
 | `/actions` | POST: its actions, as described in `aioshard.web.actions`; this path exists only with a token |
 
@@ -37,6 +38,7 @@ from starlette.routing import BaseRoute, Route
 from aioshard.app import App
 from aioshard.observe import PartitionStatistics
 from aioshard.web.actions import action_route
+from aioshard.web.messages import messages_route
 from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
 
 MOST_DIAGNOSED = 100
@@ -106,6 +108,7 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
         # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
         *routes_in_threads({"/dashboard.json": data, "/history.json": history}, threads=1),
         *routes_in_threads({"/members.json": group} if members else {}, threads=1),
+        messages_route(app),
         *([] if token is None else [action_route(app, token)]),
     ]
 

@@ -14,10 +14,12 @@ from typing import Any, Literal, cast
 from PIL import Image
 from playwright.async_api import Browser
 
-from aioshard import App, Record
+from aioshard import App, DeadLetter, Record, Retry
 from aioshard.errors import NotDrainedError
+from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.testing import InMemoryBroker, TestClient
 from aioshard.web import dashboard, serve_health
+from tests.broker_faults.support import until
 from tests.support.browsing import open_browser, served
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
@@ -114,6 +116,31 @@ async def take_group() -> None:
         make_small(picture)
 
 
+async def take_messages() -> None:
+    """Fail some records, and take the picture of their messages, which are read over TCP."""
+    async with contextlib.AsyncExitStack() as stack:
+        settings = (await stack.enter_async_context(EmbeddedBroker())).settings
+        app = App("billing", **settings, auto_offset_reset="earliest", show_keys=True, show_payloads=True)
+        app.consume("orders", retry=Retry(attempts=2), on_failure=DeadLetter("orders.dlt"))(on_order)
+        await stack.enter_async_context(app)
+        for number, currency in enumerate(["EUR", "XBT", "EUR", "XTS", "XBT"]):
+            await app.publish("orders", {"id": 7_000 + number, "currency": currency}, key=f"customer-{number}")
+        browser = await stack.enter_async_context(open_browser())
+        page = await browser.new_page(viewport={"width": 1280, "height": 900})
+        await page.goto(await stack.enter_async_context(served(dashboard(app))))
+        await until(lambda: app.statistics().handlers[0].dead_lettered == 3, app.explain)
+        await page.get_by_role("button", name="Read the newest").click()
+        await page.locator("#messages summary").first.click()
+        picture = PICTURES / "dashboard-messages.png"
+        await page.locator("section", has=page.locator("#messages")).screenshot(path=picture)
+        make_small(picture)
+
+
+async def on_order(order: dict[str, Any]) -> None:
+    if order["currency"] != "EUR":
+        raise LookupError(f"no rate for {order['currency']}")
+
+
 async def _slowly(_: Record) -> None:
     await asyncio.sleep(0.1)
 
@@ -141,6 +168,7 @@ def main() -> int:
     with contextlib.suppress(NotDrainedError):  # one of its records never ends
         asyncio.run(take(float(sys.argv[1]) if len(sys.argv) > 1 else _SECONDS, full="full" in sys.argv))
     asyncio.run(take_group())
+    asyncio.run(take_messages())
     return 0
 
 

@@ -74,6 +74,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "fetch_max_wait": 0.1,
         "stuck_after": 60.0,
         "show_keys": False,
+        "show_payloads": False,
         "journal": None,
     }
     assert {name: getattr(settings, name) for name in expected} == expected

@@ -47,9 +47,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, kafka.BrokerResponseError):
         description = getattr(error, "description", "").split(".")[0].strip()
         return f"{getattr(error, 'message', type(error).__name__)}: {description or text}"
-    if isinstance(error, TimeoutError):
-        return text or "no answer in time"
-    return text or type(error).__name__
+    return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 def cause_of(error: BaseException) -> Cause:

@@ -101,8 +101,7 @@ class Buffers:
     def add(self, partitions: Collection[TopicPartition]) -> None:
         """Add assigned partitions; each is paused until it gets its position."""
         self._seek_again()
-        for topic_partition in partitions:
-            self._partitions[topic_partition] = _Partition(topic_partition)
+        self._partitions |= {topic_partition: _Partition(topic_partition) for topic_partition in partitions}
 
     def remove(self, partitions: Collection[TopicPartition]) -> None:
         """Remove revoked partitions and drop their buffers."""

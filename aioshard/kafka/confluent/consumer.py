@@ -348,9 +348,7 @@ class ConsumerThread:
         }
         refused = [partition for partition in offsets if partition not in errors or errors[partition] is not None]
         error = next((error for error in errors.values() if error is not None), overall)
-        if not refused and error is None:
-            return None
-        return commit_error(error, refused or offsets.keys(), self._group_id)
+        return None if not refused and error is None else commit_error(error, refused or offsets.keys(), self._group_id)
 
     def _note_answer(self, error: KafkaError | None) -> None:
         if error is None or error.code() > 0:  # negative codes are the client's own errors

@@ -48,9 +48,7 @@ def reason(error: KafkaError | BaseException | None) -> str:
         return (
             reason(client_error) if client_error is not None else str(error).strip().rstrip(".") or type(error).__name__
         )
-    if error is None:
-        return "no reason given"
-    return f"{error.name()}: {error.str().strip().rstrip('.')}"
+    return "no reason given" if error is None else f"{error.name()}: {error.str().strip().rstrip('.')}"
 
 
 def cause_of(error: KafkaError | None, topics: Collection[str] = ()) -> errors.Cause:

@@ -405,6 +405,49 @@
     ],
   });
 
+  /* Payload as it is, or with indentation if it is JSON. */
+  function payloadText(row) {
+    if (row.size === null) return "tombstone";
+    if (row.payload === null) return `${bytes(row.size)}, hidden: set show_payloads to see it`;
+    try { return JSON.stringify(JSON.parse(row.payload), null, 2); } catch { return row.payload; }
+  }
+
+  const messages = new Table($("messages"), {
+    name: "Messages of the dead-letter and park topics",
+    empty: "Dead letters and parked records are read from their topics only when you ask.",
+    keyOf: (row) => `${row.topic}|${row.record}|${row.failed_at}`,
+    columns: [
+      { label: "Record", class: "name", make: () => [el("strong"), el("small")], update: (cell, row) => {
+        write(cell.children[0], row.record);
+        write(cell.children[1], `${row.key === null ? "no key" : row.key} · in ${row.topic}`);
+      } },
+      { label: "Failed", num: true, by: (row) => row.failed_at, text: (row) => `${time(Date.now() / 1000 - row.failed_at)} ago` },
+      { label: "Handler", by: (row) => row.handler, text: (row) => row.handler },
+      { label: "Attempts", num: true, by: (row) => row.attempts, text: (row) => count(row.attempts) },
+      { label: "Error", class: "why", by: (row) => row.error, text: (row) => `${row.error}: ${row.message}` },
+      { label: "Payload", class: "why", make: () => el("details", {}, el("summary"), el("pre")), update: (cell, row) => {
+        write(cell.firstElementChild.children[0], row.size === null ? "none" : bytes(row.size));
+        write(cell.firstElementChild.children[1], payloadText(row));
+      } },
+    ],
+  });
+
+  async function readMessages() {
+    $("messages-read").disabled = true;
+    try {
+      const { topics, messages: rows, errors } = await load("messages.json");
+      messages.empty = topics.length ? `No message is in ${topics.join(", ")}.` : "No handler of this app diverts records to a topic.";
+      messages.show(rows);
+      write($("messages-count"), rows.length ? count(rows.length) : "");
+      write($("messages-error"), Object.values(errors).map(sentence).join(" "));
+    } catch (error) {
+      write($("messages-error"), sentence(error.name === "TimeoutError" ? "the server does not answer" : error.message));
+    } finally {
+      $("messages-error").hidden = !$("messages-error").textContent;
+      $("messages-read").disabled = false;
+    }
+  }
+
   const tables = {
     partitions: new Table($("partitions"), {
       name: "Partitions",
@@ -742,7 +785,7 @@
     drawAttention(statistics, all);
     drawTables(doc, all);
     drawRebalances(statistics, all);
-    write($("foot"), "Keys are named by a hash unless show_keys is set; values are never shown.");
+    write($("foot"), "Keys are named by a hash unless show_keys is set; payloads are hidden unless show_payloads is set.");
   }
 
   function drawPlots(doc, all, total) {
@@ -1041,6 +1084,7 @@
   });
   $("unlock").addEventListener("click", () => (token === null ? promptToken() : setToken(null)));
   $("rebalances-more").addEventListener("click", () => { allRebalances = !allRebalances; draw(latest); });
+  $("messages-read").addEventListener("click", readMessages);
   $("partitions-filter").addEventListener("input", (event) => { tables.partitions.filter = event.target.value; tables.partitions.draw(); });
   $("partitions-sort").addEventListener("change", (event) => tables.partitions.sortBy(event.target.value, event.target.value !== "Partition"));
 
@@ -1113,6 +1157,6 @@
 
   document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
   setInterval(showConnection, 1000);
-  for (const table of Object.values(tables)) table.show([]);
+  for (const table of [...Object.values(tables), messages]) table.show([]);
   poll();
 })();
