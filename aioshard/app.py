@@ -320,7 +320,8 @@ class App(Router):
     def stop(self) -> None:
         """Request `run` or `serve` to drain, commit and end; return immediately. Safe from any thread.
 
-        Before the start and after the end it does nothing. If you use the app as a context, leave the context instead.
+        Before the start and after the end it does nothing. During the start it takes effect once the app runs: cancel
+        the task to end a start that waits for a broker. If you use the app as a context, leave the context instead.
         """
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None and not loop.is_closed():
