@@ -32,8 +32,8 @@ CONTESTANTS = {
 }
 """Who takes part in a quick run at least."""
 ON_SPARK = {"p10", "p11"}
-SPARK_STARTS = [pytest.mark.slow, pytest.mark.timeout(300)]
-"""A session takes its time where the machine is busy."""
+SPARK_STARTS = [pytest.mark.chaos, pytest.mark.timeout(300)]
+"""Each contestant starts a session of its own."""
 
 
 def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:

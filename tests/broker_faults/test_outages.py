@@ -149,7 +149,7 @@ async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -
 @pytest.mark.parametrize(
     ("delay", "away"),
     [
-        pytest.param(0.3, 8.0, marks=pytest.mark.slow),
+        pytest.param(0.3, 6.0, marks=pytest.mark.slow),
         *(pytest.param(number / 5, 20.0, marks=pytest.mark.chaos) for number in range(10)),
     ],
 )

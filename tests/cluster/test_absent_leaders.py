@@ -13,7 +13,7 @@ SOON = 10.0
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+@pytest.mark.parametrize("client", ["confluent", pytest.param("aiokafka", marks=pytest.mark.chaos)])
 async def test_partitions_with_a_leader_resume_while_another_has_none(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:

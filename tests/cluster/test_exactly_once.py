@@ -12,7 +12,7 @@ POISON = "13"
 """1 % of the records fail."""
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_brokers_that_restart_one_by_one_leave_every_output_exactly_once(
     brokers: ThreeBrokers, tmp_path: Path

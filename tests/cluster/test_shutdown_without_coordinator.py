@@ -14,7 +14,7 @@ PARTITIONS, RECORDS = 4, 200
 AWAY = 8.0
 SETTINGS = {"client_id": "a", "session_timeout": 30, "rebalance_timeout": 60, "shutdown_timeout": 25}
 
-on_each_client = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
+on_each_client = pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
 
 
 async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBrokers) -> tuple[Member, list[Rule]]:

@@ -21,7 +21,7 @@ def start_load(scenario: Scenario) -> None:
         ("aiokafka", "record"),
         ("aiokafka", "process"),
         ("cooperative", "context"),
-        ("cooperative", "process"),
+        pytest.param("cooperative", "process", marks=pytest.mark.chaos),
         ("KIP-848", "context"),
     ],
 )

@@ -21,11 +21,15 @@ from tests.guarantees.observations import Kind
 from tests.guarantees.scenario import CLIENTS, Scenario, even_keys, skewed_keys
 
 on_all_clients = pytest.mark.parametrize("client", CLIENTS)
+on_one_client = pytest.mark.parametrize(
+    "client", ["cooperative", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("aiokafka", "KIP-848"))]
+)
+"""The other clients are among the long tests."""
 on_the_second_too = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 
 
 @pytest.mark.slow
-@on_all_clients
+@on_one_client
 @pytest.mark.timeout(180)
 async def test_a_rolling_restart_under_load_loses_repeats_and_reorders_nothing(scenario: Scenario) -> None:
     await roll(scenario, records=50_000, restarts=1)
@@ -58,7 +62,7 @@ async def roll(scenario: Scenario, *, records: int, restarts: int) -> None:
 
 
 @pytest.mark.slow
-@on_all_clients
+@on_one_client
 @pytest.mark.timeout(180)
 async def test_kill_9_at_any_moment_loses_and_reorders_nothing(scenario: Scenario) -> None:
     await kill_at_random(scenario, seed=2, rounds=10)

@@ -248,7 +248,7 @@ def test_eight_times_the_partitions_do_not_take_much_more_than_eight_times_as_lo
     """The leader assigns on its event loop: with a quadratic algorithm it misses its own heartbeats."""
     small, large = (min(seconds(name, total, topics, owners, joining) for _ in range(3)) for total in (1_000, 8_000))
 
-    assert large <= 0.5
+    assert large <= 2.0, "a heartbeat would be late"
     assert large <= 24 * small, "64 times as long is quadratic"
 
 
