@@ -31,9 +31,8 @@ CONTESTANTS = {
     "p19": {"aioshard run"},
 }
 """Who takes part in a quick run at least."""
-ON_SPARK = {"p10", "p11"}
-SPARK_STARTS = [pytest.mark.chaos, pytest.mark.timeout(300)]
-"""Each contestant starts a session of its own."""
+LONG = {"p5", "p10", "p11", "p12", "p13", "p16", "p18"}
+"""Their contestants start processes, brokers or sessions of Spark of their own."""
 
 
 def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +47,11 @@ def _object(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SPARK_STARTS if name in ON_SPARK else ()) for name in CONTESTANTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.chaos, pytest.mark.timeout(300)] if name in LONG else ())
+        for name in CONTESTANTS
+    ],
 )
 def test_a_quick_run_processes_every_record_once_and_prints_one_object(kafka: SharedKafka, name: str) -> None:
     report = _object(_benchmarks(name, "--quick", "--json", "--bootstrap-servers", kafka.bootstrap))

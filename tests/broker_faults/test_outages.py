@@ -41,7 +41,8 @@ def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) ->
     return app, ledger
 
 
-@on_both_clients
+@pytest.mark.parametrize("client", ["confluent", pytest.param("aiokafka", marks=pytest.mark.chaos)], indirect=True)
+@pytest.mark.usefixtures("client")
 @pytest.mark.slow
 async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
     own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture

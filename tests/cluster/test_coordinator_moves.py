@@ -30,7 +30,7 @@ def records(count: int) -> list[Message]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["latest", "earliest"])
+@pytest.mark.parametrize("policy", ["latest", pytest.param("earliest", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 async def test_an_heir_continues_at_the_commits_although_the_coordinator_moves(
     brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client, policy: Literal["latest", "earliest"]

@@ -77,7 +77,7 @@ async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafk
         await group.end()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_a_broker_that_is_killed_and_comes_back_leaves_every_output_exactly_once(
     own_kafka: KafkaBroker, tmp_path: Path

@@ -115,6 +115,7 @@ async def test_compaction_leaves_holes_within_seconds(kafka: SharedKafka, topic:
     assert records[0].value == b"9"
 
 
+@pytest.mark.chaos
 async def test_restart_keeps_address_data_and_committed_offsets(own_kafka: KafkaBroker, topic: str, group: str) -> None:
     await own_kafka.create_topic(topic)
     await own_kafka.produce(topic, [(None, b"before")])

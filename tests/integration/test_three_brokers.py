@@ -50,6 +50,7 @@ async def test_a_coordinator_moves_from_node_to_node_and_no_node_ends(
         await brokers.move_coordinator(f"{group}-{number}")
 
 
+@pytest.mark.chaos
 async def test_a_partition_whose_only_node_stops_has_no_leader_until_that_starts(
     brokers: ThreeBrokers, topic: str
 ) -> None:
@@ -76,6 +77,7 @@ async def test_leaders_and_replicas_move_and_nothing_is_lost(brokers: ThreeBroke
     assert {await brokers.leader_of(topic, partition) for partition in range(4)} <= set(NODES)
 
 
+@pytest.mark.chaos
 async def test_another_node_leads_when_one_is_killed_or_hangs(brokers: ThreeBrokers, topic: str) -> None:
     await brokers.create_topic(topic, assignment={0: [1, 2, 3], 1: [2, 3, 1]})
     await brokers.produce(topic, [(None, b"a")], partition=0)
@@ -91,6 +93,7 @@ async def test_another_node_leads_when_one_is_killed_or_hangs(brokers: ThreeBrok
     assert [record.value for record in await brokers.read(topic)] == [b"a", b"b"]
 
 
+@pytest.mark.chaos
 async def test_a_client_that_begins_at_the_proxies_stays_behind_them(brokers: ThreeBrokers, topic: str) -> None:
     await brokers.create_topic(topic, assignment={0: [1], 1: [2], 2: [3]})
     await brokers.produce(topic, [(None, b"x")] * 3)
@@ -173,6 +176,7 @@ async def test_answers_come_late_or_changed_or_are_lost(brokers: ThreeBrokers) -
             await asking.send(MetadataRequest([]))
 
 
+@pytest.mark.chaos
 async def test_a_test_that_leaves_a_ruin_does_not_harm_the_next_one(brokers: ThreeBrokers, topic: str) -> None:
     await brokers.create_topic(topic, assignment={0: [1, 2, 3]})
     await brokers.kill(1)

@@ -106,6 +106,7 @@ async def test_reads_and_drains_through_spark_connect(
         assert sorted((row["partition"], row["offset"]) for row in rows) == sorted(places)
 
 
+@pytest.mark.chaos
 async def test_the_example_runs_as_a_declarative_pipeline(kafka: SharedKafka, topic: str, tmp_path: Path) -> None:
     await kafka.create_topic(topic, partitions=2)
     orders = [(f"c{n % 3}", n % 2 + 1) for n in range(30)]

@@ -40,6 +40,7 @@ def jars() -> str:
         skip_or_fail("Spark with its Kafka connector", str(missing))
 
 
+@pytest.mark.chaos
 async def test_both_give_the_same_rows_for_offsets_and_for_times(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jars: str
 ) -> None:
