@@ -9,7 +9,7 @@ from tests.simulation.failing import POLICIES
 from tests.simulation.world import live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "400"))
-CHUNK = 100
+CHUNK = min(SEEDS, 100)
 
 
 def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> BatchWorld:

@@ -14,7 +14,7 @@ from tests.simulation.batching import BatchWorld
 from tests.simulation.world import TOPIC, Process, World, live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "400")) // 5
-CHUNK = 100
+CHUNK = min(SEEDS, 100)
 OUT, DEAD, SIDE = "out", "dead", "side"
 
 

@@ -9,7 +9,7 @@ from aioshard import RateLimit
 from tests.simulation.world import World, live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "400")) // 10
-CHUNK = 50
+CHUNK = min(SEEDS, 50)
 
 
 class FlowWorld(World):

@@ -11,7 +11,7 @@ from tests.simulation.failing import POLICIES, FailingWorld
 from tests.simulation.world import World, live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "400"))
-CHUNK = 100
+CHUNK = min(SEEDS, 100)
 
 
 def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> World:

@@ -15,7 +15,7 @@ from tests.support.provision import provide
 PROJECT = Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT = 1_200.0
 DOCSTRINGS = "--ignore=tests/unit/test_docstrings.py"  # mypyc leaves docstrings, and so their examples, out
-FAST_TESTS = ["tests/unit", "tests/properties", "tests/engine", "tests/simulation", "tests/testing", DOCSTRINGS]
+FAST_TESTS = ["tests/unit", "tests/properties", "tests/engine", "tests/simulation", DOCSTRINGS]
 SEEDS, FEW_SEEDS = "AIOSHARD_TEST_SEEDS", "20"
 """How many seeds each simulation gets, unless the variable is set; the tests of the sources run them all."""
 EXPECTED = "AIOSHARD_TEST_COMPILED"
