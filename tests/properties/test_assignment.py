@@ -272,6 +272,19 @@ def test_five_topics_and_four_members_that_do_not_all_read_all(name: str, expect
     assert as_text(ASSIGNORS[name](ARTICLE_MEMBERS, ARTICLE_PARTITIONS)) == expected
 
 
+def test_two_topics_of_which_one_member_reads_only_the_first() -> None:
+    """Range cuts each topic for itself: C0 has one partition of eight."""
+    members = {"C0": Member(frozenset({"T1"}))} | {name: Member(frozenset({"T1", "T2"})) for name in ("C1", "C2")}
+    partitions = {"T1": range(3), "T2": range(5)}
+
+    assert as_text(ASSIGNORS["range"](members, partitions)) == {
+        "C0": "T1-0",
+        "C1": "T1-1 T2-0 T2-1 T2-2",
+        "C2": "T1-2 T2-3 T2-4",
+    }
+    assert sorted(loads(ASSIGNORS["fair"](members, partitions))) == [2, 3, 3]
+
+
 def test_a_member_that_joins_gets_half_of_each_topic() -> None:
     partitions = {"t": range(40), "u": range(8), "v": range(2)}
     topics = frozenset(partitions)
