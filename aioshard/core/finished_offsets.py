@@ -55,13 +55,13 @@ def joined(runs: Iterable[Run]) -> list[Run]:
         >>> joined([Run(3, 5), Run(5, 6), Run(7, 8)])
         [Run(start=3, end=6), Run(start=7, end=8)]
     """
-    found: list[Run] = []
+    result: list[Run] = []
     for run in runs:
-        if found and found[-1].end == run.start:
-            found[-1] = Run(found[-1].start, run.end)
+        if result and result[-1].end == run.start:
+            result[-1] = Run(result[-1].start, run.end)
         else:
-            found.append(run)
-    return found
+            result.append(run)
+    return result
 
 
 def holds(runs: Sequence[Run], offset: int) -> bool:

@@ -47,18 +47,18 @@ def messages_route(app: App) -> Route:
         topics = {
             policy.topic for handler in app.handlers if isinstance(policy := handler.on_failure, DeadLetter | Park)
         }
-        found: list[dict[str, Any]] = []
+        newest: list[dict[str, Any]] = []
         errors = {}
         for topic in sorted(topics):
             try:
                 async with asyncio.timeout(_TIMEOUT):
-                    found += await _newest(app.settings, topic)
+                    newest += await _newest(app.settings, topic)
             except (AioshardError, TimeoutError) as error:
                 errors[topic] = str(error) or f"the brokers took longer than {_TIMEOUT:g} s"
         return JSONResponse(
             {
                 "topics": sorted(topics),
-                "messages": sorted(found, key=lambda message: -message["failed_at"])[:NEWEST],
+                "messages": sorted(newest, key=lambda message: -message["failed_at"])[:NEWEST],
                 "errors": errors,
             },
             headers=SAFE,
@@ -68,18 +68,18 @@ def messages_route(app: App) -> Route:
 
 
 async def _newest(settings: Settings, topic: str) -> list[dict[str, Any]]:
-    found: dict[object, dict[str, Any]] = {}
+    stored: dict[object, dict[str, Any]] = {}
     async with KafkaAdmin(settings) as admin, TopicReader(settings, topic, await admin.partitions(topic)) as reader:
         async for records in reader.read({number: log.end - NEWEST for number, log in reader.ranges.items()}):
             for record in records:
                 match read_dead_letter(record) or read_parked(record):
                     case DeadLetterRecord(original, failure):
-                        found[Coordinates.of(record)] = _message(settings, topic, original, failure)
+                        stored[Coordinates.of(record)] = _message(settings, topic, original, failure)
                     case ParkedRecord(original, failure) as parked:
-                        found[parked.place] = _message(settings, topic, original, failure)
+                        stored[parked.place] = _message(settings, topic, original, failure)
                     case Removed(place):
-                        found.pop(place, None)
-    return list(found.values())
+                        stored.pop(place, None)
+    return list(stored.values())
 
 
 def _message(settings: Settings, topic: str, original: Record, failure: Failure) -> dict[str, Any]:

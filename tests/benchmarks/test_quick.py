@@ -32,7 +32,7 @@ CONTESTANTS = {
 }
 """Who takes part in a quick run at least."""
 LONG = {"p5", "p10", "p11", "p12", "p13", "p16", "p18"}
-"""Their contestants start processes, brokers or sessions of Spark of their own."""
+"""Their quick runs take a quarter of a minute and more."""
 
 
 def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
