@@ -115,11 +115,13 @@ class World:
         return task
 
     async def revoke(self, lost: bool = False) -> "asyncio.Task[None]":
-        """Begin a read in which a partition is revoked."""
+        """Begin a read in which a partition is revoked, and return once the thread serves calls again."""
+        self.draining.clear()
         await self.thread.call(self.thread.subscribe, ["orders"])
         callback = self.client.callbacks["on_lost" if lost else "on_revoke"]
         reading = asyncio.create_task(self.read(lambda: callback(self.client, [Place(*ONE)])), name="reads")
         await self.draining.wait()
+        await self.thread.call(lambda: None)
         return reading
 
 
