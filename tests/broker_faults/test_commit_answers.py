@@ -54,7 +54,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, group: str) -> Answers:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stored", [False, True], ids=["not-stored", "stored"])
+@pytest.mark.parametrize("stored", [pytest.param(False, marks=pytest.mark.chaos), True], ids=["not-stored", "stored"])
 async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
     kafka: SharedKafka, topic: str, group: str, answers: Answers, *, stored: bool
 ) -> None:

@@ -111,7 +111,7 @@ class Group:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+@pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
 async def test_no_key_runs_in_two_members_once_the_session_is_over(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:
@@ -128,7 +128,7 @@ async def test_no_key_runs_in_two_members_once_the_session_is_over(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+@pytest.mark.parametrize("client", ["confluent", pytest.param("aiokafka", marks=pytest.mark.chaos)])
 async def test_a_member_that_is_cut_off_while_it_joins_again_ends_what_it_kept(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:

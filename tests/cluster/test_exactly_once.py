@@ -33,7 +33,7 @@ async def test_brokers_that_restart_one_by_one_leave_every_output_exactly_once(
         await group.end()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_a_killed_coordinator_and_a_killed_process_leave_every_output_exactly_once(
     brokers: ThreeBrokers, tmp_path: Path

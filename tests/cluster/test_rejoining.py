@@ -19,7 +19,7 @@ def key(partition: int, number: int) -> bytes:
     return b"k%d-%d" % (partition, number % 10)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["KIP-848"])  # the others: `test_cut_off_members`
 async def test_a_member_that_was_cut_off_comes_back(scenario: Scenario, brokers: ThreeBrokers) -> None:

@@ -98,11 +98,9 @@ class Handlers:
         return sum(run.end - run.start for runs in self.stuck.commits[-1].noted.values() for run in runs)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "client", ["aiokafka", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848"))]
-)
+@pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
 async def test_brokers_that_restart_one_by_one_make_nothing_run_twice(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:

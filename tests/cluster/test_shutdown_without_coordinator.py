@@ -49,7 +49,7 @@ async def test_a_coordinator_that_is_away_for_a_while_repeats_nothing(
     await scenario.verify(*DEPLOYED)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @on_each_client
 async def test_a_coordinator_that_stays_away_is_exit_code_4_and_names_the_partitions(
     scenario: Scenario, brokers: ThreeBrokers

@@ -19,9 +19,8 @@ def start_load(scenario: Scenario) -> None:
     [
         ("aiokafka", "context"),
         ("aiokafka", "record"),
-        ("aiokafka", "process"),
         ("cooperative", "context"),
-        pytest.param("cooperative", "process", marks=pytest.mark.chaos),
+        *(pytest.param(client, "process", marks=pytest.mark.chaos) for client in ("aiokafka", "cooperative")),
         ("KIP-848", "context"),
     ],
 )

@@ -93,13 +93,12 @@ def cases() -> list[Any]:
     Few where a case is about what one client writes and another reads; many with each client in a long run.
     """
     return [
-        *(pytest.param(pattern, "aiokafka", "aiokafka", MANY) for pattern in PATTERNS),
+        *(pytest.param(pattern, "aiokafka", "aiokafka", FEW) for pattern in PATTERNS),
         pytest.param("scattered", "cooperative", "aiokafka", FEW),
         pytest.param("alternating", "aiokafka", "KIP-848", FEW),
         *(
             pytest.param(pattern, client, client, MANY, marks=pytest.mark.chaos)
             for client in CLIENTS
-            if client != "aiokafka"
             for pattern in PATTERNS
         ),
     ]

@@ -58,7 +58,7 @@ async def verify_end(group: Group, park: str) -> tuple[tuple[str, int], ...]:
     return (*(await verify(group, cut=True))._asdict().items(), ("parked", parked))
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path) -> None:
     """Three processes are replaced in turn, twice; the second time without a pause."""

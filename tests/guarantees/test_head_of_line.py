@@ -98,7 +98,7 @@ async def fill(kafka: SharedKafka, topic: str, records: int) -> None:
 @pytest.mark.parametrize(
     ("records", "hangs", "stuck_after"),
     [
-        pytest.param(60_000, 12.0, 14.0, marks=pytest.mark.timeout(300), id="12 s among 60,000"),
+        pytest.param(30_000, 6.0, 7.0, marks=pytest.mark.timeout(300), id="6 s among 30,000"),
         pytest.param(200_000, 60.0, 60.0, marks=[pytest.mark.chaos, pytest.mark.timeout(900)], id="60 s among 200,000"),
     ],
 )

@@ -62,14 +62,11 @@ MEMBERSHIPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("membership", "client"),
-    [
-        pytest.param(one, one.client, id=name, marks=[] if name == "KIP-848" else pytest.mark.chaos)
-        for name, one in MEMBERSHIPS.items()
-    ],
+    [pytest.param(one, one.client, id=name) for name, one in MEMBERSHIPS.items()],
 )
 async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
     scenario: Scenario, membership: Membership

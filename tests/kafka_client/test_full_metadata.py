@@ -182,12 +182,9 @@ async def noted(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[Not
         yield Noted(brokers, topic, group)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("writes", "reads"),
-    [("confluent", "aiokafka"), pytest.param("aiokafka", "confluent", marks=pytest.mark.chaos)],
-)
+@pytest.mark.parametrize(("writes", "reads"), [("confluent", "aiokafka"), ("aiokafka", "confluent")])
 async def test_full_texts_of_128_partitions_are_stored_and_used(
     kafka: SharedKafka, noted: Noted, topic: str, group: str, writes: str, reads: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.failing import POLICIES, FailingWorld
 from tests.simulation.world import World, live
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "200"))
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "40"))
 CHUNK = min(SEEDS, 100)
 
 

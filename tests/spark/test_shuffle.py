@@ -118,12 +118,13 @@ finally:
 """
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("accounts", "tasks", "without_order"),
     [
-        pytest.param(8, 2, 10, marks=pytest.mark.slow, id="short"),
-        pytest.param(20, 4, 100, marks=pytest.mark.chaos, id="long"),
+        pytest.param(8, 2, 10, id="short"),
+        pytest.param(20, 4, 100, id="long"),
     ],
 )
 async def test_order_holds_where_executors_are_processes_of_their_own(
