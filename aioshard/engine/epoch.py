@@ -353,21 +353,22 @@ class Epoch:
         self.gate = Gate.OPEN
         return True
 
-    def close(self, running: Collection[Delivery] = ()) -> None:
+    def close(self, running: Collection[Delivery] = (), *, below: bool = False) -> None:
         """Start no new records, and drain those that must end so that the next owner runs no record twice.
 
-        These are the running records, and every queued record below the highest started offset: each of them holds
-        the committable offset back. Records above that have not started and need no waiting. A failed record does not
-        delay the drain, nor do the records behind it in its shard: only another attempt could complete them.
+        These are the running records: the commit lists what has finished beyond the oldest incomplete record. A failed
+        record does not delay the drain, nor do the records behind it in its shard: only another attempt could complete
+        them.
 
         Args:
-            running: All deliveries that workers run now, of any partition. A paused partition waits only for its own.
+            running: All deliveries that workers run now, of any partition.
+            below: Also drain every queued record below the highest started offset, because the commit cannot list
+                what has finished beyond it. A paused partition does not.
         """
-        queued: Iterable[Delivery] = (d for d in self.tracker.values() if d.offset not in self.evicted)
-        if self.gate is Gate.PAUSED:
-            queued = [delivery for delivery in queued if delivery in running]
+        highest = self.highest_started if below and self.gate is not Gate.PAUSED else -1
+        due = [d for d in self.tracker.values() if d in running or d.offset <= highest]
         self.gate = Gate.CLOSED
-        self.pending = {d.offset: d for d in queued if d.offset <= self.highest_started}
+        self.pending = {d.offset: d for d in due if d.offset not in self.evicted}
         self.drained.clear()
         self.revoked.set()
         self._check_drained()

@@ -141,10 +141,10 @@ class Feed:
         failed = {delivery for delivery, _ in unkeyed}
         return [delivery for delivery in deliveries if delivery not in failed]
 
-    def close(self, epoch: Epoch, running: Collection[Delivery] = ()) -> None:
+    def close(self, epoch: Epoch, running: Collection[Delivery] = (), *, below: bool = False) -> None:
         """Close the gate of an epoch and that of its replays: no new record starts and a drain begins."""
         for part in epoch.epochs:
-            part.close(running)
+            part.close(running, below=below)
             for shards in self.shards:
                 shards.close(part)
 

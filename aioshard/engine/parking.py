@@ -285,9 +285,8 @@ class ParkedPartition(Epoch):
             self.source.send_later(delivery.outgoing)
         return True
 
-    def close(self, running: Collection[Delivery] = ()) -> None:
+    def close(self, running: Collection[Delivery] = (), *, below: bool = False) -> None:  # noqa: ARG002
         """See `Epoch.close`; a drain does not wait for replays that are only queued."""
-        self.gate = Gate.PAUSED
         super().close(running)
 
 

@@ -194,6 +194,12 @@ class Partition(Epoch):
             text = CommitMetadata(first=self.first_commit, finished=finished).text(offset, metadata_limit)
         return Due(Committed(offset, text), self.tracker.completed)
 
+    def lists_all_finished(self, metadata_limit: int) -> bool:
+        """Whether commits list all that finishes beyond the committable offset, as far as has finished now."""
+        offset, text = self.due(metadata_limit).committed
+        fits = list(CommitMetadata.read(text, offset).finished) == self.finished()
+        return metadata_limit > 0 and self.is_seekable and fits
+
     def acknowledge(self, due: Due) -> None:
         """Record that the broker has stored a commit."""
         self.acknowledged = due.committed.offset

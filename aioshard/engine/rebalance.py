@@ -236,7 +236,8 @@ class Rebalance:
         running = self.running()
         for partition in partitions:
             if partition.is_open:
-                partition.feed.close(partition, running)
+                below = not partition.lists_all_finished(self._committer.metadata_limit)
+                partition.feed.close(partition, running, below=below)
         draining = [epoch for partition in partitions for epoch in partition.epochs]
         with anyio.move_on_after(timeout):
             for epoch in draining:

@@ -26,7 +26,7 @@ async def drained_while_running() -> tuple[BatchShards, DeliveryBatch, Epoch, li
     assert other.deliveries == deliveries[3:]
     for delivery in (*batch.deliveries, *other.deliveries):
         start(delivery)
-    epoch.close()
+    epoch.close(below=True)
     shards.close(epoch)
     epoch.complete(deliveries[3])
     shards.end(other)

@@ -29,7 +29,7 @@ async def started(shards: Shards, keys: Sequence[Hashable]) -> tuple[Epoch, list
 def draining(*keys: Hashable, highest_started: int) -> tuple[Epoch, list[Delivery]]:
     epoch, deliveries = make_epoch(keys)
     epoch.highest_started = highest_started
-    epoch.close()
+    epoch.close(below=True)
     return epoch, deliveries
 
 
@@ -39,7 +39,19 @@ def test_nothing_started_means_nothing_to_wait_for() -> None:
     assert drained(epoch)
 
 
-def test_what_is_queued_below_the_highest_started_offset_is_waited_for() -> None:
+def test_only_what_runs_is_waited_for() -> None:
+    """The commit lists what has finished beyond it, so that the next owner runs only what is queued."""
+    epoch, deliveries = make_epoch(["a", "b", "a", "b"])
+    epoch.highest_started = 3
+
+    epoch.close({deliveries[1], make_epoch(["a"], partition=1)[1][0]})
+
+    assert list(epoch.pending) == [1]
+    assert epoch.may_start(deliveries[1])
+    assert not epoch.may_start(deliveries[3])
+
+
+def test_what_is_queued_below_the_highest_started_offset_is_waited_for_where_no_commit_can_list_the_rest() -> None:
     """Each is a hole in what can be committed; what is above has not begun."""
     epoch, (a, b, c, _) = draining("a", "a", "c", "d", highest_started=2)
 
@@ -85,7 +97,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_that_fails_meanwhile() 
     async def test() -> None:
         shards = Shards()
         epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         epoch.complete(other)
         assert not drained(epoch)
@@ -100,7 +112,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_that_had_failed() -> No
         shards = Shards()
         epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
         shards.block(first, FAILED)
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         assert not drained(epoch)
         epoch.complete(other)
@@ -118,7 +130,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_of_another_partition_th
         epoch, deliveries = make_epoch(["a", "b"])
         await shards.put(deliveries)
         epoch.complete(start(shards.take()))
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         assert not drained(epoch)
         shards.block(failing, FAILED)
@@ -133,7 +145,7 @@ def test_it_does_not_wait_for_what_was_evicted() -> None:
         shards = Shards()
         epoch, (first, evicted, last) = await started(shards, ["a", "a", "b"])
         epoch.evict(shards.evict(epoch, evicted.offset))
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         epoch.complete(last)
         assert not drained(epoch)
@@ -149,7 +161,7 @@ def test_a_record_without_a_key_that_is_cancelled_is_not_waited_for() -> None:
         epoch, deliveries = make_epoch([None])
         await shards.put(deliveries)
         running = start(shards.take())
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         assert not drained(epoch)
         shards.again(running)
@@ -162,7 +174,7 @@ def test_a_record_without_a_key_that_fails_is_not_waited_for() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (delivery,) = await started(shards, [None])
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         assert not drained(epoch)
         shards.block(delivery, FAILED)
@@ -176,7 +188,7 @@ def test_it_is_over_when_its_epoch_ends() -> None:
 
     async def test() -> None:
         epoch, _ = await started(Shards(), ["a"])
-        epoch.close()
+        epoch.close(below=True)
         assert not drained(epoch)
         epoch.end()
         assert drained(epoch)
@@ -188,7 +200,7 @@ def test_handlers_see_that_a_partition_is_being_taken_away_only_while_it_is() ->
     async def test() -> None:
         epoch, _ = make_epoch(["a"])
         assert not epoch.revoked.is_set()
-        epoch.close()
+        epoch.close(below=True)
         assert epoch.revoked.is_set()
         epoch.open()
         assert not epoch.revoked.is_set()
@@ -202,7 +214,7 @@ def test_it_waits_for_what_runs_and_for_the_holes_below() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (first, second, other, above) = await started(shards, ["a", "a", "b", "b"])
-        epoch.close()
+        epoch.close(below=True)
         shards.close(epoch)
         epoch.complete(other)
         assert shards.next_after(other) is None, f"{above} had not to be waited for and started"
