@@ -56,6 +56,7 @@ class Router:
         pattern: str | None = None,
         shard_by: ShardBy = "key",
         shards: int | None = None,
+        shard_queue_size: int | None = None,
         concurrency: int | None = None,
         timeout: float | None = None,
         retry: Retry | None = None,
@@ -83,6 +84,8 @@ class Router:
                 function of the record. Records for which it returns None, or that have no key, have no order.
             shards: None creates shards on demand, served by *concurrency* workers. A number creates that many
                 fixed shards, each a bounded queue with one worker: for local caches, or to protect a back end.
+            shard_queue_size: Records that the queue of a fixed shard holds, by default its part of
+                `max_buffered_records`. While a queue is full, a partition with a record for it waits.
             concurrency: Workers, 64 by default; not allowed with *shards*.
             timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
@@ -114,6 +117,7 @@ class Router:
             raise HandlerError(_unknown_option(next(iter(unknown)), Router.consume.__kwdefaults__ or ()))
         workers = _check_options(
             shards=shards,
+            shard_queue_size=shard_queue_size,
             concurrency=concurrency,
             timeout=timeout,
             retry=retry,
@@ -142,6 +146,7 @@ class Router:
                 pattern=pattern,
                 shard_by=shard_by,
                 shards=shards,
+                shard_queue_size=shard_queue_size,
                 concurrency=workers,
                 timeout=None if timeout is None else float(timeout),
                 retry=Retry() if retry is None else retry,
@@ -215,7 +220,7 @@ def _unknown_option(name: str, options: Collection[str]) -> str:
     return f"consume() has no option {name!r}: {advice} {', '.join(options)}"
 
 
-def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
+def _check_options(*, shards: Any, shard_queue_size: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
     """Reject options that are invalid or contradict each other; return the number of workers."""
     for option, kind, expected in (
         ("batch", Batch, "Batch(max_records=…, linger=…, max_bytes=…), or None"),
@@ -232,7 +237,12 @@ def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: An
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
-    for name, value in (("shards", shards), ("concurrency", concurrency)):
+    if shards is None and shard_queue_size is not None:
+        raise HandlerError(
+            f"shard_queue_size={shard_queue_size} was refused: shards on demand have no queue size; give shards as "
+            "well, or leave it out"
+        )
+    for name, value in (("shards", shards), ("shard_queue_size", shard_queue_size), ("concurrency", concurrency)):
         if value is not None and not is_whole(value):
             raise HandlerError(f"{name}={value!r} was refused: expected a whole number of at least 1")
     return int(shards or concurrency or 64)

@@ -83,6 +83,7 @@ def _handler(registration: Handler) -> dict[str, Any]:
         "decode": None if registration.decode is None else name_of(registration.decode),
         "shard_by": shard_by if isinstance(shard_by, str) else name_of(shard_by),
         "shards": registration.shards,
+        "shard_queue_size": registration.shard_queue_size,
         "concurrency": registration.concurrency,
         "rate_limit": registration.rate_limit,
         "timeout": registration.timeout,

@@ -48,6 +48,7 @@ class Handler(NamedTuple):
     pattern: str | None
     shard_by: ShardBy
     shards: int | None
+    shard_queue_size: int | None
     concurrency: int
     timeout: float | None
     """Seconds that an attempt may take."""
@@ -80,6 +81,10 @@ class Handler(NamedTuple):
     def shard_key(self) -> Callable[[Record], ShardKey]:
         """The function that computes a record's shard key."""
         return shard_key_of(self.shard_by, one_topic=len(self.topics) == 1 and self.pattern is None)
+
+    def queue_size(self, room: int) -> int | None:
+        """How many records a fixed shard's queue holds, where *room* may be in memory; None for shards on demand."""
+        return None if self.shards is None else self.shard_queue_size or max(room // self.shards, 1)
 
     @property
     def attempt(self) -> Callable[[Any], Awaitable[object]]:
@@ -203,7 +208,7 @@ class ActiveHandler:
     def _make_shards(self, resources: Resources) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""
         spec, pace = self.spec, self.pace
-        bound = None if spec.shards is None else max(resources.buffer.bounds.records // spec.shards, 1)
+        bound = spec.queue_size(resources.buffer.bounds.records)
         batch, attempts = spec.batch, spec.retry.attempts
         if batch is None:
             return Shards(bound) if pace is None else PacedShards(pace, bound)

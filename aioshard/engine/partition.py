@@ -197,8 +197,8 @@ class Partition(Epoch):
     def lists_all_finished(self, metadata_limit: int) -> bool:
         """Whether commits list all that finishes beyond the committable offset, as far as has finished now."""
         offset, text = self.due(metadata_limit).committed
-        fits = list(CommitMetadata.read(text, offset).finished) == self.finished()
-        return metadata_limit > 0 and self.is_seekable and fits
+        listed = CommitMetadata.read(text, offset).finished
+        return metadata_limit > 0 and self.is_seekable and list(listed) == self.finished()
 
     def acknowledge(self, due: Due) -> None:
         """Record that the broker has stored a commit."""

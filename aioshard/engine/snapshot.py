@@ -460,7 +460,7 @@ def _handler(running: ActiveHandler, room: int) -> HandlerStatistics:
         halted=sum(len(part.halted) for part in shards),
         outliving=tuple(repr(runs[0]) for runs in outlived if runs),
         by_topic=topics,
-        shard_capacity=room if running.spec.shards is None else max(room // running.spec.shards, 1),
+        shard_capacity=running.spec.queue_size(room) or room,
         shard_depth=max(part.depth for part in shards),
         queued=sum(part.unseen for part in shards),
         on_failure=_policy(running.spec.on_failure),

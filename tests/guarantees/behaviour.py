@@ -61,6 +61,7 @@ class Behaviour:
         retry: Arguments of `Retry`.
         shard_by: How the sharding function goes wrong for a record whose value is POISON.
         shards: Fixed shards instead of *concurrency*.
+        shard_queue_size: Of these.
         output: Topic in which each record that is processed is published, under its coordinates as key.
         beside: Other handlers of the same app: what is different, *directory*, *topic* and more.
     """
@@ -85,6 +86,7 @@ class Behaviour:
     retry: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_by: Literal["key", "raises", "cannot be hashed", "cannot be compared"] = "key"
     shards: int | None = None
+    shard_queue_size: int | None = None
     output: str | None = None
     beside: Sequence[Mapping[str, Any]] = ()
 

@@ -188,6 +188,7 @@ def _consume(app: App, behaviour: Behaviour) -> None:
         behaviour.topic,
         concurrency=behaviour.concurrency if behaviour.shards is None else None,
         shards=behaviour.shards,
+        shard_queue_size=behaviour.shard_queue_size,
         shard_by=_sharding(behaviour, recorder),
         timeout=behaviour.timeout,
         retry=retry,

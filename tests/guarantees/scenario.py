@@ -60,9 +60,11 @@ class Scenario:
         skipped: Records that somebody had skipped, and when.
         notes: Figures of a test for its report, by name.
         client: What the members read with.
+        shards: How many fixed shards the handler of each member has, unless `start` says it; None for shards on demand.
     """
 
     client: Client = "aiokafka"
+    shards: int | None = None
 
     def __init__(self, kafka: KafkaCluster, topic: str, group: str, directory: Path) -> None:
         self.kafka = kafka
@@ -198,6 +200,7 @@ class Scenario:
         if everything.get("group_protocol") == "consumer":
             everything = {name: value for name, value in everything.items() if name not in _OF_THE_BROKER}
             everything["rebalance_timeout"] += 4  # the heartbeat that is counted is the default one, 3 s
+        behaviour = {"shards": self.shards, **behaviour}
         self.members[name] = Member(
             Behaviour(str(self.directory), process, self.group, self.topic, everything, **behaviour)
         )

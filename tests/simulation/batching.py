@@ -18,8 +18,7 @@ class BatchProcess(Process):
 
     def _app(self) -> App:
         app = App(GROUP, **SETTINGS | {"auto_offset_reset": self.world.reset} | dict(self.world.settings))
-        options: dict[str, Any] = {"shards": 5} if self.world.fixed_shards else {"concurrency": 4}
-        options |= self.world.consume_options()
+        options = self.world.shards | self.world.consume_options()
 
         @app.consume(TOPIC, shard_by=self.world.shard_by, batch=self.world.batch, **options)
         async def handle(records: list[Record], context: BatchContext) -> None:

@@ -144,9 +144,7 @@ class Process:
 
     def _app(self) -> App:
         app = App(GROUP, **SETTINGS | {"auto_offset_reset": self.world.reset} | dict(self.world.settings))
-        fixed = self.world.fixed_shards
-        options: dict[str, Any] = {"shards": 5} if fixed else {"concurrency": 4}
-        options |= self.world.consume_options()
+        options = self.world.shards | self.world.consume_options()
 
         @app.consume(TOPIC, shard_by=self.world.shard_by, **options)
         async def handle(record: Record, context: Context) -> None:
@@ -247,7 +245,8 @@ class World:
         self.broker = InMemoryBroker(partitions=3, clock=lambda: 0.0)
         self.broker.create_topic(TOPIC, 3)
         self.shard_by = shard_by
-        self.fixed_shards = fixed_shards
+        fixed = {"shards": 5, "shard_queue_size": (None, 1, 4)[seed // 4 % 3]}
+        self.shards: dict[str, Any] = fixed if fixed_shards else {"concurrency": 4}
         self.calm = False
         self.done: dict[TopicPartition, set[int]] = defaultdict(set)
         self.offsets: dict[TopicPartition, list[int]] = defaultdict(list)
