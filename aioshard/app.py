@@ -549,13 +549,14 @@ class App(Router):
 
         Raises:
             MessageError: The value cannot be written as JSON, or the message is otherwise invalid.
-            StateError: The app is not running.
+            StateError: The app is not running, or runs in another event loop.
             TransportError: The message was not acknowledged; subclasses include `AuthorizationError` and
                 `MessageTooLargeError`.
         """
         outgoing = message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} is not running")
+        self._check_loop()
         return await self._engine.producer.publish(outgoing)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
@@ -658,11 +659,12 @@ class App(Router):
             log.
 
         Raises:
-            StateError: The app is not running, or does not own the partition now; the offset is outside the log;
-                another seek is in progress; or the partition was assigned to another member before the seek was done.
+            StateError: The app is not running, runs in another event loop, or does not own the partition now; the
+                offset is outside the log; another seek is in progress; or the partition was assigned to another member
+                before the seek was done.
             TransportError: The brokers did not report the position.
         """
-        return await seek(self.running_engine(), TopicPartition(topic, partition), to)
+        return await seek(self._engine_here(), TopicPartition(topic, partition), to)
 
     def assignment(self) -> tuple[TopicPartition, ...]:
         """Return the partitions that this process owns now, sorted, except those that are being handed over.
@@ -684,10 +686,10 @@ class App(Router):
         """Query the brokers for the group's committed offset of a partition, assigned or not; None if there is none.
 
         Raises:
-            StateError: The app is not running.
+            StateError: The app is not running, or runs in another event loop.
             TransportError: The brokers did not report it.
         """
-        engine, topic_partition = self.running_engine(), TopicPartition(topic, partition)
+        engine, topic_partition = self._engine_here(), TopicPartition(topic, partition)
         request = engine.rebalance.client.committed([topic_partition])
         commit = (await answered(engine, request, f"what is committed on {topic_partition}"))[topic_partition]
         return None if commit is None else commit.offset
@@ -696,10 +698,10 @@ class App(Router):
         """Return the partition numbers of a topic, in order; empty if it does not exist. The topic is not created.
 
         Raises:
-            StateError: The app is not running.
+            StateError: The app is not running, or runs in another event loop.
             TransportError: The brokers did not report them.
         """
-        engine = self.running_engine()
+        engine = self._engine_here()
         request = engine.rebalance.client.partitions(topic)
         return tuple(sorted(await answered(engine, request, f"the partitions of topic {topic!r}")))
 
@@ -707,11 +709,25 @@ class App(Router):
         """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.
 
         Raises:
-            StateError: The app is not running.
+            StateError: The app is not running, or runs in another event loop.
             TransportError: The brokers did not report them.
         """
-        engine = self.running_engine()
+        engine = self._engine_here()
         return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
+
+    def _engine_here(self) -> Engine:
+        """The engine, for a call that awaits it."""
+        engine = self.running_engine()
+        self._check_loop()
+        return engine
+
+    def _check_loop(self) -> None:
+        """Raise if the caller's event loop is not the app's."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise StateError(
+                f"app {self.group_id!r} runs in another event loop: call this one there, or from here with "
+                "asyncio.run_coroutine_threadsafe(…, loop)"
+            )
 
     def _do(self, act: Callable[[Engine], T]) -> T:
         """Act on the engine in its event loop, from any thread."""

@@ -1,0 +1,41 @@
+"""Calls that are awaited belong to the app's own event loop; another one is refused."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.errors import StateError
+from aioshard.testing import TestClient
+
+CALLS: dict[str, Callable[[App], Awaitable[object]]] = {
+    "publish": lambda app: app.publish("orders", b"x"),
+    "seek": lambda app: app.seek("orders", 0, 0),
+    "committed": lambda app: app.committed("orders", 0),
+    "partitions": lambda app: app.partitions("orders"),
+    "topics": lambda app: app.topics(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_a_call_from_another_event_loop_is_refused_and_does_nothing(
+    call: Callable[[App], Awaitable[object]],
+) -> None:
+    app = App("orders")
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        """Nothing to be done."""
+
+    def elsewhere() -> object:
+        async def called() -> object:
+            return await call(app)
+
+        return asyncio.run(called())
+
+    async with TestClient(app) as client:
+        with pytest.raises(StateError, match="another event loop"):
+            await asyncio.to_thread(elsewhere)
+        assert client.records("orders") == []
+        await call(app)
