@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -27,6 +27,7 @@ from aioshard.engine.control import (
     release_parked,
     resume,
     seek,
+    set_topics,
 )
 from aioshard.engine.failures import skipping
 from aioshard.engine.handler import Adapt, Handler, Observe
@@ -636,6 +637,44 @@ class App(Router):
             StateError: As for `pause_handler`.
         """
         self._do(lambda engine: resume(engine, [handler_name(engine, name)]))
+
+    def subscribe(self, handler: str, *topics: str) -> None:
+        """Let a handler of the running app consume more topics.
+
+        The group rebalances; partitions of the new topics come with the next assignment. The app keeps the topics if it
+        is started again; other processes of the group are not told.
+
+        Args:
+            handler: Name of the handler.
+            topics: Topic names.
+
+        Raises:
+            HandlerError: A topic is not allowed beside the other topics and handlers.
+            StateError: The app is not running, has no such handler, or `assign` fixes its partitions; or another
+                handler of this process has read a topic.
+            ClientLostError: The client is being replaced. Nothing has changed; try again.
+        """
+        self._do(lambda engine: self._set_topics(engine, handler, lambda now: (*now, *topics)))
+
+    def unsubscribe(self, handler: str, *topics: str) -> None:
+        """Let a handler of the running app stop consuming topics; it keeps at least one, or its pattern.
+
+        The group rebalances: partitions of the topics are drained and committed as they leave.
+
+        Raises:
+            HandlerError: No topic would be left; `pause_handler` is for that.
+            StateError: As for `subscribe`; also `ClientLostError`.
+        """
+        self._do(lambda engine: self._set_topics(engine, handler, lambda now: (t for t in now if t not in topics)))
+
+    def _set_topics(self, engine: Engine, name: str, change: Callable[[Sequence[str]], Iterable[str]]) -> None:
+        if self.settings.assign is not None:
+            raise StateError("the setting assign fixes the partitions: the topics of a handler cannot change")
+        number = [handler.name for handler in self].index(handler_name(engine, name))
+        handler = self._handlers[number]
+        changed = self._with_topics(handler, tuple(dict.fromkeys(change(handler.topics))))
+        set_topics(engine, engine.handlers[number], changed.topics)
+        self._handlers[number] = changed
 
     async def seek(self, topic: str, partition: int, to: SeekTo) -> int:
         """Move an assigned partition to another position; return once it has resumed there.

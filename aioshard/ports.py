@@ -193,6 +193,13 @@ class Transport(Protocol):
     def membership(self) -> Membership:
         """Return our current membership in the group."""
 
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
+        """Replace the subscription of `start`: the group rebalances. *pattern* is the one given there.
+
+        Raises:
+            ClientLostError: The client has not joined yet, or is closed.
+        """
+
     def position(self, topic_partition: TopicPartition) -> int | None:
         """Return the next offset that `poll` would return, or None if it is unknown."""
 

@@ -204,11 +204,19 @@ class Router:
 
     def _add(self, handler: Handler) -> None:
         self._check_open(f"handler {handler.name!r}")
-        for other in self._handlers:
-            _check_overlap(other, handler)
-            _check_parking(other, handler)
-            _check_parking(handler, other)
+        _check_beside(handler, self._handlers)
         self._handlers.append(handler)
+
+    def _with_topics(self, handler: Handler, topics: tuple[str, ...]) -> Handler:
+        """A handler with other topics, checked as by `consume`."""
+        if not topics and handler.pattern is None:
+            raise HandlerError(f"handler {handler.name!r} would have no topic left: pause it with pause_handler")
+        _check_source(topics, handler.pattern)
+        _check_failure_policy(handler.on_failure, topics, handler.pattern)
+        _check_publish_to(handler.publish_to, topics, handler.batch)
+        changed = handler._replace(topics=topics)
+        _check_beside(changed, [other for other in self if other is not handler])
+        return changed
 
 
 # Options ------------------------------------------------------------------------------
@@ -480,6 +488,14 @@ def _payload(takes: str, annotation: Any, batch: Batch | None, *, decoded: bool)
 
 
 # Several handlers ---------------------------------------------------------------------
+
+
+def _check_beside(handler: Handler, others: Iterable[Handler]) -> None:
+    """Reject a handler that gets in the way of others."""
+    for other in others:
+        _check_overlap(other, handler)
+        _check_parking(other, handler)
+        _check_parking(handler, other)
 
 
 def _check_overlap(first: Handler, other: Handler) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import anyio
 
 from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import ActiveHandler
 from aioshard.engine.log_fields import partition_fields, record_fields
 from aioshard.engine.outcomes import Recovery
 from aioshard.engine.partition import Partition
@@ -219,6 +220,27 @@ def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> li
         what = f"partition {topic}/{partition}" if partition is not None else f"partition of topic {topic!r}"
         raise StateError(f"no {what} is assigned to this process: pause it in the process that owns it")
     return selected
+
+
+def set_topics(engine: Engine, handler: ActiveHandler, topics: tuple[str, ...]) -> None:
+    """Replace the topics of a handler, and so the subscription of the client.
+
+    Raises:
+        StateError: Another handler has read one of the topics, and may still have a partition of it.
+        ClientLostError: The client is being replaced. Nothing has changed.
+    """
+    for other in engine.handlers:
+        if other is not handler and (read := other.counters.topics.keys() & set(topics)):
+            raise StateError(
+                f"topic {min(read)!r} was read by handler {other.spec.name!r} of this process: restart the app to give "
+                f"it to handler {handler.spec.name!r}"
+            )
+    before, handler.spec = handler.spec, handler.spec._replace(topics=topics)
+    try:
+        engine.rebalance.client.subscribe(*engine.subscription())
+    except BaseException:
+        handler.spec = before
+        raise
 
 
 def handler_name(engine: Engine, name: str) -> str:

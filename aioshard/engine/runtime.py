@@ -161,13 +161,20 @@ class Engine:
         by_handler = self.pauses.get(self.handler_of(topic_partition.topic).spec.name)
         return self.pauses.get(topic_partition) or by_handler
 
+    def subscription(self) -> tuple[list[str], str | None]:
+        """The topics and the pattern of all handlers."""
+        topics = dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics)
+        pattern = "|".join(f"(?:{handler.spec.pattern})" for handler in self.handlers if handler.spec.pattern)
+        return list(topics), pattern or None
+
     def handler_of(self, topic: str) -> ActiveHandler:
-        """The handler of a topic.
+        """The handler of a topic, also of one that it does not take any more.
 
         Raises:
             HandlerError: The patterns of several handlers match the topic, which may have only one handler.
         """
-        first, *others = [handler for handler in self.handlers if handler.spec.takes(topic)]
+        taking = [handler for handler in self.handlers if handler.spec.takes(topic)]
+        first, *others = taking or [handler for handler in self.handlers if topic in handler.counters.topics]
         if others:
             names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
             raise HandlerError(f"topic {topic!r} belongs to several handlers ({names}): narrow their patterns")
@@ -321,9 +328,7 @@ class Engine:
         watching = self._tasks.start(self._watch_settled(), "settled")
         committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
         try:
-            topics = list(dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics))
-            pattern = "|".join(f"(?:{handler.spec.pattern})" for handler in self.handlers if handler.spec.pattern)
-            await transport.start(topics, pattern or None, self.rebalance)
+            await transport.start(*self.subscription(), self.rebalance)
             self._reached = True
             await self.intake.run(transport)
         finally:

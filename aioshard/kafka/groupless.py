@@ -41,6 +41,14 @@ class Groupless:
         """See `Transport.committed`: initially the given offsets."""
         return {partition: self._committed[partition] for partition in partitions}
 
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> NoReturn:  # noqa: ARG002
+        """See `Transport.subscribe`: not supported, because the offsets to read are fixed.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(f"the topics to read are fixed: you cannot change them to {', '.join(topics)}")
+
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
         """See `Transport.offset_at`: not supported, because the offsets to read are fixed.
 

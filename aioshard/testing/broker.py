@@ -192,13 +192,18 @@ class ConsumerGroup:
 
     def join(self, topics: Collection[str], pattern: str | None = None) -> str:
         """Add a member that reads *topics* and those that match; begin a rebalance; return its new member id."""
-        self._begin_rebalance()
         self._joined_ever += 1
         member_id = f"{self.group_id}-member-{self._joined_ever}"
-        self._subscriptions[member_id] = topics, pattern
+        self.subscribe(member_id, topics, pattern)
         self._duties[member_id] = "rejoin"
         self.rejoin(member_id)
         return member_id
+
+    def subscribe(self, member_id: str, topics: Collection[str], pattern: str | None = None) -> None:
+        """Replace what a member reads, and begin a rebalance."""
+        self._begin_rebalance()
+        self._subscriptions[member_id] = topics, pattern
+        self._notify()
 
     def rejoin(self, member_id: str) -> None:
         """Record that a member has released its partitions; the last one completes the rebalance."""

@@ -168,6 +168,15 @@ class InMemoryTransport:
         self._member_id = self._group.join(topics, pattern)
         self._task = asyncio.create_task(self._follow_group(listener), name=f"in-memory client {self._member_id}")
 
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
+        """See `Transport.subscribe`. Topics that do not exist are created."""
+        if self._task is None:
+            raise ClientLostError("the client has not joined, or is closed")
+        for topic in topics:
+            self._broker.ensure_topic(topic)
+        self._topics, self._pattern = topics, pattern
+        self._group.subscribe(self._member_id, topics, pattern)
+
     def _take_assigned(self, assign: Mapping[str, Sequence[int]], listener: GroupListener) -> None:
         for topic, numbers in assign.items():
             self._broker.ensure_topic(topic, at_least=max(numbers) + 1)

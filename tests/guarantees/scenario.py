@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from aioshard import Record
+from aioshard.core.sharding import shard_number
 from tests.guarantees.behaviour import BAD, HANGING, Behaviour
 from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
 from tests.guarantees.observations import Kind, Observations, Place
@@ -160,6 +161,14 @@ class Scenario:
             if key is not None and key.startswith((BAD, HANGING)):
                 self.failing.add(place)
         return places
+
+    def keys_apart(self, prefix: bytes, count: int, *others: bytes) -> list[bytes]:
+        """Keys of which none shares a fixed shard with one of *others*."""
+        numbered = (b"%s%d" % (prefix, number) for number in itertools.count())
+        if (shards := self.shards) is not None:
+            taken = {shard_number(key, shards) for key in others}
+            numbered = (key for key in numbered if shard_number(key, shards) not in taken)
+        return list(itertools.islice(numbered, count))
 
     async def read_back(self) -> None:
         """Notes as produced what the log holds, and nothing else."""

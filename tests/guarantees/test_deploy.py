@@ -1,6 +1,8 @@
 """P8, a clean deploy: a member is replaced under load, and not one record runs twice or is lost."""
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -57,6 +59,41 @@ async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> 
     assert code == 0, scenario.members["a"].tail
     await scenario.until_settled("b", "c", "d")
     await scenario.verify(*DEPLOYED)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "client", ["aiokafka", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("cooperative", "KIP-848"))]
+)
+async def test_versions_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
+    """Members of both versions are in the group together. What waits in the dropped topic runs once it is back."""
+    pace: dict[str, Any] = {"base": 0.005, "spread": 0.05}
+    async with scenario.beside("added") as added:
+        await scenario.create(partitions=8)
+        await added.create(partitions=4)
+
+        async def deploy(*beside: Mapping[str, Any]) -> None:
+            for name in "ab":
+                assert await scenario.members[name].stop() == 0, scenario.members[name].tail
+                member = scenario.start(name, **pace, beside=beside)
+                await scenario.until(lambda member=member: bool(member.partitions), f"{name} has partitions", 60)  # type: ignore[misc]
+
+        for name in "ab":
+            scenario.start(name, **pace)
+        await scenario.until_settled("a", "b")
+        start_load(scenario)
+        start_load(added)
+        await scenario.until_finished(500)
+        assert not added.observations.finished
+
+        await deploy(added.handled())
+        await added.until_finished(500)
+        await deploy()
+        await scenario.until_finished(len(scenario.observations.finished) + 500)
+        await deploy(added.handled())
+
+        await added.verify(*DEPLOYED)
+        await scenario.verify(*DEPLOYED)
 
 
 @pytest.mark.slow

@@ -78,6 +78,9 @@ def says_why(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> boo
 
 
 @SIZES
+@pytest.mark.parametrize(
+    "shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)]
+)  # a halted key halts those of its shard
 async def test_halted_keys_hold_the_commit_and_nobody_else(scenario: Scenario, records: int, kills: int) -> None:
     await scenario.create(PARTITIONS)
     await endure(scenario, ROOM_TO_HALT, records=records, kills=kills)

@@ -30,9 +30,9 @@ async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> 
     scenario.start("a", settings, form=form, hangs=hangs, concurrency=24)
     await scenario.until_settled("a")
     hanging = []
-    for partition in range(PARTITIONS):
-        others = [(b"p%d-k%d" % (partition, number), None) for number in range(20)]
-        stuck = b"p%d-stuck" % partition
+    keys = [b"p%d-stuck" % partition for partition in range(PARTITIONS)]
+    for partition, stuck in enumerate(keys):
+        others = [(key, None) for key in scenario.keys_apart(b"p%d-k" % partition, 20, *keys)]
         # What waits behind the hanging record is far more than may be held in memory.
         queue = [*others, (stuck, HANG), *others, *[(stuck, None)] * (2 * BOUND)]
         hanging.append((await scenario.produce(queue, partition))[len(others)])

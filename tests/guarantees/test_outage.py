@@ -57,9 +57,10 @@ async def exact(scenario: Scenario, expected: set[Place], *, repeated: int = 0) 
 
 async def produce_some(scenario: Scenario, *, size: int = 10) -> None:
     """Records of 30 healthy keys and 3 that fail, 4 of each."""
+    bad = [b"bad%d" % number for number in range(3)]
     for _ in range(4):
-        await scenario.produce([(b"k%d" % number, b"x") for number in range(30)])
-        await scenario.produce([(b"bad%d" % number, b"x" * size) for number in range(3)])
+        await scenario.produce([(key, b"x") for key in scenario.keys_apart(b"k", 30, *bad)])
+        await scenario.produce([(key, b"x" * size) for key in bad])
 
 
 @pytest.mark.timeout(240)

@@ -38,9 +38,10 @@ async def park_and_go_on(scenario: Scenario) -> None:
 
 async def produce_some(scenario: Scenario) -> None:
     """Records of 30 healthy keys and 3 that fail, 4 of each."""
+    bad = [b"bad%d" % number for number in range(3)]
     for _ in range(4):
-        await scenario.produce([(b"k%d" % number, b"x") for number in range(30)])
-        await scenario.produce([(b"bad%d" % number, b"x") for number in range(3)])
+        await scenario.produce([(key, b"x") for key in scenario.keys_apart(b"k", 30, *bad)])
+        await scenario.produce([(key, b"x") for key in bad])
 
 
 @pytest.mark.timeout(240)

@@ -167,6 +167,10 @@ class KafkaTransport(ABC):
                 await self._tear_down()
 
     @abstractmethod
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
+        """See `Transport.subscribe`."""
+
+    @abstractmethod
     async def _leave(self) -> None:
         """Leave the group; wait for the answer."""
 
@@ -455,13 +459,18 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self.on_partitions_assigned(())
         else:
             internals.watch_session(self._settings.session_timeout, self._lose)
-            if pattern is None:
-                internals.consumer.subscribe(topics=tuple(self._topics), listener=self)
-            else:
-                # aiokafka accepts either topics or a pattern. It uses `match`, so the pattern needs an end.
-                choices = [*map(re.escape, sorted(self._topics)), f"(?:{pattern})"]
-                internals.consumer.subscribe(pattern=rf"(?:{'|'.join(choices)})\Z", listener=self)
+            self.subscribe(self._topics, pattern)
         self._watch_tasks(internals)
+
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
+        """See `Transport.subscribe`."""
+        consumer, self._topics = self._running().consumer, frozenset(topics)
+        if pattern is None:
+            consumer.subscribe(topics=tuple(topics), listener=self)
+        else:
+            # aiokafka accepts either topics or a pattern. It uses `match`, so the pattern needs an end.
+            choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
+            consumer.subscribe(pattern=rf"(?:{'|'.join(choices)})\Z", listener=self)
 
     def _watch_tasks(self, internals: Internals) -> None:
         for task in internals.background_tasks().values():

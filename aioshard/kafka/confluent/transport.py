@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -120,6 +121,11 @@ class ConfluentTransport(KafkaTransport):
             for work in (self._read, self._check_brokers)
         ]
 
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:  # noqa: ARG002
+        """See `Transport.subscribe`; takes effect within a second or two."""
+        self._running()
+        self._topics, self._looked_up_at = frozenset(topics), -math.inf
+
     def _new_consumer(self) -> ConsumerThread:
         try:
             return ConsumerThread(
@@ -189,10 +195,7 @@ class ConfluentTransport(KafkaTransport):
                 async with asyncio.timeout(2 * _CHECK_INTERVAL):
                     await self.log_ranges(self._buffer.behind())
                     names = self._subscribed
-                    if (
-                        self._pattern is not None
-                        and time.monotonic() >= self._looked_up_at + self._settings.metadata_max_age
-                    ):
+                    if time.monotonic() >= self._looked_up_at + self._settings.metadata_max_age:
                         names = await self._look_up_topics()
             except (TransportError, TimeoutError) as error:
                 logger.debug("the brokers did not answer a periodic query: %s", reason(error))
