@@ -11,7 +11,7 @@ from aioshard.core.retry import Retry
 from aioshard.errors import AioshardError, BatchError, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.ports import Message
-from aioshard.records import Record, TopicPartition
+from aioshard.records import PartitionInfo, Record, TopicPartition
 from aioshard.router import Router
 from aioshard.serde.payloads import message
 
@@ -46,6 +46,7 @@ __all__ = [
     "JournalStatistics",
     "Message",
     "Park",
+    "PartitionInfo",
     "PartitionStatistics",
     "RateLimit",
     "Record",

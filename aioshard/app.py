@@ -49,7 +49,7 @@ from aioshard.ports import (
     SideTopicsFactory,
     TransportFactory,
 )
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.router import Router, process_call
 from aioshard.serde.payloads import message
 from aioshard.signals import Signals
@@ -733,8 +733,10 @@ class App(Router):
         commit = (await answered(engine, request, f"what is committed on {topic_partition}"))[topic_partition]
         return None if commit is None else commit.offset
 
-    async def partitions(self, topic: str) -> tuple[int, ...]:
-        """Return the partition numbers of a topic, in order; empty if it does not exist. The topic is not created.
+    async def partitions(self, topic: str) -> tuple[PartitionInfo, ...]:
+        """Return the partitions of a topic with their leader and replicas, in order; empty if it does not exist.
+
+        The topic is not created. Leaders and replicas are those that the client has last heard of.
 
         Raises:
             StateError: The app is not running, or runs in another event loop.
@@ -742,7 +744,8 @@ class App(Router):
         """
         engine = self._engine_here()
         request = engine.rebalance.client.partitions(topic)
-        return tuple(sorted(await answered(engine, request, f"the partitions of topic {topic!r}")))
+        found = await answered(engine, request, f"the partitions of topic {topic!r}")
+        return tuple(info for _, info in sorted(found.items()))
 
     async def topics(self) -> tuple[str, ...]:
         """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.

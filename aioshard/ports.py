@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, Protocol
 
 from aioshard.errors import CommitRefusedError, TransportError
-from aioshard.records import Record, TopicPartition
+from aioshard.records import PartitionInfo, Record, TopicPartition
 
 RECORD_OVERHEAD: Final = 500
 """Memory overhead of a record in bytes, beyond its key, value and headers."""
@@ -245,8 +245,8 @@ class Transport(Protocol):
         A partition whose leader is unavailable, or does not answer soon, is left out: it does not delay the others.
         """
 
-    async def partitions(self, topic: str) -> frozenset[int]:
-        """Return the partition numbers of a topic as last known; empty if the topic does not exist."""
+    async def partitions(self, topic: str) -> Mapping[int, PartitionInfo]:
+        """Return the partitions of a topic by number, as last known; empty if the topic does not exist."""
 
     async def topics(self) -> frozenset[str]:
         """Return every topic that is visible to us now, without Kafka's internal topics."""

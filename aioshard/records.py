@@ -38,6 +38,18 @@ class TopicPartition(NamedTuple):
         return f"{self.topic}/{self.partition}"
 
 
+class PartitionInfo(NamedTuple):
+    """A partition of a topic, as the brokers describe it."""
+
+    partition: int
+    leader: int | None = None
+    """Id of the broker that leads it; None if there is none now."""
+    replicas: tuple[int, ...] = ()
+    """Ids of the brokers that hold a copy, the preferred leader first."""
+    in_sync: tuple[int, ...] = ()
+    """Those whose copy is complete."""
+
+
 class Record(NamedTuple):
     """A record as delivered by Kafka; immutable, and cheap to build.
 

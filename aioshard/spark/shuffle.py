@@ -30,7 +30,7 @@ from aioshard.ports import (
     Oversized,
     record_size,
 )
-from aioshard.records import Record, TopicPartition
+from aioshard.records import PartitionInfo, Record, TopicPartition
 from aioshard.spark.rows import records_of
 from aioshard.spark.task import run_handlers
 from aioshard.spark.work import Work
@@ -322,9 +322,9 @@ class RowTransport(Groupless):
         ends = self.ends()
         return {name: LogRange(0, ends.get(name, _ENDLESS)) for name in partitions}
 
-    async def partitions(self, topic: str) -> frozenset[int]:  # noqa: ARG002
+    async def partitions(self, topic: str) -> dict[int, PartitionInfo]:  # noqa: ARG002
         """See `Transport.partitions`; each handler has one."""
-        return frozenset([0])
+        return {0: PartitionInfo(0)}
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`; rows do not have topics that could be listed."""

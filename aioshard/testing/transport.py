@@ -31,7 +31,7 @@ from aioshard.ports import (
     Oversized,
     record_size,
 )
-from aioshard.records import Record, TopicPartition
+from aioshard.records import PartitionInfo, Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker, PartitionLog
 
 logger = logging.getLogger("aioshard.testing.transport")
@@ -518,10 +518,10 @@ class InMemoryTransport:
         logs = {name: self._broker.log(*name) for name in partitions if name not in self._broker.leaderless}
         return {name: LogRange(log.start, self._readable_end(log), log.end) for name, log in logs.items()}
 
-    async def partitions(self, topic: str) -> frozenset[int]:
+    async def partitions(self, topic: str) -> dict[int, PartitionInfo]:
         """See `Transport.partitions`; raises `ConnectError` while the broker is not available."""
         await self._ask("partitions")
-        return frozenset(range(self._broker.topics().get(topic, 0)))
+        return {number: PartitionInfo(number, 1, (1,), (1,)) for number in range(self._broker.topics().get(topic, 0))}
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`; raises `ConnectError` while the broker is not available."""

@@ -19,7 +19,7 @@ from aioshard.ports import (
     Transport,
     TransportFactory,
 )
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 
 
 def _set() -> asyncio.Event:
@@ -201,7 +201,10 @@ class MeddledTransport:
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         return await self.inner.log_ranges(partitions)
 
-    async def partitions(self, topic: str) -> frozenset[int]:
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
+        self.inner.subscribe(topics, pattern)
+
+    async def partitions(self, topic: str) -> Mapping[int, PartitionInfo]:
         return await self.inner.partitions(topic)
 
     async def topics(self) -> frozenset[str]:

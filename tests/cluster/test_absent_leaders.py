@@ -61,3 +61,23 @@ async def test_partitions_with_a_leader_resume_while_another_has_none(
             last = await publish(b"last", set(range(6)))
             await until(lambda: last <= seen, lambda: first.explain() + second.explain())
             await until(lambda: first.statistics().trouble is None and second.statistics().trouble is None)
+
+
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+async def test_an_app_tells_leaders_and_replicas(brokers: ThreeBrokers, topic: str, group: str, client: str) -> None:
+    replicas = {0: [1, 2], 1: [2, 3], 2: [3, 1]}
+    await brokers.create_topic(topic, assignment=replicas)
+    app = quick_app(brokers, group, client=client)
+
+    @app.consume(topic)
+    async def handle(record: Record) -> None:
+        """Nothing to be done."""
+
+    async with app:
+        found = await app.partitions(topic)
+
+        assert {info.partition: (info.leader, list(info.replicas)) for info in found} == {
+            number: (nodes[0], nodes) for number, nodes in replicas.items()
+        }
+        assert all(set(info.in_sync) == set(info.replicas) for info in found)
+        assert await app.partitions(f"{topic}.none") == ()

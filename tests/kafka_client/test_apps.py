@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.errors import StateError
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 from tests.engine.running import engine_of
 from tests.kafka_client.members import PATIENCE
 from tests.support.shared_kafka import SharedKafka
@@ -89,7 +89,7 @@ async def test_a_partition_goes_on_where_it_was_asked_to(
         assert await app.committed(topic, 0) == RECORDS == app.position(topic, 0)
         assert await app.seek(topic, 0, time.time() - 3600) == 0
         await until(lambda: process.done.total() == 3 * RECORDS + 10)
-        assert await app.partitions(topic) == (0,)
+        assert await app.partitions(topic) == (PartitionInfo(0, 1, (1,), (1,)),)
         assert topic in await app.topics()
     assert process.done.total() == 3 * RECORDS + 10
 

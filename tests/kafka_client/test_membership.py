@@ -331,9 +331,9 @@ async def test_partitions_and_bounds_of_logs_are_asked_for(kafka: SharedKafka, t
     one = member()
     (partitions, _) = await one.join(topic)
 
-    assert await one.transport.partitions(topic) == {0, 1}
-    assert await one.transport.partitions(other) == {0, 1, 2, 3, 4}
-    assert await one.transport.partitions(f"{topic}-absent") == frozenset()
+    assert (await one.transport.partitions(topic)).keys() == {0, 1}
+    assert (await one.transport.partitions(other)).keys() == {0, 1, 2, 3, 4}
+    assert await one.transport.partitions(f"{topic}-absent") == {}
     assert await one.transport.log_ranges(partitions) == {
         partitions[0]: LogRange(4, 9, 9),
         partitions[1]: LogRange(0, 0, 0),

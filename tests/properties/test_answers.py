@@ -175,9 +175,8 @@ async def settings_of(answer: Any, asked: Asked) -> Collection[TopicPartition]:
 
 
 async def leaders(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return [
-        TopicPartition(topic, n) for topic in {one.topic for one in asked} for n in answers.topic_leaders(answer, topic)
-    ]
+    topics = {one.topic for one in asked}
+    return [TopicPartition(topic, number) for topic in topics for number in answers.topic_partitions(answer, topic)]
 
 
 async def existing(answer: Any, asked: Asked) -> Collection[TopicPartition]:

@@ -32,7 +32,7 @@ from aioshard.kafka.aiokafka.answers import (
     refused_offsets,
     removed_member,
     stored_offsets,
-    topic_leaders,
+    topic_partitions,
     topic_settings,
 )
 from aioshard.kafka.aiokafka.client import END, START, BareClient
@@ -42,7 +42,7 @@ from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
 from aioshard.ports import Committed, LogRange
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.settings import Settings
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class KafkaAdmin:
         Raises:
             TransportError: The topic does not exist.
         """
-        leaders = await self._leaders(topic)
+        leaders = await self._partitions(topic)
         if not leaders:
             raise TransportError(f"topic {topic!r} does not exist: create it, or check its name")
         return frozenset(leaders)
@@ -217,7 +217,7 @@ class KafkaAdmin:
     async def _partition_count(self, topic: str) -> int:
         """Return the number of partitions; 0 if the topic does not exist or this user may not see it."""
         try:
-            return len(await self._leaders(topic))
+            return len(await self._partitions(topic))
         except AuthorizationError:
             return 0
 
@@ -252,12 +252,12 @@ class KafkaAdmin:
             f"topic {topic!r} could not be created: {message or cause.reason}", retriable=cause.retriable
         )
 
-    async def _leaders(self, topic: str) -> dict[int, int]:
-        """Return the leader of each partition, -1 without one; empty if the topic does not exist."""
+    async def _partitions(self, topic: str) -> dict[int, PartitionInfo]:
+        """Return the partitions of a topic by number; empty if the topic does not exist."""
         return await self._ask(
             f"return the partitions of topic {topic!r}",
             MetadataRequest([topic], allow_auto_topic_creation=False),
-            topic_leaders,
+            topic_partitions,
             topic,
         )
 
@@ -289,15 +289,16 @@ class KafkaAdmin:
 
     async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
         async def ask() -> dict[TopicPartition, int]:
-            leaders = {topic: await self._leaders(topic) for topic in {partition.topic for partition in times}}
+            known = {topic: await self._partitions(topic) for topic in {partition.topic for partition in times}}
             wanted: dict[int, dict[TopicPartition, tuple[int, int]]] = {}
             for (topic, number), time in times.items():
-                count, leader = len(leaders[topic]), leaders[topic].get(number)
-                if leader is None:
+                info = known[topic].get(number)
+                if info is None:
+                    count = len(known[topic])
                     raise TransportError(f"{topic}/{number} does not exist: topic {topic!r} has {count} partitions")
-                if leader < 0:
+                if info.leader is None:
                     raise kafka.StaleMetadata(f"no broker is the leader of {topic}/{number} now")
-                wanted.setdefault(leader, {})[TopicPartition(topic, number)] = number, time
+                wanted.setdefault(info.leader, {})[TopicPartition(topic, number)] = number, time
             offsets: dict[TopicPartition, int] = {}
             for leader, partitions in wanted.items():
                 request = OffsetRequest(-1, _ISOLATION[isolation], by_topic(partitions))

@@ -1,6 +1,6 @@
 """Parse broker responses, and translate aiokafka's errors."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiokafka import errors as kafka
@@ -8,7 +8,7 @@ from aiokafka import errors as kafka
 from aioshard.errors import CorruptRecordError
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_DENIED, TOPIC_DENIED, Cause, corrupt_batch
 from aioshard.ports import Committed
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 
 _PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
 """Error codes that Kafka calls retriable, but aiokafka treats as final or does not know."""
@@ -197,8 +197,13 @@ def led_offsets(answer: Any) -> dict[TopicPartition, int]:
 # Topics -----------------------------------------------------------------------------------
 
 
-def topic_leaders(answer: Any, topic: str) -> dict[int, int]:
-    """Parse a Metadata response: the leader of each partition, -1 without one; empty if the topic does not exist.
+def partition_info(partition: int, leader: int, replicas: Iterable[int], in_sync: Iterable[int]) -> PartitionInfo:
+    """What Kafka says of a partition, where leader -1 is none."""
+    return PartitionInfo(partition, None if leader < 0 else leader, tuple(replicas), tuple(in_sync))
+
+
+def topic_partitions(answer: Any, topic: str) -> dict[int, PartitionInfo]:
+    """Parse a Metadata response: the partitions of a topic by number; empty if the topic does not exist.
 
     Raises:
         IncompleteAnswerError: The topic is missing, or the broker lists no brokers, as while it starts.
@@ -208,7 +213,7 @@ def topic_leaders(answer: Any, topic: str) -> dict[int, int]:
         if name == topic:
             if code not in _NO_TOPIC:
                 raise_for(code, topic)
-            return {partition: leader for _, partition, leader, *_ in partitions}
+            return {one[1]: partition_info(*one[1:5]) for one in partitions}
     raise IncompleteAnswerError(f"topic {topic!r} is missing in the answer")
 
 

@@ -33,16 +33,17 @@ from aioshard.kafka.aiokafka.answers import (
     by_topic,
     existing_topics,
     led_offsets,
+    partition_info,
     raise_for,
     reason,
     refused_offsets,
     stored_offsets,
-    topic_leaders,
+    topic_partitions,
 )
 from aioshard.kafka.aiokafka.connections import close_client, end_tasks, refuse_useless_connections
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 
 _TICK = 0.05
 _NO_LEADER = (None, -1)
@@ -415,11 +416,16 @@ class Internals:
         requested = by_topic({partition: (partition.partition, timestamp) for partition in partitions})
         return led_offsets(await self.client.send(leader, OffsetRequest(-1, isolation, requested)))
 
-    async def look_up_topic(self, topic: str) -> frozenset[int]:
+    def known_partitions(self, topic: str) -> dict[int, PartitionInfo]:
+        """Return the partitions of a topic as last heard of."""
+        known = self.cluster._partitions.get(topic, {}).values()
+        return {one.partition: partition_info(one.partition, one.leader, one.replicas, one.isr) for one in known}
+
+    async def look_up_topic(self, topic: str) -> dict[int, PartitionInfo]:
         """Fetch the current partitions of a topic; does not subscribe to metadata updates or create the topic."""
         node = self.client.get_random_node()
         answer = await self.client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
-        return frozenset(topic_leaders(answer, topic))
+        return topic_partitions(answer, topic)
 
     async def look_up_topics(self) -> frozenset[str]:
         """Fetch the current topics that this user may see, without internal topics."""

@@ -6,7 +6,7 @@ from aioshard.errors import DataLossError, OffsetOutOfRangeError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.groupless import Groupless
 from aioshard.ports import AllowanceOf, Committed, Fault, FetchedBatch, GroupListener, LogRange, Oversized
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.settings import Settings
 
 
@@ -104,11 +104,9 @@ class RangeTransport(Groupless, AiokafkaTransport):
         """See `Transport.log_ranges`: the ranges themselves."""
         return {partition: self._ranges[partition] for partition in partitions}
 
-    async def partitions(self, topic: str) -> frozenset[int]:
+    async def partitions(self, topic: str) -> dict[int, PartitionInfo]:
         """See `Transport.partitions`."""
-        return frozenset(
-            topic_partition.partition for topic_partition in self._ranges if topic_partition.topic == topic
-        )
+        return {name.partition: PartitionInfo(name.partition) for name in self._ranges if name.topic == topic}
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`: the topics of the ranges."""

@@ -36,7 +36,7 @@ from aioshard.ports import (
     Message,
     Oversized,
 )
-from aioshard.records import TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.settings import Settings
 
 T = TypeVar("T")
@@ -324,12 +324,11 @@ class KafkaTransport(ABC):
             f"return the bounds of {named(partitions)}",
         )
 
-    async def partitions(self, topic: str) -> frozenset[int]:
+    async def partitions(self, topic: str) -> Mapping[int, PartitionInfo]:
         """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
         internals = self._running()
-        known = internals.cluster.partitions_for_topic(topic)
-        if known:
-            return frozenset(known)
+        if known := internals.known_partitions(topic):
+            return known
         return await self._answered(internals.look_up_topic(topic), f"return the partitions of topic {topic!r}")
 
     async def topics(self) -> frozenset[str]:
@@ -362,7 +361,7 @@ class KafkaTransport(ABC):
         assign = self._settings.assign or {}
         for topic, numbers in assign.items():
             existing = await self.partitions(topic)
-            if missing := sorted(set(numbers) - existing):
+            if missing := sorted(set(numbers) - existing.keys()):
                 actual = f"has partitions 0 to {max(existing)}" if existing else "does not exist"
                 raise TransportError(
                     f"topic {topic!r} {actual}, but assign names {topic}/{named(missing)}: correct assign, or create "
