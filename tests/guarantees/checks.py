@@ -4,6 +4,7 @@ A scenario names the guarantees that it claims and passes them to `verify`. The 
 those of the documentation. Every check has tests in which a tampered story makes it fail.
 """
 
+import functools
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
@@ -89,10 +90,14 @@ class Story:
         """When each record has finished, or may be passed by a commit, whichever was first."""
         return _earliest(self.first_finished(), self.passed)
 
+    @functools.cached_property
+    def begin(self) -> int:
+        """When the first observation was made."""
+        return min(seen.at for seen in self.seen)
+
     def after(self, at: int) -> str:
         """A time as seconds since the first observation."""
-        begin = min((seen.at for seen in self.seen), default=at)
-        return f"+{(at - begin) / 1e9:.3f} s"
+        return f"+{(at - self.begin) / 1e9:.3f} s"
 
 
 def _earliest(one: Mapping[Place, int], other: Mapping[Place, int]) -> dict[Place, int]:
