@@ -62,7 +62,7 @@ HEAD = f"""\
 rule_files:
   - aioshard.rules.yml
 
-evaluation_interval: 15s
+evaluation_interval: 30s
 
 tests:
 """
