@@ -229,6 +229,8 @@ class Statistics:
     client: str = ""
     """Name of the Kafka client; empty before the first start."""
     rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
+    rebalance_seconds: float = 0.0
+    """Seconds spent in rebalances, including the one in progress."""
     commit_durations: HistogramCounts | None = None
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None

@@ -272,6 +272,7 @@ class Rebalance:
         self.settled.clear()
         self._stop_settling()
         self.end(self.epochs, reason)
+        self.log.enter("over")
 
     def end(self, partitions: Collection[Partition], reason: str) -> None:
         """End ownerships: drop their incomplete records and interrupt those that are running."""
@@ -754,6 +755,8 @@ class RebalanceLog:
         """The latest rebalances; the last one may be in progress. Reports are replaced as a whole."""
         self._timed_at = 0.0
         """Loop time up to which the report in progress has its seconds."""
+        self._spent: tuple[float, float | None] = 0.0, None
+        """Seconds of the rebalances that are over, and when the one in progress began; replaced as a whole."""
         self._counts: Counter[RebalanceKind] = Counter()
         self._drains = {kind: Histogram() for kind in get_args(RebalanceKind)}
         self._replayed_before = 0
@@ -773,6 +776,13 @@ class RebalanceLog:
         return tuple(
             RebalanceKindStatistics(kind, self._counts[kind], drain.counts()) for kind, drain in self._drains.items()
         )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in rebalances, including the one in progress. Safe from any thread; it never decreases."""
+        now = self._clock()  # before the rest: a rebalance that ends meanwhile has its later end
+        spent, began = self._spent
+        return spent if began is None else spent + max(now - began, 0.0)
 
     def doing(self) -> str | None:
         """Current step of the rebalance in progress, as a clause; None without one."""
@@ -835,6 +845,7 @@ class RebalanceLog:
         self._reports = deque(self.reports(), _KEPT)  # with the replayed records of the one before
         self._replayed_before = self._replayed()
         self._timed_at = self._clock()
+        self._spent = self.seconds, self._timed_at
         self._counts[kind] += 1
         self._reports.append(
             RebalanceReport(
@@ -858,6 +869,8 @@ class RebalanceLog:
         if report is not None:
             report = self._reports[-1] = dataclasses.replace(self._timed(report), phase=phase)
             self._timed_at = self._clock()
+            if phase == "over":
+                self._spent = self.seconds, None
         return report
 
 

@@ -336,6 +336,7 @@ def statistics(watch: Watch) -> Statistics:
         restart_cures=tuple(_restart_cures(watch, now)),
         client=engine.settings.client,
         rebalance_kinds=engine.rebalance.log.kinds(),
+        rebalance_seconds=engine.rebalance.log.seconds,
         commit_durations=commits,
         commit_failure_durations=failed_commits,
         transactions=committer.transactions(),

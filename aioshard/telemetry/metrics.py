@@ -138,6 +138,11 @@ METRICS: dict[str, MetricInfo] = {
         attrgetter("count"),
         ("kind",),
     ),
+    "aioshard_rebalance_seconds": MetricInfo(
+        "counter",
+        "Time spent in rebalances, including the current one: from losing partitions until all have resumed.",
+        attrgetter("rebalance_seconds"),
+    ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(
         "histogram",
         "Time until all runs of revoked partitions had ended or were cancelled.",

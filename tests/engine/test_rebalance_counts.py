@@ -106,3 +106,22 @@ def test_one_in_which_the_next_begins_ends_there_and_is_told_of(told: Told) -> N
     first, second = told.log.reports()
     assert (first.number, first.phase, first.revoked, seconds(first)) == (1, "over", 2, (0.0, 0.0, 2.0, 0.0, 2.0))
     assert (second.number, second.revoked, second.kept, seconds(second)) == (2, 1, 2, (0.0, 0.0, 1.0, 0.0, 1.0))
+
+
+def test_the_seconds_of_all_rebalances_include_the_one_in_progress(told: Told) -> None:
+    told.log.revoked(2, 5, lost=False)
+    told.now += 1.0
+    assert told.log.seconds == 1.0
+    told.log.drained(2)
+    told.log.enter("join")
+    told.now += 4.0
+    told.log.assigned(3, 0, 7)
+    told.now += 0.5
+    told.log.settled()
+    told.now += 60.0
+    assert told.log.seconds == 5.5
+    told.log.revoked(1, 0, lost=True)
+    told.now += 2.0
+    told.log.revoked(1, 0, lost=True)  # the next one begins in it
+    told.now += 1.0
+    assert told.log.seconds == 8.5

@@ -225,6 +225,22 @@ def test_one_that_is_under_way_says_what_it_is_at() -> None:
     scenario(test)
 
 
+def test_a_rebalance_in_which_the_app_stops_takes_no_time_afterwards() -> None:
+    async def test(broker: InMemoryBroker) -> None:
+        publish(broker, 8)
+        member = Member(broker, takes=1.0)
+        async with member.started() as app:
+            await until(lambda: member.running == 8)
+            broker.group("group").rebalance()
+            await until(lambda: member.reports[-1].phase == "drain")
+        stopped = app.statistics().rebalance_seconds
+        assert stopped > 0
+        await asyncio.sleep(60.0)
+        assert app.statistics().rebalance_seconds == stopped
+
+    scenario(test)
+
+
 def test_the_latest_twenty_are_told_of() -> None:
     log = RebalanceLog(lambda: 0.0, lambda: 0)
     for _ in range(50):

@@ -54,6 +54,7 @@ STATISTICS = dataclasses.replace(
         RebalanceKindStatistics("assigned", 1, NOTHING),
         RebalanceKindStatistics("revoked", 2, DURATIONS),
     ),
+    rebalance_seconds=31.5,
     commit_durations=WAITS,
     commit_failure_durations=NOTHING,
 )
@@ -125,6 +126,7 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
         ("aioshard_shard_queue_capacity", 10_000),
         ("aioshard_shard_queue_depth_max", 40),
         ("aioshard_event_loop_delay_seconds_count", 1_000),
+        ("aioshard_rebalance_seconds_total", 31.5),
         ("aioshard_replayed_records_total", 6),
         ("aioshard_client_losses_total", 1),
         ("aioshard_transactions_fenced_total", 8),
@@ -258,6 +260,7 @@ DESIGNED = {
     "commits_total": ("counter", ("outcome",)),
     "commit_duration_seconds": ("histogram", ("outcome",)),
     "rebalances_total": ("counter", ("kind",)),
+    "rebalance_seconds_total": ("counter", ()),
     "rebalance_drain_duration_seconds": ("histogram", ("kind",)),
     "assigned_partitions": ("gauge", ()),
     "engine_state": ("gauge", ("state",)),
