@@ -231,6 +231,8 @@ class Statistics:
     rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
     rebalance_seconds: float = 0.0
     """Seconds spent in rebalances, including the one in progress."""
+    heartbeat_age: float | None = None
+    """Seconds since the last heartbeat that was answered; None without a session, or if the event loop sends none."""
     commit_durations: HistogramCounts | None = None
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None

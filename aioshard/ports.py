@@ -155,6 +155,10 @@ class Transport(Protocol):
     """
 
     @property
+    def last_heartbeat(self) -> float | None:
+        """Loop time of the last answered heartbeat; None without a session, or if the event loop sends none."""
+
+    @property
     def trouble(self) -> str | None:
         """Why consuming is impaired now although the client is alive, or None.
 

@@ -311,6 +311,7 @@ def statistics(watch: Watch) -> Statistics:
     blocked = None if loop is None else loop.blocked()
     running = Counter(delivery.epoch for worker in engine.workers for delivery in worker.deliveries)
     transport, committer = engine.transport, engine.committer
+    heartbeat = None if transport is None else transport.last_heartbeat
     commits, failed_commits = committer.durations.counts(), committer.failure_durations.counts()
     return Statistics(
         state=engine.state,
@@ -337,6 +338,7 @@ def statistics(watch: Watch) -> Statistics:
         client=engine.settings.client,
         rebalance_kinds=engine.rebalance.log.kinds(),
         rebalance_seconds=engine.rebalance.log.seconds,
+        heartbeat_age=None if heartbeat is None else max(now - heartbeat, 0.0),
         commit_durations=commits,
         commit_failure_durations=failed_commits,
         transactions=committer.transactions(),

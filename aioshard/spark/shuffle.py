@@ -202,6 +202,8 @@ class RowTransport(Groupless):
         engine.rebalance.ends.update(self.ends())
         return not self._exhausted and not self._waiting() and not engine.buffer.records
 
+    last_heartbeat: float | None = None
+
     @property
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""

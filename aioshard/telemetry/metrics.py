@@ -143,6 +143,11 @@ METRICS: dict[str, MetricInfo] = {
         "Time spent in rebalances, including the current one: from losing partitions until all have resumed.",
         attrgetter("rebalance_seconds"),
     ),
+    "aioshard_heartbeat_age_seconds": MetricInfo(
+        "gauge",
+        "Time since the last answered heartbeat; absent where a thread of the client sends them (`confluent`).",
+        attrgetter("heartbeat_age"),
+    ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(
         "histogram",
         "Time until all runs of revoked partitions had ended or were cancelled.",

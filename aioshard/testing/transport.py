@@ -247,6 +247,8 @@ class InMemoryTransport:
 
     # The group -------------------------------------------------------------------------
 
+    last_heartbeat: float | None = None
+
     @property
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""

@@ -155,6 +155,10 @@ class MeddledTransport:
         self.inner.wake()
 
     @property
+    def last_heartbeat(self) -> float | None:
+        return self.inner.last_heartbeat
+
+    @property
     def trouble(self) -> str | None:
         return self.inner.trouble
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import re
+import threading
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -32,7 +33,7 @@ class Case(NamedTuple):
 CASES = {
     "aiokafka-shorter-than-the-session": Case(AIOKAFKA, 1.5, keeps_its_place=True),
     "aiokafka-longer-than-the-session": Case(AIOKAFKA, 5.5, keeps_its_place=False),
-    "confluent-longer-than-the-session": Case(CONFLUENT, 5.5, keeps_its_place=True),
+    "confluent-three-sessions": Case(CONFLUENT, 3 * SESSION + 0.5, keeps_its_place=True),
     "confluent-longer-than-a-rebalance": Case(CONFLUENT | SHORT_REBALANCE, 6.5, keeps_its_place=False),
     "aiokafka-longer-in-a-thread": Case(AIOKAFKA, 5.5, keeps_its_place=True, in_a_thread=True),
 }
@@ -67,6 +68,28 @@ def make_app(kafka: SharedKafka, topic: str, group: str, case: Case) -> tuple[Ap
     return app, ran
 
 
+class Ages:
+    """Asks from a thread how old the last heartbeat is."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="asks for heartbeats")
+        self.highest = 0.0
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.1):
+            self.highest = max(self.highest, self._app.statistics().heartbeat_age or 0.0)
+
+    async def __aenter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over.set()
+        await asyncio.to_thread(self._thread.join)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
 async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
@@ -74,7 +97,7 @@ async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
 ) -> None:
     await kafka.create_topic(topic, 1)
     app, ran = make_app(kafka, topic, group, case)
-    async with app:
+    async with app, Ages(app) as ages:
         await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)])
         async with asyncio.timeout(PATIENCE + case.seconds):
             while [one.committed for one in app.statistics().partitions] != [RECORDS]:  # noqa: ASYNC110 - nothing tells
@@ -83,6 +106,10 @@ async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
         statistics = app.statistics()
 
     assert statistics.state == "running"
+    if case.client == AIOKAFKA:
+        assert bool(ages.highest > 1.0) == (not case.in_a_thread), "a blocked loop sends no heartbeats"
+    else:
+        assert ages.highest == 0.0, "the loop sends none"
     assert ran.keys() == set(range(RECORDS))
     if case.keeps_its_place:
         assert (statistics.rebalances, statistics.commit_failures, set(ran.values())) == (1, 0, {1})

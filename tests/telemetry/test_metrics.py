@@ -55,6 +55,7 @@ STATISTICS = dataclasses.replace(
         RebalanceKindStatistics("revoked", 2, DURATIONS),
     ),
     rebalance_seconds=31.5,
+    heartbeat_age=1.25,
     commit_durations=WAITS,
     commit_failure_durations=NOTHING,
 )
@@ -127,6 +128,7 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
         ("aioshard_shard_queue_depth_max", 40),
         ("aioshard_event_loop_delay_seconds_count", 1_000),
         ("aioshard_rebalance_seconds_total", 31.5),
+        ("aioshard_heartbeat_age_seconds", 1.25),
         ("aioshard_replayed_records_total", 6),
         ("aioshard_client_losses_total", 1),
         ("aioshard_transactions_fenced_total", 8),
@@ -261,6 +263,7 @@ DESIGNED = {
     "commit_duration_seconds": ("histogram", ("outcome",)),
     "rebalances_total": ("counter", ("kind",)),
     "rebalance_seconds_total": ("counter", ()),
+    "heartbeat_age_seconds": ("gauge", ()),
     "rebalance_drain_duration_seconds": ("histogram", ("kind",)),
     "assigned_partitions": ("gauge", ()),
     "engine_state": ("gauge", ("state",)),

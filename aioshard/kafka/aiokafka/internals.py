@@ -142,6 +142,12 @@ class Internals:
         self.end_session()
         self._session_timer = asyncio.get_running_loop().call_at(at + self._session_timeout, self._lose_session)
 
+    @property
+    def last_heartbeat(self) -> float | None:
+        """Loop time at which the last answered heartbeat was sent; None without a session."""
+        timer = self._session_timer
+        return None if timer is None else timer.when() - self._session_timeout
+
     def end_session(self) -> None:
         """Stop the session timer: we have no partitions."""
         if self._session_timer is not None:

@@ -62,6 +62,7 @@ class KafkaTransport(ABC):
 
     _buffer: Any
     """The positions of the assigned partitions, and their records."""
+    last_heartbeat: float | None = None
 
     def __init__(self, settings: Settings, group_id: str) -> None:
         """Check the options; connects to nothing yet.
@@ -448,6 +449,11 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         if self._listener is not None and internals.coordinator.coordinator_id is None:
             return f"group {self._group_id!r} has no coordinator now: nothing can be committed"
         return None
+
+    @property
+    def last_heartbeat(self) -> float | None:  # type: ignore[override]
+        """See `Transport.last_heartbeat`."""
+        return None if self._internals is None else self._internals.last_heartbeat
 
     # Lifecycle ------------------------------------------------------------------------
 
