@@ -1,6 +1,7 @@
 """The commit coordinator with a client whose answers the test decides."""
 
 import asyncio
+import functools
 import itertools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -560,7 +561,7 @@ async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: 
     epochs = []
     for partition in range(100):
         epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.finished_ahead = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
+        epoch.finished_ahead = scattered(30_000)
         epoch.complete(deliveries[0])
         epochs.append(epoch)
     await until(lambda: desk.client.under_way == 1)
@@ -626,6 +627,12 @@ async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> 
     assert desk.committer.failure_durations.counts().count == 0
 
 
+@functools.cache
+def scattered(count: int) -> list[Run]:
+    """Finished offsets without a pattern, whose text is as long as that of so many can be."""
+    return list(runs_of(random.Random(count).sample(range(2, 60_000), count)))
+
+
 @with_desk
 async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: Desk) -> None:
     """128 partitions, each with as much as its text holds: 1.5 MiB, and brokers take less than 1 MiB."""
@@ -633,7 +640,7 @@ async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: 
     epochs = []
     for partition in range(128):
         epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.finished_ahead = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
+        epoch.finished_ahead = scattered(30_000)
         epoch.complete(deliveries[0])
         epochs.append(epoch)
     await asyncio.sleep(5.0)
@@ -668,7 +675,7 @@ class ExactlyOnceDesk(Desk):
         """Own a partition whose only record has completed and published; *text* makes its metadata long."""
         epoch, (delivery,) = self.epoch(partition, records=1)
         if text:
-            epoch.finished_ahead = runs_of(random.Random(partition).sample(range(2, 60_000), text))
+            epoch.finished_ahead = scattered(text)
         epoch.complete(delivery)
         epoch.send_later([Message("out", b"%d" % partition)])
         self.current[partition] = epoch

@@ -14,9 +14,8 @@ from tests.support.provision import provide
 
 PROJECT = Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT = 1_200.0
-DOCSTRINGS = "--ignore=tests/unit/test_docstrings.py"  # mypyc leaves docstrings, and so their examples, out
-FAST_TESTS = ["tests/unit", "tests/properties", "tests/engine", "tests/simulation", DOCSTRINGS]
-SEEDS, FEW_SEEDS = "AIOSHARD_TEST_SEEDS", "20"
+FAST_TESTS = ["tests/unit/core", "tests/unit/test_compiled.py", "tests/properties", "tests/engine", "tests/simulation"]
+SEEDS, FEW_SEEDS = "AIOSHARD_TEST_SEEDS", "10"
 """How many seeds each simulation gets, unless the variable is set; the tests of the sources run them all."""
 EXPECTED = "AIOSHARD_TEST_COMPILED"
 """Set where the tests must run on the compiled package; see `tests/unit/test_compiled.py`."""
