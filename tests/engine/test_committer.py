@@ -628,9 +628,9 @@ async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> 
 
 
 @functools.cache
-def scattered(count: int) -> list[Run]:
+def scattered(count: int) -> tuple[Run, ...]:
     """Finished offsets without a pattern, whose text is as long as that of so many can be."""
-    return list(runs_of(random.Random(count).sample(range(2, 60_000), count)))
+    return runs_of(random.Random(count).sample(range(2, 60_000), count))
 
 
 @with_desk
