@@ -8,9 +8,8 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, Self, cast
+from typing import Any, Generic, NamedTuple, Self
 
-import anyio
 import anyio.to_thread
 from typing_extensions import TypeVar
 
@@ -219,11 +218,12 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
         invoke = _record_attempt(call, handler.timeout, context_of)
     else:
         invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
-    if processes is not None:
-        handler = handler._replace(timeout=None)  # the process ends the run: waiting for one does not count
     return handler._replace(
         invoke=invoke,
         read=None if handler.batch is None or middleware else read,
+        timeout=handler.timeout
+        if processes is None
+        else None,  # a process ends its run: waiting for one does not count
     )
 
 
@@ -329,10 +329,10 @@ def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
     async def wrapped(argument: Any, context: Any) -> object:
         coroutine: Any = None
 
-        def call_next(argument: Any, context: Any) -> Awaitable[object]:
+        def call_next(argument: Any, context: Any) -> Any:
             nonlocal coroutine
             coroutine = call(argument, context)
-            return cast("Awaitable[object]", coroutine)
+            return coroutine
 
         result = await layer(argument, context, call_next)
         if getattr(coroutine, "cr_frame", None) is not None:  # the coroutine has not finished
@@ -346,11 +346,9 @@ def _publishing_result(call: CallNext, topic: str) -> CallNext:
     """Return a function that publishes what *call* returns, before its record is complete."""
 
     async def run(record: Record, context: Context) -> object:
-        result = await call(record, context)
-        outputs: Any = [result]
-        if isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result):
-            outputs = result
-        for output in outputs:
+        result: Any = await call(record, context)
+        several = isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result)
+        for output in result if several else [result]:
             if output is not None:
                 outgoing = output if isinstance(output, Message) else message(topic, output, key=record.key)
                 await context.publisher(outgoing)
@@ -389,9 +387,7 @@ def call_in_process(  # noqa: PLR0917 - `functools.partial` gives them by positi
             object.__setattr__(context, "deadline", None if timeout is None else time.monotonic() + timeout)
         if payload is not None:
             argument = [*map(payload.read, argument)] if is_batch else payload.read(argument)
-        result = function(argument, context) if takes_context else function(argument)
-        _refuse_awaitable(result)
-        return result
+        return _checked(function(argument, context) if takes_context else function(argument))
 
     return call
 
@@ -408,18 +404,16 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     thread = ThreadRun()
 
     def work() -> object:
-        result = None
-        if first.setdefault("came", "thread") == "thread":
-            thread.ident = threading.get_ident()
-            begin_thread()
-            try:
-                result = call()
-                _refuse_awaitable(result)
-            finally:
-                thread.ident = None
-                with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
-                    loop.call_soon_threadsafe(ended.set)
-        return result
+        if first.setdefault("came", "thread") != "thread":
+            return None
+        thread.ident = threading.get_ident()
+        begin_thread()
+        try:
+            return _checked(call())
+        finally:
+            thread.ident = None
+            with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
+                loop.call_soon_threadsafe(ended.set)
 
     try:
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
@@ -430,12 +424,13 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
         raise
 
 
-def _refuse_awaitable(result: object) -> None:
-    """Fail the attempt if a plain function returned an awaitable: none of its code has run."""
-    if inspect.isawaitable(result):
-        if inspect.iscoroutine(result):
-            result.close()
-        raise HandlerError(
-            f"the handler is a plain function and returned {type(result).__name__}, which is never awaited: declare "
-            "it, and every function that wraps it, with 'async def'"
-        )
+def _checked(result: object) -> object:
+    """Return the result of a plain function; fail the attempt if it is an awaitable: none of its code has run."""
+    if not inspect.isawaitable(result):
+        return result
+    if inspect.iscoroutine(result):
+        result.close()
+    raise HandlerError(
+        f"the handler is a plain function and returned {type(result).__name__}, which is never awaited: declare "
+        "it, and every function that wraps it, with 'async def'"
+    )

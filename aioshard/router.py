@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 import pickle
 import re
 import sys
@@ -120,10 +121,12 @@ class Router:
             batch=batch,
             rate_limit=rate_limit,
             shard_by=shard_by,
+            decode=decode,
+            publish_to=publish_to,
+            topics=topics,
         )
         _check_source(topics, pattern)
         _check_failure_policy(on_failure, topics, pattern)
-        _check_publish_to(publish_to, topics, batch)
         if decode is not None:
             _check_decode(decode, batch)
 
@@ -132,10 +135,6 @@ class Router:
                 raise HandlerError(f"consume() decorates a function, not {function!r}")
             name = name_of(function)
             annotation, takes_context = _parameters(function, batch, decoded=decode is not None)
-            if decode is None:
-                payload = payload_of(annotation, f"handler {name!r}")
-            else:
-                payload = decoded_by(decode, is_async=is_async(decode))
             handler = Handler(
                 name=name,
                 topics=tuple(dict.fromkeys(topics)),
@@ -151,7 +150,9 @@ class Router:
                 function=function,
                 takes_context=takes_context,
                 run_in=_checked_run_in(run_in, function, decode),
-                payload=payload,
+                payload=payload_of(annotation, f"handler {name!r}")
+                if decode is None
+                else decoded_by(decode, is_async=is_async(decode)),
                 decode=decode,
                 publish_to=publish_to,
                 middleware=(self._middleware,),
@@ -215,26 +216,34 @@ def _unknown_option(name: str, options: Collection[str]) -> str:
     return f"consume() has no option {name!r}: {advice} {', '.join(options)}"
 
 
-def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
+_DECODES = "a function that takes a Record and returns the handler's argument"
+
+
+def _check_options(*, shard_by: ShardBy, topics: tuple[str, ...], **options: Any) -> int:
     """Reject options that are invalid or contradict each other; return the number of workers."""
-    for option, kind, expected in (
-        ("batch", Batch, "Batch(max_records=…, linger=…, max_bytes=…), or None"),
-        ("rate_limit", RateLimit, "RateLimit(per_second, burst), or None"),
-        ("retry", Retry, "Retry(attempts=…), or None for Retry()"),
+    shards, concurrency = options["shards"], options["concurrency"]
+    for name, is_valid, expected in (
+        ("batch", lambda value: isinstance(value, Batch), "Batch(max_records=…, linger=…, max_bytes=…), or None"),
+        ("rate_limit", lambda value: isinstance(value, RateLimit), "RateLimit(per_second, burst), or None"),
+        ("retry", lambda value: isinstance(value, Retry), "Retry(attempts=…), or None for Retry()"),
+        ("timeout", lambda value: is_number(value) and 0 < value < math.inf, "a number of seconds above 0, or None"),
+        ("shards", is_whole, "a whole number of at least 1"),
+        ("concurrency", is_whole, "a whole number of at least 1"),
+        ("decode", callable, _DECODES),
+        (
+            "publish_to",
+            lambda value: options["batch"] is None and value not in topics and is_topic(value),
+            "a topic that the handler does not consume, and no batch, which has no key: publish with context.publish",
+        ),
     ):
-        if options[option] is not None and not isinstance(options[option], kind):
-            raise HandlerError(f"{option}={options[option]!r} was refused: expected {expected}")
-    if timeout is not None and not (is_number(timeout) and 0 < timeout < float("inf")):
-        raise HandlerError(f"timeout={timeout!r} was refused: expected a number of seconds above 0, or None")
-    shard_key_of(options["shard_by"], one_topic=True)
+        if options[name] is not None and not is_valid(options[name]):
+            raise HandlerError(f"{name}={options[name]!r} was refused: expected {expected}")
+    shard_key_of(shard_by, one_topic=True)
     if shards is not None and concurrency is not None:
         raise HandlerError(
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
-    for name, value in (("shards", shards), ("concurrency", concurrency)):
-        if value is not None and not is_whole(value):
-            raise HandlerError(f"{name}={value!r} was refused: expected a whole number of at least 1")
     return int(shards or concurrency or 64)
 
 
@@ -276,22 +285,9 @@ def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: 
         )
 
 
-def _check_publish_to(publish_to: object, topics: tuple[str, ...], batch: object) -> None:
-    """Reject invalid topics, topics of the same handler, and batches."""
-    if publish_to is not None and (batch is not None or publish_to in topics or not is_topic(publish_to)):
-        raise HandlerError(
-            f"publish_to={publish_to!r} was refused: expected a topic that the handler does not consume; a batch has "
-            "no key, so its handler publishes with context.publish"
-        )
-
-
-def _check_decode(decode: object, batch: object) -> None:
-    """Reject values that are not decoders, and async decoders for batches."""
-    expected = "expected a function that takes a Record and returns the handler's argument"
-    if not callable(decode):
-        raise HandlerError(f"decode={decode!r} was refused: {expected}")
-    name = name_of(decode)
-    _check_arguments(f"decode={name} was refused ({{error}}): {expected}", decode, 1)
+def _check_decode(decode: Callable[[Record], object], batch: object) -> None:
+    """Reject functions that do not take a record, and async ones for batches."""
+    _check_arguments(f"decode={name_of(decode)} was refused ({{error}}): expected {_DECODES}", decode, 1)
     if batch is not None and is_async(decode):
         raise HandlerError(
             "decode=… is an async function and batch=… was given: the records of a batch are decoded in one step, so "
