@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from aioshard.core.on_failure import Park
@@ -22,9 +22,7 @@ from aioshard.settings import Settings
 from aioshard.telemetry.versions import version
 
 try:
-    from opentelemetry import context as contexts
-    from opentelemetry import propagate
-    from opentelemetry import trace as api
+    from opentelemetry import context, propagate
     from opentelemetry.context import Context
     from opentelemetry.trace import (
         INVALID_SPAN,
@@ -38,6 +36,7 @@ try:
         Tracer,
         TracerProvider,
         get_current_span,
+        get_tracer_provider,
         set_span_in_context,
     )
 except ImportError as error:
@@ -216,7 +215,7 @@ class Spans:
             )
         except Exception:  # noqa: BLE001 - samplers and processors may be third-party code
             _log_once(_SDK_FAILED)
-        token = contexts.attach(set_span_in_context(span, carried))
+        token = context.attach(set_span_in_context(span, carried))
         try:
             yield span
         except BaseException as error:
@@ -227,7 +226,7 @@ class Spans:
             raise
         finally:
             if not closed:
-                contexts.detach(token)
+                context.detach(token)
             try:
                 span.end(max(time.time_ns(), began))
             except Exception:  # noqa: BLE001 - as above
@@ -239,8 +238,7 @@ class Spans:
         """Return the handler with a span around each attempt."""
         if isinstance(spec.on_failure, Park):
             self._parked.add(spec.on_failure.topic)
-        attempt: Callable[[Any], Awaitable[object]] = spec.attempt
-        is_batch = spec.batch is not None
+        attempt, is_batch = spec.attempt, spec.batch is not None
 
         async def run(work: Any) -> object:
             deliveries: Sequence[Delivery] = work.deliveries if is_batch else (work,)
@@ -253,14 +251,16 @@ class Spans:
                     delivery.failed_span = span.get_span_context()
                 raise
 
-        return spec._replace(invoke=run) if is_batch else spec._replace(call=None, invoke=run)
+        return spec._replace(call=None, invoke=run)
+
+    def _processing_of(self, delivery: Delivery) -> Attributes:
+        """Return the attributes of every attempt."""
+        return self._processing | ({"aioshard.attempt": delivery.failures + 1} if delivery.failures else {})
 
     def _record_span(self, delivery: Delivery) -> contextlib.AbstractContextManager[Span]:
         record = delivery.record
-        attributes = self._processing | _place(record) | {TOPIC: record.topic}
+        attributes = self._processing_of(delivery) | _place(record) | {TOPIC: record.topic}
         self._describe(attributes, record.key, record.value)
-        if delivery.failures:
-            attributes["aioshard.attempt"] = delivery.failures + 1
         carried = extract_context(record.headers) if record.headers else NOWHERE
         origin = get_current_span(carried).get_span_context()
         return self._span(
@@ -273,10 +273,10 @@ class Spans:
 
     def _batch_span(self, deliveries: Sequence[Delivery]) -> contextlib.AbstractContextManager[Span]:
         records = [delivery.record for delivery in deliveries]
-        attributes = self._processing | self._destination(record.topic_partition for record in records)
+        attributes = self._processing_of(deliveries[0]) | self._destination(
+            {record.topic_partition for record in records}
+        )
         attributes["messaging.batch.message_count"] = len(records)
-        if deliveries[0].failures:
-            attributes["aioshard.attempt"] = deliveries[0].failures + 1
         origins = [(origin_of(record.headers), record) for record in records]
         return self._span(
             "process",
@@ -284,14 +284,11 @@ class Spans:
             links=[Link(origin, _place(record)) for origin, record in origins if origin is not None],
         )
 
-    def _destination(self, partitions: Iterable[TopicPartition]) -> Attributes:
-        """Return the topic and the partition, each only if it is the same for all places."""
-        distinct = set(partitions)
-        topics = {partition.topic for partition in distinct}
-        attributes: Attributes = {TOPIC: topics.pop()} if len(topics) == 1 else {}
-        if len(distinct) == 1:
-            attributes[PARTITION] = str(distinct.pop().partition)
-        return attributes
+    def _destination(self, partitions: Collection[TopicPartition]) -> Attributes:
+        """Return the topic, if *partitions* have the same one, and the partition, if there is only one."""
+        topic, partition = next(iter(partitions))
+        attributes: Attributes = {TOPIC: topic} if all(other.topic == topic for other in partitions) else {}
+        return attributes | ({PARTITION: str(partition)} if len(partitions) == 1 else {})
 
     def _describe(self, attributes: Attributes, key: bytes | None, value: bytes | None) -> None:
         if value is None:
@@ -427,7 +424,7 @@ class Tracing(NamedTuple):
 
     def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: Settings) -> tuple[Clients, Adapt]:
         """Return the clients and the handler adapter of a run with tracing added."""
-        tracer = (self.tracer_provider or api.get_tracer_provider()).get_tracer("aioshard", version(), SCHEMA_URL)
+        tracer = (self.tracer_provider or get_tracer_provider()).get_tracer("aioshard", version(), SCHEMA_URL)
         spans = Spans(tracer, group_id, settings, parent=self.parent)
         traced = clients._replace(producer=lambda: spans.producer(clients.producer()), around=spans.around)
         if adapt is None:
