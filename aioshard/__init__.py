@@ -4,10 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.attempts import BatchContext, CallNext, Context
-from aioshard.core.batching import Batch
-from aioshard.core.on_failure import CircuitBreaker, DeadLetter, Park
-from aioshard.core.pace import RateLimit
-from aioshard.core.retry import Retry
+from aioshard.core.options import Batch, CircuitBreaker, DeadLetter, Park, RateLimit, Retry
 from aioshard.errors import AioshardError, BatchError, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.ports import Message

@@ -3,7 +3,6 @@
 import difflib
 import functools
 import inspect
-import math
 import pickle
 import re
 import sys
@@ -13,11 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Never, TypeVar
 
 from aioshard.attempts import BatchContext, Context, Middleware, call_in_process
-from aioshard.core.batching import Batch
-from aioshard.core.on_failure import DeadLetter, OnFailure, Park
-from aioshard.core.options import is_number, is_topic, is_whole
-from aioshard.core.pace import RateLimit
-from aioshard.core.retry import Retry
+from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry, is_positive, is_topic, is_whole
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.handler import Handler, RunIn
 from aioshard.errors import HandlerError
@@ -226,7 +221,7 @@ def _check_options(*, shard_by: ShardBy, topics: tuple[str, ...], **options: Any
         ("batch", lambda value: isinstance(value, Batch), "Batch(max_records=…, linger=…, max_bytes=…), or None"),
         ("rate_limit", lambda value: isinstance(value, RateLimit), "RateLimit(per_second, burst), or None"),
         ("retry", lambda value: isinstance(value, Retry), "Retry(attempts=…), or None for Retry()"),
-        ("timeout", lambda value: is_number(value) and 0 < value < math.inf, "a number of seconds above 0, or None"),
+        ("timeout", is_positive, "a number of seconds above 0, or None"),
         ("shards", is_whole, "a whole number of at least 1"),
         ("concurrency", is_whole, "a whole number of at least 1"),
         ("decode", callable, _DECODES),

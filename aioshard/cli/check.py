@@ -11,7 +11,7 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import cut, print_result, table
-from aioshard.core.on_failure import DeadLetter, OnFailure
+from aioshard.core.options import DeadLetter, OnFailure
 from aioshard.engine.handler import Handler
 from aioshard.errors import MissingExtraError
 from aioshard.router import name_of
@@ -107,23 +107,22 @@ def _failure(policy: OnFailure) -> str:
     return f"{'dead letter' if isinstance(policy, DeadLetter) else 'park'}: {policy.topic}"
 
 
-def _row(handler: dict[str, Any]) -> tuple[str, ...]:
+def _row(handler: dict[str, Any]) -> tuple[object, ...]:
     topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
     return (
         handler["name"],
         ", ".join(topics),
         cut(handler["payload"] or f"decoded by {handler['decode']}()", _LONGEST),
         handler["shard_by"],
-        "on demand" if handler["shards"] is None else str(handler["shards"]),
-        str(handler["concurrency"]),
-        "-" if handler["timeout"] is None else f"{handler['timeout']:g} s",
+        handler["shards"] or "on demand",
+        handler["concurrency"],
+        handler["timeout"] and f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
     )
 
 
-def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[str, str, str]]:
+def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[object, ...]]:
     for name, value in settings.asdict().items():
         if all_settings or name in settings.model_fields_set:
-            text = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-            yield name, text, unit_of(name) or ""
+            yield name, f"{value:g}" if isinstance(value, float) else value, unit_of(name) or ""

@@ -49,8 +49,7 @@ from aioshard.serde import side_records
 from aioshard.serde.side_records import Coordinates, DeadLetterRecord, Failure, read_dead_letter
 from aioshard.settings import Settings
 from aioshard.telemetry import logs
-from aioshard.testing import InMemoryBroker, InMemorySideTopics
-from aioshard.testing.transport import InMemoryTransport
+from aioshard.testing import InMemoryBroker, InMemorySideTopics, InMemoryTransport
 
 Finished = Callable[["Letter", str | None], None]
 """Called for each dead letter: with None if it was replayed, otherwise with the reason why not."""
@@ -303,15 +302,15 @@ async def _show(
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
 
 
-def _cells(letter: Letter) -> tuple[str, ...]:
+def _cells(letter: Letter) -> tuple[object, ...]:
     original, failure = letter.original, letter.failure
     return (
         moment_as_text(failure.failed_at),
         f"{letter.at.partition}/{letter.at.offset}",
-        str(letter.source),
+        letter.source,
         cut(bytes_as_text(original.key)),
         as_text(failure.handler),
-        str(failure.attempts),
+        failure.attempts,
         cut(as_text(f"{failure.error}: {failure.message}")),
         cut(bytes_as_text(original.value)),
         "done" if letter.done else "",
@@ -528,7 +527,7 @@ def replay(
                 f"--group {selection.group} was given, but the handlers of --app {target} belong to {app.group_id!r}"
             )
         selection = selection._replace(group=app.group_id)
-    replaying = _Replaying(topic, selection, limit=limit, again=again)
+    replaying = _Replaying(topic=topic, selection=selection, limit=limit, again=again)
     try:
         run(replaying.run(settings, app, keep_time=timestamp == "original"))
     except (AioshardError, KeyboardInterrupt) as error:
@@ -538,47 +537,45 @@ def replay(
     return UNHEALTHY if replaying.failed else 0
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Replaying:
     """One run over the dead letters of a topic."""
 
-    def __init__(self, topic: str, selection: Selection, *, limit: int | None, again: bool) -> None:
-        self.failed: list[tuple[Letter, str]] = []
-        self._topic = topic
-        self._selection = selection
-        self._limit = limit
-        self._again = again
-        self._destination: ToTopic | ThroughHandlers | None = None
-        """Set once the progress of earlier runs is known."""
-        self._done: Counter[str] = Counter()
-        """By topic."""
-        self._records: dict[Coordinates, bool] = {}
-        """The records of this run, and whether they are done."""
+    topic: str
+    selection: Selection
+    limit: int | None
+    again: bool
+    destination: ToTopic | ThroughHandlers | None = None
+    """Set once the progress of earlier runs is known."""
+    done: Counter[str] = dataclasses.field(default_factory=Counter)
+    """By topic."""
+    failed: list[tuple[Letter, str]] = dataclasses.field(default_factory=list)
+    records: dict[Coordinates, bool] = dataclasses.field(default_factory=dict)
+    """The records of this run, and whether they are done."""
 
     async def run(self, settings: Settings, app: App | None, *, keep_time: bool) -> None:
         """Read the topic and replay its dead letters in chunks, through *app* or to their topics."""
         producer = KafkaProducer(settings)  # connects on use
         try:
-            async with opened(settings, self._topic, self._selection.partitions) as (administration, reader):
-                dead_letters = DeadLetters(administration, reader, self._selection)
+            async with opened(settings, self.topic, self.selection.partitions) as (administration, reader):
+                dead_letters = DeadLetters(administration, reader, self.selection)
                 await dead_letters.fetch_progress()
-                self._destination = (
-                    ToTopic(administration, producer, keep_time) if app is None else ThroughHandlers(app)
-                )
-                async with progress(f"replaying {self._topic}", self._done.total):
-                    await self._replay(dead_letters, self._destination)
+                self.destination = ToTopic(administration, producer, keep_time) if app is None else ThroughHandlers(app)
+                async with progress(f"replaying {self.topic}", self.done.total):
+                    await self._replay(dead_letters, self.destination)
         finally:
             await producer.close()
 
     async def _replay(self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers) -> None:
         chunk: list[Letter] = []
         size = 0
-        async for letter in dead_letters.letters(skip_done=not self._again):
+        async for letter in dead_letters.letters(skip_done=not self.again):
             chunk.append(letter)
-            if letter.source in self._records:
+            if letter.source in self.records:
                 continue  # the app was killed between the dead letter and the commit
-            self._records[letter.source] = False
+            self.records[letter.source] = False
             size += record_size(letter.original.key, letter.original.value, letter.original.headers)
-            if len(self._records) == self._limit:
+            if len(self.records) == self.limit:
                 break
             if len(chunk) >= destination.most_records or size >= destination.most_bytes:
                 await self._process(dead_letters, destination, chunk)
@@ -589,12 +586,12 @@ class _Replaying:
         self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers, letters: Sequence[Letter]
     ) -> None:
         """Replay dead letters, the first one of each record, and store which ones are done."""
-        due = {letter.source: letter for letter in reversed(letters) if not self._records[letter.source]}
+        due = {letter.source: letter for letter in reversed(letters) if not self.records[letter.source]}
         try:
             if due:
                 await destination.process([due[source] for source in sorted(due)], self._finished)
         finally:
-            done = [letter for letter in letters if self._records[letter.source]]
+            done = [letter for letter in letters if self.records[letter.source]]
             # Even if interrupted: otherwise the next run would replay these again.
             await finish(dead_letters.store_progress(done), "store the progress")
 
@@ -602,8 +599,8 @@ class _Replaying:
         if why is not None:
             self.failed.append((letter, why))
             return
-        self._records[letter.source] = True
-        self._done[letter.original.topic] += 1
+        self.records[letter.source] = True
+        self.done[letter.original.topic] += 1
 
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
@@ -613,11 +610,11 @@ class _Replaying:
                 for letter, why in self.failed
             ]
             cause = None if error is None else str(error) or type(error).__name__
-            print_json({"topic": self._topic, "done": self._done, "failed": failed, "error": cause})
-        elif self._destination is not None:
-            total = self._done.total()
-            topics = ", ".join(f"{topic} {count}" for topic, count in self._done.most_common())
-            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self._destination.verb}"
+            print_json({"topic": self.topic, "done": self.done, "failed": failed, "error": cause})
+        elif self.destination is not None:
+            total = self.done.total()
+            topics = ", ".join(f"{topic} {count}" for topic, count in self.done.most_common())
+            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self.destination.verb}"
             click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
         for letter, why in self.failed[:_SHOWN]:
             click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)

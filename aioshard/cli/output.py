@@ -96,14 +96,14 @@ def as_json_value(content: bytes | None) -> Any:
 # Text ---------------------------------------------------------------------------------
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a table with aligned columns.
 
     Args:
         headings: One for each column.
-        rows: Cells that are safe to show; see `as_text`.
+        rows: Cells that are safe to show; see `as_text`. None is shown as `-`.
     """
-    lines = [tuple(headings), *map(tuple, rows)]
+    lines = [["-" if cell is None else str(cell) for cell in line] for line in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 

@@ -148,16 +148,16 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
 _HEADINGS = ("key", "first record", "records", "failed", "next retry", "replays", "handler", "error")
 
 
-def _cells(parked: ParkedTopic, key: Key) -> tuple[str, ...]:
+def _cells(parked: ParkedTopic, key: Key) -> tuple[object, ...]:
     first = key[0]
     due = "when released" if first.due >= NEVER else moment_as_text(first.due)
     return (
         cut(bytes_as_text(first.original.key)),
-        str(first.coordinates),
-        str(len(key)),
+        first.coordinates,
+        len(key),
         moment_as_text(first.failure.failed_at),
         "release requested" if parked.is_requested(key) else due,
-        str(first.replays),
+        first.replays,
         as_text(first.failure.handler),
         cut(as_text(f"{first.failure.error}: {first.failure.message}")),
     )

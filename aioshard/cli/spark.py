@@ -124,13 +124,7 @@ def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: 
 
 def _lines_of(plan: Plan) -> Iterator[str]:
     rows = [
-        (
-            planned.topic,
-            str(planned.partition),
-            str(planned.start),
-            str(planned.end),
-            f"{planned.end - planned.start:,}",
-        )
+        (planned.topic, planned.partition, planned.start, planned.end, f"{planned.end - planned.start:,}")
         for planned in plan.ranges
         if planned.end > planned.start
     ]
@@ -279,16 +273,12 @@ def handover(directory: str, *, wait: float | None, force: bool, master: str, ap
             handovers.send_letters(spark, run_dir, _print_note)
     done = run(handovers.handover(directory, wait=wait, force=force, tell=_print_note))
     rows = [
-        (topic, str(partition), _offset(done.before.get(topic, {}).get(partition)), _offset(offset))
+        (topic, partition, done.before.get(topic, {}).get(partition), offset)
         for topic, offsets in sorted(done.offsets.items())
         for partition, offset in sorted(offsets.items())
     ]
     lines = [f"{done.state}: group {done.group_id!r}", *table(("topic", "partition", "before", "now"), rows)]
     print_result(done, lines, as_json=as_json)
-
-
-def _offset(offset: int | None) -> str:
-    return "-" if offset is None else str(offset)
 
 
 @command.command()

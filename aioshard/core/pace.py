@@ -1,58 +1,8 @@
-"""The rate limit of a handler, and the token bucket that enforces it."""
+"""The token bucket that enforces the rate limit of a handler."""
 
-import dataclasses
 import math
 
-from aioshard.core.options import check, is_number, is_whole
-
-_DEFAULT_BURST = 0.05
-"""Seconds of tokens in the default burst."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RateLimit:
-    """A limit on how many runs of a handler may start: at most `at_once + per_second * t` in any *t* seconds.
-
-    Every attempt counts as a run, including retries. The limit applies per process.
-
-    Attributes:
-        per_second: Runs per second in the long run; 0.1 is one in ten seconds.
-        burst: Runs that may start together after a quiet period; unused runs beyond that are lost. The default is the
-            runs of a twentieth of a second, at least one: with less, an event loop that wakes up a millisecond late,
-            as timers do, would stay below a high rate.
-
-    Raises:
-        HandlerError: If a value is outside its range.
-
-    Example:
-        >>> RateLimit(100).at_once
-        5
-        >>> RateLimit(per_second=0.5, burst=10).at_once
-        10
-    """
-
-    per_second: float
-    burst: int | None = None
-
-    def __post_init__(self) -> None:
-        is_valid = is_number(self.per_second) and 0 < self.per_second < math.inf
-        check(self, "per_second", is_valid, "a number of runs greater than 0")
-        check(self, "burst", self.burst is None or is_whole(self.burst), "a whole number of at least 1")
-
-    @property
-    def at_once(self) -> int:
-        """Number of runs that may start at the same moment: *burst*, or its default."""
-        return self.burst if self.burst is not None else max(int(self.per_second * _DEFAULT_BURST), 1)
-
-    def shared_by(self, members: int) -> "RateLimit":
-        """Return the limit for each of *members* that together keep this one in the long run.
-
-        Example:
-            >>> RateLimit(100, burst=10).shared_by(4)
-            RateLimit(per_second=25.0, burst=2)
-        """
-        burst = None if self.burst is None else max(self.burst // members, 1)
-        return RateLimit(self.per_second / members, burst)
+from aioshard.core.options import RateLimit
 
 
 class TokenBucket:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from aioshard.core.on_failure import Park
+from aioshard.core.options import Park
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.engine.worker import SERVING, Asked

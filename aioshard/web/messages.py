@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from aioshard.app import App
-from aioshard.core.on_failure import DeadLetter, Park
+from aioshard.core.options import DeadLetter, Park
 from aioshard.core.sharding import shown
 from aioshard.errors import AioshardError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
