@@ -1,7 +1,9 @@
-"""The options of a handler, with the checks of their values and the decisions that need nothing else."""
+"""The options of a handler: the checks of their values, and what applies them, such as the token bucket of a limit."""
 
 import dataclasses
 import math
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 from aioshard.errors import DecodeError, HandlerError, RetryLater
@@ -200,6 +202,50 @@ class RateLimit:
         return RateLimit(self.per_second / members, burst)
 
 
+class TokenBucket:
+    """The tokens of one rate limit: each start takes one, and tokens return at the limit's rate.
+
+    It counts tokens since it was last full instead of adding fractions to a level, so it never drifts, however long
+    it is used. It has no clock: times are seconds on a monotonic clock of the caller.
+
+    Invariants:
+        * In any t seconds at most `at_once + per_second * t` calls of `take` return true.
+        * No token is lost: a caller that takes each one as soon as it is due gets exactly `per_second` tokens.
+        * `take(now)` returns true if and only if `due(now)` is 0.
+    """
+
+    __slots__ = ("_burst", "_full_at", "_rate", "_taken")
+
+    def __init__(self, limit: RateLimit) -> None:
+        self._rate = limit.per_second
+        self._burst = limit.at_once
+        self._full_at = -math.inf
+        """When the bucket was last observed full."""
+        self._taken = 0
+        """Number of tokens taken since then."""
+
+    def take(self, now: float) -> bool:
+        """Take a token if one is available; return whether it was."""
+        if self._full(now):
+            self._full_at = now
+            self._taken = 1
+            return True
+        if now < self._due_at():
+            return False
+        self._taken += 1
+        return True
+
+    def due(self, now: float) -> float:
+        """Return the seconds until a token is available; 0 if there is one now."""
+        return 0.0 if self._full(now) else max(self._due_at() - now, 0.0)
+
+    def _full(self, now: float) -> bool:
+        return now >= self._full_at + self._taken / self._rate
+
+    def _due_at(self) -> float:
+        return self._full_at + (self._taken + 1 - self._burst) / self._rate
+
+
 # When retries are exhausted -----------------------------------------------------------
 
 
@@ -297,3 +343,65 @@ class Park:
 
 
 OnFailure = Literal["halt", "skip"] | DeadLetter | Park
+
+
+class BreakerState:
+    """The state of the circuit breaker of a handler.
+
+    A success costs nothing: for each failed record, the caller says how many records had succeeded when it *first*
+    failed. So retries do not matter, which would shift the failures behind later successes. Failures with few
+    successes between them are those of one window. Failures may be faster than successes, so it opens only if the
+    share stays too high until as many more have failed as records run.
+
+    Example:
+        >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
+        >>> state.fail(10, "KeyError"), state.fail(20, "KeyError"), state.fail(21, "OSError")
+        (False, False, False)
+        >>> state.fail(21, "OSError"), state.is_open, state.failed, state.alike
+        (True, True, 3, 2)
+    """
+
+    def __init__(self, limits: CircuitBreaker) -> None:
+        self.limits = limits
+        self.is_open = False
+        self.failed = 0
+        """How many of the records in the window had failed when it opened."""
+        self.alike = 0
+        """Those of them with the latest error."""
+        self._failures: deque[tuple[int, str]] = deque(maxlen=limits.window)
+        self._ended = 0
+        """Failures since the start, or since it closed."""
+        self._since = 0
+        """How many records had succeeded then."""
+        self._suspected: int | None = None
+        """How many had failed when the share became too high; None while it is not."""
+
+    def fail(self, successes: int, error: str, running: Callable[[], int] = int) -> bool:
+        """Count a record that failed for good; return whether the breaker is open.
+
+        Args:
+            successes: How many records had succeeded when it first failed.
+            error: Class of the error.
+            running: Returns how many records run now that have not failed; called only while the share is too high.
+        """
+        if not self.is_open:
+            self._failures.append((successes, error))
+            self._ended += 1
+            ended = self._ended + max(successes - self._since, 0)
+            window = min(ended, self.limits.window)
+            # Of a window with too many failures, at most this many records succeeded.
+            between = (1 - self.limits.failure_rate) * window
+            errors = [name for before, name in self._failures if abs(successes - before) < between]
+            self.failed, self.alike = len(errors), errors.count(error)
+            if ended < self.limits.minimum or self.failed <= self.limits.failure_rate * window:
+                self._suspected = None
+            elif self._suspected is None:
+                self._suspected = self._ended
+            self.is_open = self._suspected is not None and self._ended - self._suspected >= running()
+        return self.is_open
+
+    def close(self, successes: int) -> None:
+        """Begin anew: a record has succeeded."""
+        self.is_open = False
+        self._failures.clear()
+        self._ended, self._since, self._suspected = 0, successes, None

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from aioshard.core.options import RateLimit
-from aioshard.core.pace import TokenBucket
+from aioshard.core.options import RateLimit, TokenBucket
 from aioshard.errors import HandlerError
 
 
