@@ -37,7 +37,14 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
     if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
         raise MissingExtraError("the journal", "journal")
     handlers, warnings = [_handler(handler) for handler in app.handlers], list(_warnings(app))
-    body = {"ok": True, "app": target, "group_id": app.group_id, "handlers": handlers}
+    content = {
+        "ok": True,
+        "app": target,
+        "group_id": app.group_id,
+        "handlers": handlers,
+        "settings": app.settings.asdict(),
+        "warnings": warnings,
+    }
     headings = ("handler", "topics", "payload", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
     lines = [
         f"{target} is an app of group {app.group_id!r}\n",
@@ -46,7 +53,7 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
         *table(("setting", "value", "unit"), _settings_rows(app.settings, all_settings=all_settings)),
         *(f"\nWarning: {warning}" for warning in warnings),
     ]
-    print_result({**body, "settings": app.settings.asdict(), "warnings": warnings}, lines, as_json=as_json)
+    print_result(content, lines, as_json=as_json)
 
 
 # Warnings -----------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from aioshard.cli.output import (
     table,
 )
 from aioshard.core.commit_metadata import CommitMetadata
-from aioshard.core.finished_offsets import runs_of
+from aioshard.core.finished_offsets import beyond, holds, joined
+from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import identity
 from aioshard.engine.control import halted_of
 from aioshard.engine.epoch import Delivery
@@ -103,38 +104,37 @@ class ReplayedOffsets:
     """
 
     def __init__(self, committed: Committed | None) -> None:
-        committed = committed or Committed(0, "")
-        self.start = committed.offset
+        self.start, metadata = committed or Committed(0, "")
         """All below are done, as of the last commit."""
         self.fits = True
         """Whether the last commit contains all finished offsets; brokers store a limited number."""
-        self._end = self.start
-        self._due: dict[int, None] = {}
-        finished = CommitMetadata.read(committed.metadata, committed.offset).finished
-        self._done = {offset for part in finished for offset in range(part.start, part.end)}
+        self._finished = CommitMetadata.read(metadata, self.start).finished
+        """As of the last commit."""
+        self._tracker = OffsetTracker[int](self.start)
 
     def is_done(self, offset: int) -> bool:
         """Whether the dead letter at *offset* is done."""
-        return offset < self.start or offset in self._done
+        if offset < self._tracker.position:
+            return offset not in self._tracker.incomplete
+        return holds(self._finished, offset)
 
     def add(self, offset: int) -> None:
         """Add the next dead letter."""
-        self._end = offset + 1
-        if not self.is_done(offset):
-            self._due[offset] = None
+        if offset >= self._tracker.position:
+            due = [] if self.is_done(offset) else [offset]
+            self._tracker.track(due, due, offset + 1)
 
     def finish(self, offset: int) -> None:
         """Mark a dead letter as done; nothing happens if it already is."""
-        self._due.pop(offset, None)
-        self._done.add(offset)
+        self._tracker.incomplete.pop(offset, None)
 
     def commit(self) -> Committed:
         """Return what to commit."""
-        self.start = next(iter(self._due), max(self._end, self.start))
-        self._done = {offset for offset in self._done if offset >= self.start}
-        finished = runs_of(self._done)
-        text = CommitMetadata(finished=finished).text(self.start)
-        self.fits = CommitMetadata.read(text, self.start).finished == finished
+        self.start = self._tracker.committable
+        ahead = beyond(self._finished, self._tracker.position)
+        self._finished = tuple(joined([*self._tracker.finished(), *ahead]))
+        text = CommitMetadata(finished=self._finished).text(self.start)
+        self.fits = CommitMetadata.read(text, self.start).finished == self._finished
         return Committed(self.start, text)
 
 
@@ -596,11 +596,11 @@ class _Replaying:
             await finish(dead_letters.store_progress(done), "store the progress")
 
     def _finished(self, letter: Letter, why: str | None) -> None:
-        if why is not None:
+        if why is None:
+            self.records[letter.source] = True
+            self.done[letter.original.topic] += 1
+        else:
             self.failed.append((letter, why))
-            return
-        self.records[letter.source] = True
-        self.done[letter.original.topic] += 1
 
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
