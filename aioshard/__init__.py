@@ -23,8 +23,7 @@ else:
             from aioshard.settings import Settings  # noqa: PLC0415
 
             return Settings
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"

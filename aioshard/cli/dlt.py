@@ -22,6 +22,7 @@ from aioshard.cli.output import (
     bytes_as_text,
     cut,
     moment_as_text,
+    part_as_text,
     print_json,
     print_result,
     progress,
@@ -242,10 +243,9 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
 
 
 def _lines_of(topic: str, newest: Sequence[Letter], summary: dict[str, Any], others: int) -> Iterator[str]:
-    of = f" of {summary['dead_letters']}" if summary["dead_letters"] != summary["selected"] else ""
+    selected = part_as_text(summary["selected"], summary["dead_letters"], "dead letter")
     done = "" if summary["replayed"] is None else f", {summary['replayed']} of them already replayed"
-    noun = "dead letter" if summary["selected"] == 1 and not of else "dead letters"
-    yield f"{summary['selected']}{of} {noun} in {topic}{done}"
+    yield f"{selected} in {topic}{done}"
     if others:
         yield f"{counted(others, 'other record')} in {topic}"
     if summary["selected"]:

@@ -25,6 +25,7 @@ from aioshard.errors import (
     PlanError,
     SettingsError,
 )
+from aioshard.records import counted
 
 CRASHED: Final = 1
 REFUSED: Final = 2
@@ -147,6 +148,16 @@ def duration_as_text(seconds: float) -> str:
 def cut(text: str, longest: int = _LONGEST) -> str:
     """Return at most *longest* characters of *text*."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def part_as_text(number: int, total: int, noun: str) -> str:
+    """Return how many of *total* there are.
+
+    Example:
+        >>> part_as_text(2, 2, "record"), part_as_text(1, 3, "record")
+        ('2 records', '1 of 3 records')
+    """
+    return counted(number, noun) if number == total else f"{number:,} of {counted(total, noun)}"
 
 
 # Progress -----------------------------------------------------------------------------

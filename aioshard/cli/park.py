@@ -16,6 +16,7 @@ from aioshard.cli.output import (
     bytes_as_text,
     cut,
     moment_as_text,
+    part_as_text,
     print_result,
     progress,
     table,
@@ -135,9 +136,8 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
         "records": records,
         "parked": [_object(parked, key) for key in keys[:limit]],
     }
-    of = f" of {len(parked.records)}" if records != len(parked.records) else ""
-    noun = "record" if records == 1 and not of else "records"
-    lines = [f"{records}{of} parked {noun} of {counted(len(keys), 'key')} in {topic}"]
+    listed = part_as_text(records, len(parked.records), "parked record")
+    lines = [f"{listed} of {counted(len(keys), 'key')} in {topic}"]
     if shown := keys[: _ROWS if limit is None else limit]:
         lines += ["", *table(_HEADINGS, [_cells(parked, key) for key in shown])]
         if len(shown) < len(keys):
