@@ -7,9 +7,8 @@ import pickle
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Never, TypeVar
+from typing import Annotated, Any, Never, TypeVar, get_args, get_origin, get_type_hints
 
 from aioshard.attempts import BatchContext, Context, Middleware, call_in_process
 from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry, is_positive, is_topic, is_whole
@@ -412,7 +411,7 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
 
 def _is_a(annotation: Any, kind: type) -> bool:
     """Whether an annotation is a context of this kind, also with the type of its state or in a union."""
-    return any((typing.get_origin(part) or part) is kind for part in alternatives(annotation))
+    return any((get_origin(part) or part) is kind for part in alternatives(annotation))
 
 
 def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
@@ -424,7 +423,7 @@ def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> A
     scope = getattr(plain, "__globals__", None) or getattr(getattr(plain, "__call__", None), "__globals__", {})  # noqa: B004
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(holder, globalns=scope, include_extras=True)["it"]
+        return get_type_hints(holder, globalns=scope, include_extras=True)["it"]
     except (NameError, TypeError, AttributeError, SyntaxError):
         return annotation  # a name that exists for type checkers only
 
@@ -441,10 +440,10 @@ def _payload(takes: str, annotation: Any, batch: Batch | None, *, decoded: bool)
             f"{takes}: {annotation}, and this name does not exist when the handler is registered, so nothing can be "
             "decoded to it: import or define it in the module, outside 'if TYPE_CHECKING' and functions"
         )
-    while batch is not None and typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    is_list = (typing.get_origin(annotation) or annotation) in _LISTS
-    arguments = typing.get_args(annotation)
+    while batch is not None and get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    is_list = (get_origin(annotation) or annotation) in _LISTS
+    arguments = get_args(annotation)
     if batch is not None and not is_list:
         raise HandlerError(
             f"{takes}: {shown(annotation)} and was given batch=…, so it is called with a list: annotate it with "

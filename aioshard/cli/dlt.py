@@ -14,7 +14,6 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.brokers import opened, run, settings_of
 from aioshard.cli.loading import load_app
-from aioshard.cli.options import Selection
 from aioshard.cli.output import (
     UNHEALTHY,
     as_json_value,
@@ -58,8 +57,6 @@ Finished = Callable[["Letter", str | None], None]
 
 _SHARES = 100
 """A partition with a halted record may hold one share of the bounds of the buffer."""
-_ROWS = 50
-"""Rows of a table without `--limit`."""
 _SHOWN = 20
 """Failures that are printed."""
 
@@ -142,7 +139,7 @@ class ReplayedOffsets:
 class DeadLetters:
     """Reads the dead letters of an open topic, and stores which ones were replayed. Owned by one command."""
 
-    def __init__(self, administration: KafkaAdmin, reader: TopicReader, selection: Selection) -> None:
+    def __init__(self, administration: KafkaAdmin, reader: TopicReader, selection: options.Selection) -> None:
         self.read = 0
         """Number of dead letters read."""
         self.others = 0
@@ -222,17 +219,19 @@ def command() -> None:
     "--limit",
     type=click.IntRange(0),
     metavar="N",
-    help=f"Show at most N, the newest ones; by default {_ROWS}, and with --json all.",
+    help=f"Show at most N, the newest ones; by default {options.ROWS}, and with --json all.",
 )
 @options.bootstrap_servers()
 @options.as_json("the dead letters and their counts")
-def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
+def show(
+    topic: str, *, selection: options.Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool
+) -> None:
     """Show the dead letters of TOPIC.
 
     Reads from the start of TOPIC to its current end, and commits nothing. Keys, values and messages are printed as
     they are in the topic, cut to a line; --json prints all of them.
     """
-    most = _ROWS if limit is None and not as_json else limit
+    most = options.ROWS if limit is None and not as_json else limit
     newest, summary, others = run(_show(settings_of(bootstrap_servers), topic, selection, most))
     content = {
         "topic": topic,
@@ -261,7 +260,7 @@ def _lines_of(topic: str, newest: Sequence[Letter], summary: dict[str, Any], oth
 
 
 async def _show(
-    settings: Settings, topic: str, selection: Selection, limit: int | None
+    settings: Settings, topic: str, selection: options.Selection, limit: int | None
 ) -> tuple[list[Letter], dict[str, Any], int]:
     """Return the newest dead letters, figures about all selected ones, and the number of other records."""
     errors, handlers, topics = Counter[str](), Counter[str](), Counter[str]()
@@ -496,7 +495,7 @@ class ThroughHandlers:
 def replay(
     topic: str,
     *,
-    selection: Selection,
+    selection: options.Selection,
     target: str | None,
     limit: int | None,
     again: bool,
@@ -542,7 +541,7 @@ class _Replaying:
     """One run over the dead letters of a topic."""
 
     topic: str
-    selection: Selection
+    selection: options.Selection
     limit: int | None
     again: bool
     destination: ToTopic | ThroughHandlers | None = None
@@ -605,12 +604,17 @@ class _Replaying:
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
         if as_json:
-            failed = [
-                {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
-                for letter, why in self.failed
-            ]
-            cause = None if error is None else str(error) or type(error).__name__
-            print_json({"topic": self.topic, "done": self.done, "failed": failed, "error": cause})
+            print_json(
+                {
+                    "topic": self.topic,
+                    "done": self.done,
+                    "failed": [
+                        {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
+                        for letter, why in self.failed
+                    ],
+                    "error": None if error is None else str(error) or type(error).__name__,
+                }
+            )
         elif self.destination is not None:
             total = self.done.total()
             topics = ", ".join(f"{topic} {count}" for topic, count in self.done.most_common())

@@ -114,11 +114,14 @@ async def take_snapshot(settings: Settings, group_id: str, topics: Collection[st
         owners = group.owners
         partitions = sorted(partition for partition in {*commits, *owners} if not topics or partition.topic in topics)
         bounds = await _bounds(brokers, partitions)
-    positions = [
-        Position(partition, commits.get(partition), bounds.get(partition), owners.get(partition))
-        for partition in partitions
-    ]
-    return Snapshot(coordinator, group, positions)
+    return Snapshot(
+        coordinator,
+        group,
+        [
+            Position(partition, commits.get(partition), bounds.get(partition), owners.get(partition))
+            for partition in partitions
+        ],
+    )
 
 
 async def _bounds(brokers: KafkaAdmin, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:

@@ -185,11 +185,16 @@ def _run_workers(load: Load, count: int, *, until_caught_up: bool, as_json: bool
         supervisor = Supervisor(app, sys.argv[2:], count, until_caught_up=until_caught_up)
         code = runner.run(supervisor.run(signals))
     if as_json:
-        workers = [
-            {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
-            for worker in supervisor.workers
-        ]
-        print_json({"exit_code": code, "signal": signals.received or None, "workers": workers})
+        print_json(
+            {
+                "exit_code": code,
+                "signal": signals.received or None,
+                "workers": [
+                    {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
+                    for worker in supervisor.workers
+                ],
+            }
+        )
     return code
 
 

@@ -118,8 +118,12 @@ def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: 
     """
     load_app(target, app_dir)
     new_plan = run(planning.plan(target, directory=directory, tell=_print_note, **chosen))
-    lines = [*_lines_of(new_plan), f"\nNext: aioshard spark run {directory}"]
-    print_result(json.loads(new_plan.to_json()), lines, as_json=as_json, indent=2)
+    print_result(
+        json.loads(new_plan.to_json()),
+        [*_lines_of(new_plan), f"\nNext: aioshard spark run {directory}"],
+        as_json=as_json,
+        indent=2,
+    )
 
 
 def _lines_of(plan: Plan) -> Iterator[str]:
@@ -214,8 +218,7 @@ def status(directory: str, *, as_json: bool) -> None:
         "verified": {None: "", True: "yes", False: "no: run aioshard spark verify"}[verified],
         "handed over": "yes" if state.handed_over else "",
     }
-    lines = table(("run", directory), [(name, value) for name, value in rows.items() if value])
-    print_result(state, lines, as_json=as_json)
+    print_result(state, table(("run", directory), [row for row in rows.items() if row[1]]), as_json=as_json)
 
 
 @command.command()

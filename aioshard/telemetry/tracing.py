@@ -23,7 +23,6 @@ from aioshard.telemetry.versions import version
 
 try:
     from opentelemetry import context, propagate
-    from opentelemetry.context import Context
     from opentelemetry.trace import (
         INVALID_SPAN,
         Link,
@@ -83,7 +82,7 @@ ATTRIBUTES: Final = {
 Attributes = dict[str, str | int | bool]
 """Attributes of a span."""
 
-NOWHERE = Context()
+NOWHERE = context.Context()
 """A context without a span: a span started in it is the root of a trace."""
 
 
@@ -123,13 +122,13 @@ def _texts_of(headers: Headers) -> dict[str, str]:
 # an error, and an existing header of a message is not replaced.
 
 
-def extract_context(headers: Headers) -> Context:
+def extract_context(headers: Headers) -> context.Context:
     """Return the context from the headers, on top of an empty one."""
     try:
-        return propagate.extract(_texts_of(headers), Context())
+        return propagate.extract(_texts_of(headers), context.Context())
     except Exception:  # noqa: BLE001 - propagators and headers may come from third parties
         _log_once("the trace context of a record cannot be read")
-        return Context()
+        return context.Context()
 
 
 def origin_of(headers: Headers) -> SpanContext | None:
@@ -185,9 +184,9 @@ class Spans:
         operation: str,
         attributes: Attributes,
         *,
-        parent: Context | None = NOWHERE,
+        parent: context.Context | None = NOWHERE,
         links: Sequence[Link] = (),
-        carried: Context | None = NOWHERE,
+        carried: context.Context | None = NOWHERE,
     ) -> Iterator[Span]:
         """Keep a span current inside a `with` block.
 
@@ -324,7 +323,7 @@ class Spans:
                 span.set_attribute(OFFSET, offset)
             return offset
 
-    def _side_message(self, message: Message) -> tuple[bool, Context | None]:
+    def _side_message(self, message: Message) -> tuple[bool, context.Context | None]:
         """Return whether the engine, not the application, publishes a message, and the parent of its span.
 
         A dead letter or a parked record keeps the headers of its record, and belongs to the attempt that failed.

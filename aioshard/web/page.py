@@ -110,16 +110,10 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
         SettingsError: As for `dashboard`.
     """
 
-    def data(_: Request) -> Response:
-        return JSONResponse(snapshot(app, actions=token is not None) | {"group": bool(members)}, headers=SAFE)
-
     def group(_: Request) -> Response:
         urls = [address for url in members for address in addresses_of(url)]
         with ThreadPoolExecutor(max(len(urls), 1)) as pool:
             return JSONResponse({"members": list(pool.map(ask, urls))}, headers=SAFE)
-
-    def history(_: Request) -> Response:
-        return JSONResponse({"history": [sample._asdict() for sample in app.history()]}, headers=SAFE)
 
     return [
         *(
@@ -127,7 +121,17 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
             for path, (name, media_type) in _FILES.items()
         ),
         # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
-        *routes_in_threads({"/dashboard.json": data, "/history.json": history}, threads=1),
+        *routes_in_threads(
+            {
+                "/dashboard.json": lambda _: JSONResponse(
+                    snapshot(app, actions=token is not None) | {"group": bool(members)}, headers=SAFE
+                ),
+                "/history.json": lambda _: JSONResponse(
+                    {"history": [sample._asdict() for sample in app.history()]}, headers=SAFE
+                ),
+            },
+            threads=1,
+        ),
         *routes_in_threads({"/members.json": group} if members else {}, threads=1),
         messages_route(app),
         *([] if token is None else [action_route(app, token)]),
