@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, Self
 
 import anyio.to_thread
@@ -335,9 +335,15 @@ def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
             return coroutine
 
         result = await layer(argument, context, call_next)
-        if getattr(coroutine, "cr_frame", None) is not None:  # the coroutine has not finished
-            _refuse_unawaited(layer, coroutine)
-        return result
+        if getattr(coroutine, "cr_frame", None) is None:  # the coroutine has finished
+            return result
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            coroutine.close()
+        # Otherwise the record would complete unprocessed.
+        raise HandlerError(
+            f"middleware {getattr(layer, '__name__', type(layer).__name__)!r} returned before the handler had ended: "
+            "await what call_next gives, as in 'return await call_next(record, context)'"
+        )
 
     return wrapped
 
@@ -355,17 +361,6 @@ def _publishing_result(call: CallNext, topic: str) -> CallNext:
         return result
 
     return run
-
-
-def _refuse_unawaited(layer: Middleware, coroutine: Coroutine[Any, Any, object]) -> None:
-    """Fail the attempt if a middleware ends before the handler; otherwise the record would complete unprocessed."""
-    if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-        coroutine.close()
-    name = getattr(layer, "__name__", type(layer).__name__)
-    raise HandlerError(
-        f"middleware {name!r} returned before the handler had ended: await what call_next gives, as in "
-        "'return await call_next(record, context)'"
-    )
 
 
 # Processes ----------------------------------------------------------------------------

@@ -27,8 +27,6 @@ from aioshard.telemetry import logs
 logger = logging.getLogger("aioshard.cli")
 
 TOKEN_VARIABLE = "AIOSHARD_WEB_TOKEN"  # noqa: S105 - a name
-_LOG_LEVELS = ["debug", "info", "warning", "error", "critical"]
-
 
 Load = Callable[[], App]
 """Imports and configures the app."""
@@ -75,7 +73,7 @@ ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
 )
 @click.option(
     "--log-level",
-    type=click.Choice(_LOG_LEVELS, case_sensitive=False),
+    type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
     default="info",
     show_default=True,
     help="Lowest level that is logged.",

@@ -94,11 +94,15 @@ def _log_once(problem: str) -> None:
 def error_type(error: BaseException) -> str:
     """Return the name of an exception's class, with its module unless it is built in.
 
+    The timeout of an attempt shows up as a cancellation.
+
     Example:
         >>> error_type(ValueError("no")), error_type(asyncio.CancelledError())
         ('ValueError', 'asyncio.exceptions.CancelledError')
     """
-    kind = type(error)
+    worker = SERVING.get(None)
+    timed_out = isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT
+    kind = AttemptTimeoutError if timed_out else type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -173,8 +177,9 @@ class Spans:
         self._parked: set[str] = set()
         """Topics that handlers park records in."""
         common: Attributes = {"messaging.system": "kafka", "messaging.client.id": settings.client_id or "aioshard"}
-        if (server := _single_server(settings.bootstrap_servers)) is not None:
-            common["server.address"], common["server.port"] = server
+        host, _, port = (settings.bootstrap_servers or "").strip().rpartition(":")
+        if "," not in host and port.isdigit():  # of several, the one that answers is unknown here
+            common["server.address"], common["server.port"] = host.strip("[]"), int(port)
         self._processing = common | {"messaging.consumer.group.name": group_id} | _operation("process")
         self._sending = common | _operation("send")
 
@@ -219,7 +224,7 @@ class Spans:
             yield span
         except BaseException as error:
             closed = isinstance(error, GeneratorExit)  # a coroutine may be closed in another context
-            attributes[ERROR_TYPE] = named = _name_failure(error)
+            attributes[ERROR_TYPE] = named = error_type(error)
             if span.is_recording():
                 _describe_failure(span, error, named)
             raise
@@ -361,14 +366,6 @@ def _place(record: Record) -> Attributes:
     return {PARTITION: str(record.partition), OFFSET: record.offset}
 
 
-def _name_failure(error: BaseException) -> str:
-    """Return the error name of a failed attempt; a timeout shows up as a cancellation."""
-    worker = SERVING.get(None)
-    if isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT:
-        return f"{AttemptTimeoutError.__module__}.{AttemptTimeoutError.__qualname__}"
-    return error_type(error)
-
-
 class _TracedProducer:
     """A producer with another `publish`."""
 
@@ -429,9 +426,3 @@ class Tracing(NamedTuple):
         if adapt is None:
             return traced, spans.attempts
         return traced, lambda spec: spans.attempts(adapt(spec))
-
-
-def _single_server(servers: str | None) -> tuple[str, int] | None:
-    """Return host and port if a single broker is named: of several, the one that answers is unknown here."""
-    host, _, port = (servers or "").strip().rpartition(":")
-    return (host.strip("[]"), int(port)) if "," not in host and port.isdigit() else None
