@@ -218,12 +218,11 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
         invoke = _record_attempt(call, handler.timeout, context_of)
     else:
         invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
+    if processes is not None:
+        handler = handler._replace(timeout=None)  # the process ends the run: waiting for one does not count
     return handler._replace(
         invoke=invoke,
         read=None if handler.batch is None or middleware else read,
-        timeout=handler.timeout
-        if processes is None
-        else None,  # a process ends its run: waiting for one does not count
     )
 
 

@@ -227,7 +227,10 @@ def _check_options(*, shard_by: ShardBy, topics: tuple[str, ...], **options: Any
         (
             "publish_to",
             lambda value: options["batch"] is None and value not in topics and is_topic(value),
-            "a topic that the handler does not consume, and no batch, which has no key: publish with context.publish",
+            (
+                "a topic that the handler does not consume; a batch has no key, so its handler publishes with "
+                "context.publish"
+            ),
         ),
     ):
         if options[name] is not None and not is_valid(options[name]):

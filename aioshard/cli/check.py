@@ -123,7 +123,7 @@ def _row(handler: dict[str, Any]) -> tuple[object, ...]:
         handler["shard_by"],
         handler["shards"] or "on demand",
         handler["concurrency"],
-        handler["timeout"] and f"{handler['timeout']:g} s",
+        None if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
     )

@@ -114,14 +114,11 @@ async def take_snapshot(settings: Settings, group_id: str, topics: Collection[st
         owners = group.owners
         partitions = sorted(partition for partition in {*commits, *owners} if not topics or partition.topic in topics)
         bounds = await _bounds(brokers, partitions)
-    return Snapshot(
-        coordinator,
-        group,
-        [
-            Position(partition, commits.get(partition), bounds.get(partition), owners.get(partition))
-            for partition in partitions
-        ],
-    )
+    positions = [
+        Position(partition, commits.get(partition), bounds.get(partition), owners.get(partition))
+        for partition in partitions
+    ]
+    return Snapshot(coordinator, group, positions)
 
 
 async def _bounds(brokers: KafkaAdmin, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
@@ -189,13 +186,14 @@ def _member_row(member: GroupMember) -> tuple[str, ...]:
 
 
 def _position_row(position: Position) -> tuple[object, ...]:
-    ignored, foreign = position.metadata.ignored, position.metadata.foreign
+    foreign = position.metadata.foreign
+    notes = position.metadata.ignored if foreign is None else [f"by another program: {as_text(cut(foreign, 40))}"]
     return (
         position.partition,
         position.offset,
         "gone" if position.bounds is None else f"{position.bounds.start} to {position.bounds.stable}",
         position.finished,
-        "; ".join(ignored) or None if foreign is None else f"by another program: {as_text(cut(foreign, 40))}",
+        "; ".join(notes) or None,
     )
 
 
@@ -268,7 +266,7 @@ def _lag_row(group: Group, position: Position) -> tuple[object, ...]:
         "gone" if position.bounds is None else position.bounds.stable,
         None if position.lag is None else f"{position.lag:,}",
         position.finished,
-        owner and as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
+        None if owner is None else as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
         cause_of(group, position),
     )
 

@@ -132,19 +132,6 @@ def moment_as_text(seconds: float) -> str:
         return f"{seconds:g} s"
 
 
-def duration_as_text(seconds: float) -> str:
-    """Return a duration in the largest unit of which there are at least two.
-
-    Example:
-        >>> duration_as_text(90), duration_as_text(150), duration_as_text(200_000)
-        ('90 s', '2 min', '2 d')
-    """
-    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
-
-
 def cut(text: str, longest: int = _LONGEST) -> str:
     """Return at most *longest* characters of *text*."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
