@@ -4,10 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.attempts import BatchContext, CallNext, Context
-from aioshard.core.batching import Batch
-from aioshard.core.on_failure import CircuitBreaker, DeadLetter, Park
-from aioshard.core.pace import RateLimit
-from aioshard.core.retry import Retry
+from aioshard.core.options import Batch, CircuitBreaker, DeadLetter, Park, RateLimit, Retry
 from aioshard.errors import AioshardError, BatchError, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.ports import Message
@@ -26,8 +23,7 @@ else:
             from aioshard.settings import Settings  # noqa: PLC0415
 
             return Settings
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"

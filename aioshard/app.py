@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from aioshard.attempts import InProcesses, Provided, with_attempts
-from aioshard.core.on_failure import Park
+from aioshard.core.options import Park
 from aioshard.engine.control import (
     SeekTo,
     answered,

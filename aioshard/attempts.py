@@ -7,10 +7,9 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, Self, cast
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, Self
 
-import anyio
 import anyio.to_thread
 from typing_extensions import TypeVar
 
@@ -329,15 +328,21 @@ def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
     async def wrapped(argument: Any, context: Any) -> object:
         coroutine: Any = None
 
-        def call_next(argument: Any, context: Any) -> Awaitable[object]:
+        def call_next(argument: Any, context: Any) -> Any:
             nonlocal coroutine
             coroutine = call(argument, context)
-            return cast("Awaitable[object]", coroutine)
+            return coroutine
 
         result = await layer(argument, context, call_next)
-        if getattr(coroutine, "cr_frame", None) is not None:  # the coroutine has not finished
-            _refuse_unawaited(layer, coroutine)
-        return result
+        if getattr(coroutine, "cr_frame", None) is None:  # the coroutine has finished
+            return result
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            coroutine.close()
+        # Otherwise the record would complete unprocessed.
+        raise HandlerError(
+            f"middleware {getattr(layer, '__name__', type(layer).__name__)!r} returned before the handler had ended: "
+            "await what call_next gives, as in 'return await call_next(record, context)'"
+        )
 
     return wrapped
 
@@ -346,28 +351,15 @@ def _publishing_result(call: CallNext, topic: str) -> CallNext:
     """Return a function that publishes what *call* returns, before its record is complete."""
 
     async def run(record: Record, context: Context) -> object:
-        result = await call(record, context)
-        outputs: Any = [result]
-        if isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result):
-            outputs = result
-        for output in outputs:
+        result: Any = await call(record, context)
+        several = isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result)
+        for output in result if several else [result]:
             if output is not None:
                 outgoing = output if isinstance(output, Message) else message(topic, output, key=record.key)
                 await context.publisher(outgoing)
         return result
 
     return run
-
-
-def _refuse_unawaited(layer: Middleware, coroutine: Coroutine[Any, Any, object]) -> None:
-    """Fail the attempt if a middleware ends before the handler; otherwise the record would complete unprocessed."""
-    if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-        coroutine.close()
-    name = getattr(layer, "__name__", type(layer).__name__)
-    raise HandlerError(
-        f"middleware {name!r} returned before the handler had ended: await what call_next gives, as in "
-        "'return await call_next(record, context)'"
-    )
 
 
 # Processes ----------------------------------------------------------------------------
@@ -389,9 +381,7 @@ def call_in_process(  # noqa: PLR0917 - `functools.partial` gives them by positi
             object.__setattr__(context, "deadline", None if timeout is None else time.monotonic() + timeout)
         if payload is not None:
             argument = [*map(payload.read, argument)] if is_batch else payload.read(argument)
-        result = function(argument, context) if takes_context else function(argument)
-        _refuse_awaitable(result)
-        return result
+        return _checked(function(argument, context) if takes_context else function(argument))
 
     return call
 
@@ -408,18 +398,16 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     thread = ThreadRun()
 
     def work() -> object:
-        result = None
-        if first.setdefault("came", "thread") == "thread":
-            thread.ident = threading.get_ident()
-            begin_thread()
-            try:
-                result = call()
-                _refuse_awaitable(result)
-            finally:
-                thread.ident = None
-                with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
-                    loop.call_soon_threadsafe(ended.set)
-        return result
+        if first.setdefault("came", "thread") != "thread":
+            return None
+        thread.ident = threading.get_ident()
+        begin_thread()
+        try:
+            return _checked(call())
+        finally:
+            thread.ident = None
+            with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
+                loop.call_soon_threadsafe(ended.set)
 
     try:
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
@@ -430,12 +418,13 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
         raise
 
 
-def _refuse_awaitable(result: object) -> None:
-    """Fail the attempt if a plain function returned an awaitable: none of its code has run."""
-    if inspect.isawaitable(result):
-        if inspect.iscoroutine(result):
-            result.close()
-        raise HandlerError(
-            f"the handler is a plain function and returned {type(result).__name__}, which is never awaited: declare "
-            "it, and every function that wraps it, with 'async def'"
-        )
+def _checked(result: object) -> object:
+    """Return the result of a plain function; fail the attempt if it is an awaitable: none of its code has run."""
+    if not inspect.isawaitable(result):
+        return result
+    if inspect.iscoroutine(result):
+        result.close()
+    raise HandlerError(
+        f"the handler is a plain function and returned {type(result).__name__}, which is never awaited: declare "
+        "it, and every function that wraps it, with 'async def'"
+    )

@@ -7,16 +7,11 @@ import pickle
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Never, TypeVar
+from typing import Annotated, Any, Never, TypeVar, get_args, get_origin, get_type_hints
 
 from aioshard.attempts import BatchContext, Context, Middleware, call_in_process
-from aioshard.core.batching import Batch
-from aioshard.core.on_failure import DeadLetter, OnFailure, Park
-from aioshard.core.options import is_number, is_topic, is_whole
-from aioshard.core.pace import RateLimit
-from aioshard.core.retry import Retry
+from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry, is_positive, is_topic, is_whole
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.handler import Handler, RunIn
 from aioshard.errors import HandlerError
@@ -124,10 +119,12 @@ class Router:
             batch=batch,
             rate_limit=rate_limit,
             shard_by=shard_by,
+            decode=decode,
+            publish_to=publish_to,
+            topics=topics,
         )
         _check_source(topics, pattern)
         _check_failure_policy(on_failure, topics, pattern)
-        _check_publish_to(publish_to, topics, batch)
         if decode is not None:
             _check_decode(decode, batch)
 
@@ -136,10 +133,6 @@ class Router:
                 raise HandlerError(f"consume() decorates a function, not {function!r}")
             name = name_of(function)
             annotation, takes_context = _parameters(function, batch, decoded=decode is not None)
-            if decode is None:
-                payload = payload_of(annotation, f"handler {name!r}")
-            else:
-                payload = decoded_by(decode, is_async=is_async(decode))
             handler = Handler(
                 name=name,
                 topics=tuple(dict.fromkeys(topics)),
@@ -156,7 +149,9 @@ class Router:
                 function=function,
                 takes_context=takes_context,
                 run_in=_checked_run_in(run_in, function, decode),
-                payload=payload,
+                payload=payload_of(annotation, f"handler {name!r}")
+                if decode is None
+                else decoded_by(decode, is_async=is_async(decode)),
                 decode=decode,
                 publish_to=publish_to,
                 middleware=(self._middleware,),
@@ -213,7 +208,8 @@ class Router:
             raise HandlerError(f"handler {handler.name!r} would have no topic left: pause it with pause_handler")
         _check_source(topics, handler.pattern)
         _check_failure_policy(handler.on_failure, topics, handler.pattern)
-        _check_publish_to(handler.publish_to, topics, handler.batch)
+        if handler.publish_to in topics:
+            raise HandlerError(f"handler {handler.name!r} publishes to topic {handler.publish_to!r}: it cannot read it")
         changed = handler._replace(topics=topics)
         _check_beside(changed, [other for other in self if other is not handler])
         return changed
@@ -228,31 +224,42 @@ def _unknown_option(name: str, options: Collection[str]) -> str:
     return f"consume() has no option {name!r}: {advice} {', '.join(options)}"
 
 
-def _check_options(*, shards: Any, shard_queue_size: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
+_DECODES = "a function that takes a Record and returns the handler's argument"
+
+
+def _check_options(*, shard_by: ShardBy, topics: tuple[str, ...], **options: Any) -> int:
     """Reject options that are invalid or contradict each other; return the number of workers."""
-    for option, kind, expected in (
-        ("batch", Batch, "Batch(max_records=…, linger=…, max_bytes=…), or None"),
-        ("rate_limit", RateLimit, "RateLimit(per_second, burst), or None"),
-        ("retry", Retry, "Retry(attempts=…), or None for Retry()"),
+    shards, concurrency = options["shards"], options["concurrency"]
+    for name, is_valid, expected in (
+        ("batch", lambda value: isinstance(value, Batch), "Batch(max_records=…, linger=…, max_bytes=…), or None"),
+        ("rate_limit", lambda value: isinstance(value, RateLimit), "RateLimit(per_second, burst), or None"),
+        ("retry", lambda value: isinstance(value, Retry), "Retry(attempts=…), or None for Retry()"),
+        ("timeout", is_positive, "a number of seconds above 0, or None"),
+        ("shards", is_whole, "a whole number of at least 1"),
+        (
+            "shard_queue_size",
+            lambda value: shards is not None and is_whole(value),
+            "a whole number of at least 1, and shards as well: shards on demand have no queue",
+        ),
+        ("concurrency", is_whole, "a whole number of at least 1"),
+        ("decode", callable, _DECODES),
+        (
+            "publish_to",
+            lambda value: options["batch"] is None and value not in topics and is_topic(value),
+            (
+                "a topic that the handler does not consume; a batch has no key, so its handler publishes with "
+                "context.publish"
+            ),
+        ),
     ):
-        if options[option] is not None and not isinstance(options[option], kind):
-            raise HandlerError(f"{option}={options[option]!r} was refused: expected {expected}")
-    if timeout is not None and not (is_number(timeout) and 0 < timeout < float("inf")):
-        raise HandlerError(f"timeout={timeout!r} was refused: expected a number of seconds above 0, or None")
-    shard_key_of(options["shard_by"], one_topic=True)
+        if options[name] is not None and not is_valid(options[name]):
+            raise HandlerError(f"{name}={options[name]!r} was refused: expected {expected}")
+    shard_key_of(shard_by, one_topic=True)
     if shards is not None and concurrency is not None:
         raise HandlerError(
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
-    if shards is None and shard_queue_size is not None:
-        raise HandlerError(
-            f"shard_queue_size={shard_queue_size} was refused: shards on demand have no queue size; give shards as "
-            "well, or leave it out"
-        )
-    for name, value in (("shards", shards), ("shard_queue_size", shard_queue_size), ("concurrency", concurrency)):
-        if value is not None and not is_whole(value):
-            raise HandlerError(f"{name}={value!r} was refused: expected a whole number of at least 1")
     return int(shards or concurrency or 64)
 
 
@@ -294,22 +301,9 @@ def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: 
         )
 
 
-def _check_publish_to(publish_to: object, topics: tuple[str, ...], batch: object) -> None:
-    """Reject invalid topics, topics of the same handler, and batches."""
-    if publish_to is not None and (batch is not None or publish_to in topics or not is_topic(publish_to)):
-        raise HandlerError(
-            f"publish_to={publish_to!r} was refused: expected a topic that the handler does not consume; a batch has "
-            "no key, so its handler publishes with context.publish"
-        )
-
-
-def _check_decode(decode: object, batch: object) -> None:
-    """Reject values that are not decoders, and async decoders for batches."""
-    expected = "expected a function that takes a Record and returns the handler's argument"
-    if not callable(decode):
-        raise HandlerError(f"decode={decode!r} was refused: {expected}")
-    name = name_of(decode)
-    _check_arguments(f"decode={name} was refused ({{error}}): {expected}", decode, 1)
+def _check_decode(decode: Callable[[Record], object], batch: object) -> None:
+    """Reject functions that do not take a record, and async ones for batches."""
+    _check_arguments(f"decode={name_of(decode)} was refused ({{error}}): expected {_DECODES}", decode, 1)
     if batch is not None and is_async(decode):
         raise HandlerError(
             "decode=… is an async function and batch=… was given: the records of a batch are decoded in one step, so "
@@ -439,7 +433,7 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
 
 def _is_a(annotation: Any, kind: type) -> bool:
     """Whether an annotation is a context of this kind, also with the type of its state or in a union."""
-    return any((typing.get_origin(part) or part) is kind for part in alternatives(annotation))
+    return any((get_origin(part) or part) is kind for part in alternatives(annotation))
 
 
 def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
@@ -451,7 +445,7 @@ def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> A
     scope = getattr(plain, "__globals__", None) or getattr(getattr(plain, "__call__", None), "__globals__", {})  # noqa: B004
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(holder, globalns=scope, include_extras=True)["it"]
+        return get_type_hints(holder, globalns=scope, include_extras=True)["it"]
     except (NameError, TypeError, AttributeError, SyntaxError):
         return annotation  # a name that exists for type checkers only
 
@@ -468,10 +462,10 @@ def _payload(takes: str, annotation: Any, batch: Batch | None, *, decoded: bool)
             f"{takes}: {annotation}, and this name does not exist when the handler is registered, so nothing can be "
             "decoded to it: import or define it in the module, outside 'if TYPE_CHECKING' and functions"
         )
-    while batch is not None and typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    is_list = (typing.get_origin(annotation) or annotation) in _LISTS
-    arguments = typing.get_args(annotation)
+    while batch is not None and get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    is_list = (get_origin(annotation) or annotation) in _LISTS
+    arguments = get_args(annotation)
     if batch is not None and not is_list:
         raise HandlerError(
             f"{takes}: {shown(annotation)} and was given batch=…, so it is called with a list: annotate it with "

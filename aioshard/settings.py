@@ -128,13 +128,12 @@ def _read_servers(value: object) -> object:
     if not isinstance(value, str):
         return value
     servers = [server.strip() for server in value.split(",")]
-    for server in servers:
-        match = _SERVER.fullmatch(server)
-        if match is None or not 0 < int(match["port"] or 9092) <= 65_535:  # noqa: PLR2004 - the highest port
-            raise ValueError(
-                "expected host:port without a scheme, several separated by commas; TLS and SASL are set with "
-                "security_protocol"
-            )
+    matches = map(_SERVER.fullmatch, servers)
+    if not all(match and 0 < int(match["port"] or 9092) <= 65_535 for match in matches):  # noqa: PLR2004 - highest port
+        raise ValueError(
+            "expected host:port without a scheme, several separated by commas; TLS and SASL are set with "
+            "security_protocol"
+        )
     return ",".join(servers)
 
 
@@ -384,10 +383,10 @@ class Settings(BaseSettings):
     @field_validator("drain_timeout", mode="before")
     @classmethod
     def _compute_drain_timeout(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None:
+            return value
         needed = ("rebalance_timeout", "commit_timeout", "heartbeat_interval")
-        if value is not None or any(name not in info.data for name in needed):
-            return value if value is not None else 20.0  # one of the others was refused
-        rebalance, commit, heartbeat = (info.data[name] for name in needed)
+        rebalance, commit, heartbeat = (info.data.get(name, 0.0) for name in needed)  # without those refused already
         room = rebalance - commit - heartbeat
         return min(20.0, 0.9 * room) if room > 0 else 20.0  # no room is refused below
 
@@ -410,9 +409,8 @@ class Settings(BaseSettings):
             reasons = list(_contradictions(settings))
         if settings is not None and not reasons:
             return settings
-        if len(reasons) == 1:
-            raise SettingsError(reasons[0])
-        raise SettingsError("\n  - ".join([f"{len(reasons)} settings were refused:", *reasons]))
+        heading = [f"{len(reasons)} settings were refused:"] if len(reasons) > 1 else []
+        raise SettingsError("\n  - ".join([*heading, *reasons]))
 
     # Use ------------------------------------------------------------------------------
 
@@ -688,11 +686,10 @@ def misspelled_variables(environment: Mapping[str, str] | None = None) -> list[s
 
     They are not refused: clusters set variables such as `AIOSHARD_PORT` automatically.
     """
-    warnings = []
-    for variable in sorted(os.environ if environment is None else environment):
-        name = variable.lower().removeprefix(PREFIX.lower())
-        if variable.upper().startswith(PREFIX) and name not in Settings.model_fields:
-            meant = _close_match(name, Settings.model_fields)
-            if meant is not None:
-                warnings.append(f"{variable} is not used; did you mean {PREFIX}{meant.upper()}?")
-    return warnings
+    variables = sorted(os.environ if environment is None else environment)
+    names = {name: name[len(PREFIX) :].lower() for name in variables if name.upper().startswith(PREFIX)}
+    return [
+        f"{variable} is not used; did you mean {PREFIX}{meant.upper()}?"
+        for variable, name in names.items()
+        if name not in Settings.model_fields and (meant := _close_match(name, Settings.model_fields))
+    ]

@@ -54,7 +54,7 @@ def test_import_contracts_hold() -> None:
     ("module", "statement", "contract"),
     [
         ("core/offsets.py", "import asyncio", "What decides has no clock"),
-        ("core/retry.py", "import aioshard.ports", "A module imports only from lower layers"),
+        ("core/flow.py", "import aioshard.ports", "A module imports only from lower layers"),
         ("engine/worker.py", "import confluent_kafka", "The engine knows no Kafka client"),
         ("records.py", "import aioshard.errors", "A module imports only from lower layers"),
     ],

@@ -13,7 +13,7 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import print_json
-from aioshard.core.on_failure import DeadLetter
+from aioshard.core.options import DeadLetter
 from aioshard.engine.handler import Handler
 from aioshard.serde.payloads import raw_type, read_by_msgspec, shown
 

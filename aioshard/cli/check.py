@@ -11,7 +11,7 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import cut, print_result, table
-from aioshard.core.on_failure import DeadLetter, OnFailure
+from aioshard.core.options import DeadLetter, OnFailure
 from aioshard.engine.handler import Handler
 from aioshard.errors import MissingExtraError
 from aioshard.router import name_of
@@ -37,7 +37,14 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
     if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
         raise MissingExtraError("the journal", "journal")
     handlers, warnings = [_handler(handler) for handler in app.handlers], list(_warnings(app))
-    body = {"ok": True, "app": target, "group_id": app.group_id, "handlers": handlers}
+    content = {
+        "ok": True,
+        "app": target,
+        "group_id": app.group_id,
+        "handlers": handlers,
+        "settings": app.settings.asdict(),
+        "warnings": warnings,
+    }
     headings = ("handler", "topics", "payload", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
     lines = [
         f"{target} is an app of group {app.group_id!r}\n",
@@ -46,7 +53,7 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
         *table(("setting", "value", "unit"), _settings_rows(app.settings, all_settings=all_settings)),
         *(f"\nWarning: {warning}" for warning in warnings),
     ]
-    print_result({**body, "settings": app.settings.asdict(), "warnings": warnings}, lines, as_json=as_json)
+    print_result(content, lines, as_json=as_json)
 
 
 # Warnings -----------------------------------------------------------------------------
@@ -108,23 +115,22 @@ def _failure(policy: OnFailure) -> str:
     return f"{'dead letter' if isinstance(policy, DeadLetter) else 'park'}: {policy.topic}"
 
 
-def _row(handler: dict[str, Any]) -> tuple[str, ...]:
+def _row(handler: dict[str, Any]) -> tuple[object, ...]:
     topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
     return (
         handler["name"],
         ", ".join(topics),
         cut(handler["payload"] or f"decoded by {handler['decode']}()", _LONGEST),
         handler["shard_by"],
-        "on demand" if handler["shards"] is None else str(handler["shards"]),
-        str(handler["concurrency"]),
-        "-" if handler["timeout"] is None else f"{handler['timeout']:g} s",
+        handler["shards"] or "on demand",
+        handler["concurrency"],
+        None if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
     )
 
 
-def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[str, str, str]]:
+def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[object, ...]]:
     for name, value in settings.asdict().items():
         if all_settings or name in settings.model_fields_set:
-            text = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-            yield name, text, unit_of(name) or ""
+            yield name, f"{value:g}" if isinstance(value, float) else value, unit_of(name) or ""

@@ -14,7 +14,6 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.brokers import opened, run, settings_of
 from aioshard.cli.loading import load_app
-from aioshard.cli.options import Selection
 from aioshard.cli.output import (
     UNHEALTHY,
     as_json_value,
@@ -22,13 +21,15 @@ from aioshard.cli.output import (
     bytes_as_text,
     cut,
     moment_as_text,
+    part_as_text,
     print_json,
     print_result,
     progress,
     table,
 )
 from aioshard.core.commit_metadata import CommitMetadata
-from aioshard.core.finished_offsets import runs_of
+from aioshard.core.finished_offsets import beyond, holds, joined
+from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import identity
 from aioshard.engine.control import halted_of
 from aioshard.engine.epoch import Delivery
@@ -49,16 +50,13 @@ from aioshard.serde import side_records
 from aioshard.serde.side_records import Coordinates, DeadLetterRecord, Failure, read_dead_letter
 from aioshard.settings import Settings
 from aioshard.telemetry import logs
-from aioshard.testing import InMemoryBroker, InMemorySideTopics
-from aioshard.testing.transport import InMemoryTransport
+from aioshard.testing import InMemoryBroker, InMemorySideTopics, InMemoryTransport
 
 Finished = Callable[["Letter", str | None], None]
 """Called for each dead letter: with None if it was replayed, otherwise with the reason why not."""
 
 _SHARES = 100
 """A partition with a halted record may hold one share of the bounds of the buffer."""
-_ROWS = 50
-"""Rows of a table without `--limit`."""
 _SHOWN = 20
 """Failures that are printed."""
 
@@ -104,45 +102,44 @@ class ReplayedOffsets:
     """
 
     def __init__(self, committed: Committed | None) -> None:
-        committed = committed or Committed(0, "")
-        self.start = committed.offset
+        self.start, metadata = committed or Committed(0, "")
         """All below are done, as of the last commit."""
         self.fits = True
         """Whether the last commit contains all finished offsets; brokers store a limited number."""
-        self._end = self.start
-        self._due: dict[int, None] = {}
-        finished = CommitMetadata.read(committed.metadata, committed.offset).finished
-        self._done = {offset for part in finished for offset in range(part.start, part.end)}
+        self._finished = CommitMetadata.read(metadata, self.start).finished
+        """As of the last commit."""
+        self._tracker = OffsetTracker[int](self.start)
 
     def is_done(self, offset: int) -> bool:
         """Whether the dead letter at *offset* is done."""
-        return offset < self.start or offset in self._done
+        if offset < self._tracker.position:
+            return offset not in self._tracker.incomplete
+        return holds(self._finished, offset)
 
     def add(self, offset: int) -> None:
         """Add the next dead letter."""
-        self._end = offset + 1
-        if not self.is_done(offset):
-            self._due[offset] = None
+        if offset >= self._tracker.position:
+            due = [] if self.is_done(offset) else [offset]
+            self._tracker.track(due, due, offset + 1)
 
     def finish(self, offset: int) -> None:
         """Mark a dead letter as done; nothing happens if it already is."""
-        self._due.pop(offset, None)
-        self._done.add(offset)
+        self._tracker.incomplete.pop(offset, None)
 
     def commit(self) -> Committed:
         """Return what to commit."""
-        self.start = next(iter(self._due), max(self._end, self.start))
-        self._done = {offset for offset in self._done if offset >= self.start}
-        finished = runs_of(self._done)
-        text = CommitMetadata(finished=finished).text(self.start)
-        self.fits = CommitMetadata.read(text, self.start).finished == finished
+        self.start = self._tracker.committable
+        ahead = beyond(self._finished, self._tracker.position)
+        self._finished = tuple(joined([*self._tracker.finished(), *ahead]))
+        text = CommitMetadata(finished=self._finished).text(self.start)
+        self.fits = CommitMetadata.read(text, self.start).finished == self._finished
         return Committed(self.start, text)
 
 
 class DeadLetters:
     """Reads the dead letters of an open topic, and stores which ones were replayed. Owned by one command."""
 
-    def __init__(self, administration: KafkaAdmin, reader: TopicReader, selection: Selection) -> None:
+    def __init__(self, administration: KafkaAdmin, reader: TopicReader, selection: options.Selection) -> None:
         self.read = 0
         """Number of dead letters read."""
         self.others = 0
@@ -222,17 +219,19 @@ def command() -> None:
     "--limit",
     type=click.IntRange(0),
     metavar="N",
-    help=f"Show at most N, the newest ones; by default {_ROWS}, and with --json all.",
+    help=f"Show at most N, the newest ones; by default {options.ROWS}, and with --json all.",
 )
 @options.bootstrap_servers()
 @options.as_json("the dead letters and their counts")
-def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
+def show(
+    topic: str, *, selection: options.Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool
+) -> None:
     """Show the dead letters of TOPIC.
 
     Reads from the start of TOPIC to its current end, and commits nothing. Keys, values and messages are printed as
     they are in the topic, cut to a line; --json prints all of them.
     """
-    most = _ROWS if limit is None and not as_json else limit
+    most = options.ROWS if limit is None and not as_json else limit
     newest, summary, others = run(_show(settings_of(bootstrap_servers), topic, selection, most))
     content = {
         "topic": topic,
@@ -243,10 +242,9 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
 
 
 def _lines_of(topic: str, newest: Sequence[Letter], summary: dict[str, Any], others: int) -> Iterator[str]:
-    of = f" of {summary['dead_letters']}" if summary["dead_letters"] != summary["selected"] else ""
+    selected = part_as_text(summary["selected"], summary["dead_letters"], "dead letter")
     done = "" if summary["replayed"] is None else f", {summary['replayed']} of them already replayed"
-    noun = "dead letter" if summary["selected"] == 1 and not of else "dead letters"
-    yield f"{summary['selected']}{of} {noun} in {topic}{done}"
+    yield f"{selected} in {topic}{done}"
     if others:
         yield f"{counted(others, 'other record')} in {topic}"
     if summary["selected"]:
@@ -262,7 +260,7 @@ def _lines_of(topic: str, newest: Sequence[Letter], summary: dict[str, Any], oth
 
 
 async def _show(
-    settings: Settings, topic: str, selection: Selection, limit: int | None
+    settings: Settings, topic: str, selection: options.Selection, limit: int | None
 ) -> tuple[list[Letter], dict[str, Any], int]:
     """Return the newest dead letters, figures about all selected ones, and the number of other records."""
     errors, handlers, topics = Counter[str](), Counter[str](), Counter[str]()
@@ -303,15 +301,15 @@ async def _show(
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
 
 
-def _cells(letter: Letter) -> tuple[str, ...]:
+def _cells(letter: Letter) -> tuple[object, ...]:
     original, failure = letter.original, letter.failure
     return (
         moment_as_text(failure.failed_at),
         f"{letter.at.partition}/{letter.at.offset}",
-        str(letter.source),
+        letter.source,
         cut(bytes_as_text(original.key)),
         as_text(failure.handler),
-        str(failure.attempts),
+        failure.attempts,
         cut(as_text(f"{failure.error}: {failure.message}")),
         cut(bytes_as_text(original.value)),
         "done" if letter.done else "",
@@ -497,7 +495,7 @@ class ThroughHandlers:
 def replay(
     topic: str,
     *,
-    selection: Selection,
+    selection: options.Selection,
     target: str | None,
     limit: int | None,
     again: bool,
@@ -528,7 +526,7 @@ def replay(
                 f"--group {selection.group} was given, but the handlers of --app {target} belong to {app.group_id!r}"
             )
         selection = selection._replace(group=app.group_id)
-    replaying = _Replaying(topic, selection, limit=limit, again=again)
+    replaying = _Replaying(topic=topic, selection=selection, limit=limit, again=again)
     try:
         run(replaying.run(settings, app, keep_time=timestamp == "original"))
     except (AioshardError, KeyboardInterrupt) as error:
@@ -538,47 +536,45 @@ def replay(
     return UNHEALTHY if replaying.failed else 0
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Replaying:
     """One run over the dead letters of a topic."""
 
-    def __init__(self, topic: str, selection: Selection, *, limit: int | None, again: bool) -> None:
-        self.failed: list[tuple[Letter, str]] = []
-        self._topic = topic
-        self._selection = selection
-        self._limit = limit
-        self._again = again
-        self._destination: ToTopic | ThroughHandlers | None = None
-        """Set once the progress of earlier runs is known."""
-        self._done: Counter[str] = Counter()
-        """By topic."""
-        self._records: dict[Coordinates, bool] = {}
-        """The records of this run, and whether they are done."""
+    topic: str
+    selection: options.Selection
+    limit: int | None
+    again: bool
+    destination: ToTopic | ThroughHandlers | None = None
+    """Set once the progress of earlier runs is known."""
+    done: Counter[str] = dataclasses.field(default_factory=Counter)
+    """By topic."""
+    failed: list[tuple[Letter, str]] = dataclasses.field(default_factory=list)
+    records: dict[Coordinates, bool] = dataclasses.field(default_factory=dict)
+    """The records of this run, and whether they are done."""
 
     async def run(self, settings: Settings, app: App | None, *, keep_time: bool) -> None:
         """Read the topic and replay its dead letters in chunks, through *app* or to their topics."""
         producer = KafkaProducer(settings)  # connects on use
         try:
-            async with opened(settings, self._topic, self._selection.partitions) as (administration, reader):
-                dead_letters = DeadLetters(administration, reader, self._selection)
+            async with opened(settings, self.topic, self.selection.partitions) as (administration, reader):
+                dead_letters = DeadLetters(administration, reader, self.selection)
                 await dead_letters.fetch_progress()
-                self._destination = (
-                    ToTopic(administration, producer, keep_time) if app is None else ThroughHandlers(app)
-                )
-                async with progress(f"replaying {self._topic}", self._done.total):
-                    await self._replay(dead_letters, self._destination)
+                self.destination = ToTopic(administration, producer, keep_time) if app is None else ThroughHandlers(app)
+                async with progress(f"replaying {self.topic}", self.done.total):
+                    await self._replay(dead_letters, self.destination)
         finally:
             await producer.close()
 
     async def _replay(self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers) -> None:
         chunk: list[Letter] = []
         size = 0
-        async for letter in dead_letters.letters(skip_done=not self._again):
+        async for letter in dead_letters.letters(skip_done=not self.again):
             chunk.append(letter)
-            if letter.source in self._records:
+            if letter.source in self.records:
                 continue  # the app was killed between the dead letter and the commit
-            self._records[letter.source] = False
+            self.records[letter.source] = False
             size += record_size(letter.original.key, letter.original.value, letter.original.headers)
-            if len(self._records) == self._limit:
+            if len(self.records) == self.limit:
                 break
             if len(chunk) >= destination.most_records or size >= destination.most_bytes:
                 await self._process(dead_letters, destination, chunk)
@@ -589,35 +585,40 @@ class _Replaying:
         self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers, letters: Sequence[Letter]
     ) -> None:
         """Replay dead letters, the first one of each record, and store which ones are done."""
-        due = {letter.source: letter for letter in reversed(letters) if not self._records[letter.source]}
+        due = {letter.source: letter for letter in reversed(letters) if not self.records[letter.source]}
         try:
             if due:
                 await destination.process([due[source] for source in sorted(due)], self._finished)
         finally:
-            done = [letter for letter in letters if self._records[letter.source]]
+            done = [letter for letter in letters if self.records[letter.source]]
             # Even if interrupted: otherwise the next run would replay these again.
             await finish(dead_letters.store_progress(done), "store the progress")
 
     def _finished(self, letter: Letter, why: str | None) -> None:
-        if why is not None:
+        if why is None:
+            self.records[letter.source] = True
+            self.done[letter.original.topic] += 1
+        else:
             self.failed.append((letter, why))
-            return
-        self._records[letter.source] = True
-        self._done[letter.original.topic] += 1
 
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
         if as_json:
-            failed = [
-                {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
-                for letter, why in self.failed
-            ]
-            cause = None if error is None else str(error) or type(error).__name__
-            print_json({"topic": self._topic, "done": self._done, "failed": failed, "error": cause})
-        elif self._destination is not None:
-            total = self._done.total()
-            topics = ", ".join(f"{topic} {count}" for topic, count in self._done.most_common())
-            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self._destination.verb}"
+            print_json(
+                {
+                    "topic": self.topic,
+                    "done": self.done,
+                    "failed": [
+                        {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
+                        for letter, why in self.failed
+                    ],
+                    "error": None if error is None else str(error) or type(error).__name__,
+                }
+            )
+        elif self.destination is not None:
+            total = self.done.total()
+            topics = ", ".join(f"{topic} {count}" for topic, count in self.done.most_common())
+            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self.destination.verb}"
             click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
         for letter, why in self.failed[:_SHOWN]:
             click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)

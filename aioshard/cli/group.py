@@ -49,12 +49,16 @@ class Position(NamedTuple):
     @property
     def metadata(self) -> CommitMetadata:
         """The metadata of the commit."""
-        return CommitMetadata() if self.committed is None else CommitMetadata.read(self.committed.metadata, self.offset)
+        return (
+            CommitMetadata()
+            if self.committed is None
+            else CommitMetadata.read(self.committed.metadata, self.committed.offset)
+        )
 
     @property
-    def offset(self) -> int:
-        """The committed offset; -1 without one."""
-        return -1 if self.committed is None else self.committed.offset
+    def offset(self) -> int | None:
+        """The committed offset; None without one."""
+        return None if self.committed is None else self.committed.offset
 
     @property
     def finished(self) -> int:
@@ -64,7 +68,7 @@ class Position(NamedTuple):
     @property
     def lag(self) -> int | None:
         """Number of offsets that are not committed; None without a commit or a partition."""
-        if self.bounds is None or self.committed is None:
+        if self.bounds is None or self.offset is None:
             return None
         return max(self.bounds.stable - max(self.offset, self.bounds.start), 0)
 
@@ -72,7 +76,7 @@ class Position(NamedTuple):
         """Return it for JSON."""
         return {
             **self.partition._asdict(),
-            "committed": None if self.committed is None else self.offset,
+            "committed": self.offset,
             "log_start": None if self.bounds is None else self.bounds.start,
             "end": None if self.bounds is None else self.bounds.stable,
             "lag": self.lag,
@@ -181,17 +185,15 @@ def _member_row(member: GroupMember) -> tuple[str, ...]:
     return (*map(as_text, names), " ".join(map(str, member.partitions)) or "-")
 
 
-def _position_row(position: Position) -> tuple[str, ...]:
-    metadata = position.metadata
-    notes = list(metadata.ignored)
-    if metadata.foreign is not None:
-        notes.append(f"by another program: {as_text(cut(metadata.foreign, 40))}")
+def _position_row(position: Position) -> tuple[object, ...]:
+    foreign = position.metadata.foreign
+    notes = position.metadata.ignored if foreign is None else [f"by another program: {as_text(cut(foreign, 40))}"]
     return (
-        str(position.partition),
-        "-" if position.committed is None else str(position.offset),
+        position.partition,
+        position.offset,
         "gone" if position.bounds is None else f"{position.bounds.start} to {position.bounds.stable}",
-        str(position.finished),
-        "; ".join(notes) or "-",
+        position.finished,
+        "; ".join(notes) or None,
     )
 
 
@@ -209,7 +211,7 @@ def cause_of(group: Group, position: Position) -> str | None:
     cause = cause_of_group(group) if position.lag else None
     if position.bounds is None:
         cause = "the partition is gone"
-    elif position.committed is not None and position.offset < position.bounds.start:
+    elif position.offset is not None and position.offset < position.bounds.start:
         cause = f"records from {position.offset} to {position.bounds.start - 1} were deleted before they were read"
     elif cause is not None:
         cause = cause.partition(":")[0].partition(";")[0]
@@ -256,16 +258,16 @@ def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, a
     print_result(content, lines, as_json=as_json)
 
 
-def _lag_row(group: Group, position: Position) -> tuple[str, ...]:
+def _lag_row(group: Group, position: Position) -> tuple[object, ...]:
     owner = position.member
     return (
-        str(position.partition),
-        "-" if position.committed is None else str(position.offset),
-        "gone" if position.bounds is None else str(position.bounds.stable),
-        "-" if position.lag is None else f"{position.lag:,}",
-        str(position.finished),
-        "-" if owner is None else as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
-        cause_of(group, position) or "-",
+        position.partition,
+        position.offset,
+        "gone" if position.bounds is None else position.bounds.stable,
+        None if position.lag is None else f"{position.lag:,}",
+        position.finished,
+        None if owner is None else as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
+        cause_of(group, position),
     )
 
 
@@ -312,18 +314,14 @@ def reset(
     if partitions and len(set(topics)) != 1:
         raise click.UsageError("--partition needs exactly one --topic")
     changes = run(_reset(settings_of(bootstrap_servers), group, to, frozenset(topics), partitions, yes=yes))
-    entries = [
-        {**partition._asdict(), "committed": None if before is None else before.offset, "to": after}
-        for partition, before, after in changes
-    ]
+    entries = [{**partition._asdict(), "committed": before, "to": after} for partition, before, after in changes]
     lines = [f"Nothing to change: group {group!r} is already there."]
     if changes:
-        rows = [
-            (str(partition), "-" if before is None else str(before.offset), str(after))
-            for partition, before, after in changes
-        ]
         done = f"{counted(len(changes), 'partition')} of group {group!r} reset."
-        lines = [*table(("partition", "committed", "to"), rows), done if yes else "Nothing was changed: --yes resets."]
+        lines = [
+            *table(("partition", "committed", "to"), changes),
+            done if yes else "Nothing was changed: --yes resets.",
+        ]
     print_result({"group": group, "reset": yes, "partitions": entries}, lines, as_json=as_json)
 
 
@@ -335,8 +333,8 @@ async def _reset(
     partitions: tuple[int, ...],
     *,
     yes: bool,
-) -> list[tuple[TopicPartition, Committed | None, int]]:
-    """Return the changed partitions, with their old commits and new offsets."""
+) -> list[tuple[TopicPartition, int | None, int]]:
+    """Return the changed partitions, with their old and new offsets."""
     async with KafkaAdmin(settings) as brokers:
         commits = await brokers.all_commits(group_id)
         chosen = [] if topics else list(commits)
@@ -346,7 +344,7 @@ async def _reset(
             raise click.UsageError(f"group {group_id!r} has no commits: name the --topic to reset")
         targets = await _targets(brokers, to, sorted(chosen))
         changes = [
-            (partition, commits.get(partition), offset)
+            (partition, None if (before := commits.get(partition)) is None else before.offset, offset)
             for partition, offset in targets.items()
             if commits.get(partition) != Committed(offset, "")
         ]

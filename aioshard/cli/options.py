@@ -16,6 +16,8 @@ from aioshard.serde.side_records import Coordinates, Failure
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+ROWS = 50
+"""Rows of a table without `--limit`."""
 _AGO = re.compile(r"-(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 

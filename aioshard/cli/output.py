@@ -25,6 +25,7 @@ from aioshard.errors import (
     PlanError,
     SettingsError,
 )
+from aioshard.records import counted
 
 CRASHED: Final = 1
 REFUSED: Final = 2
@@ -96,14 +97,14 @@ def as_json_value(content: bytes | None) -> Any:
 # Text ---------------------------------------------------------------------------------
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a table with aligned columns.
 
     Args:
         headings: One for each column.
-        rows: Cells that are safe to show; see `as_text`.
+        rows: Cells that are safe to show; see `as_text`. None is shown as `-`.
     """
-    lines = [tuple(headings), *map(tuple, rows)]
+    lines = [["-" if cell is None else str(cell) for cell in line] for line in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
@@ -131,22 +132,19 @@ def moment_as_text(seconds: float) -> str:
         return f"{seconds:g} s"
 
 
-def duration_as_text(seconds: float) -> str:
-    """Return a duration in the largest unit of which there are at least two.
-
-    Example:
-        >>> duration_as_text(90), duration_as_text(150), duration_as_text(200_000)
-        ('90 s', '2 min', '2 d')
-    """
-    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
-
-
 def cut(text: str, longest: int = _LONGEST) -> str:
     """Return at most *longest* characters of *text*."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def part_as_text(number: int, total: int, noun: str) -> str:
+    """Return how many of *total* there are.
+
+    Example:
+        >>> part_as_text(2, 2, "record"), part_as_text(1, 3, "record")
+        ('2 records', '1 of 3 records')
+    """
+    return counted(number, noun) if number == total else f"{number:,} of {counted(total, noun)}"
 
 
 # Progress -----------------------------------------------------------------------------

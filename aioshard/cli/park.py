@@ -8,7 +8,6 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import opened, publish, run, settings_of
-from aioshard.cli.options import Selection
 from aioshard.cli.output import (
     UNHEALTHY,
     as_json_value,
@@ -16,6 +15,7 @@ from aioshard.cli.output import (
     bytes_as_text,
     cut,
     moment_as_text,
+    part_as_text,
     print_result,
     progress,
     table,
@@ -34,8 +34,6 @@ from aioshard.serde.side_records import (
 )
 from aioshard.settings import Settings
 
-_ROWS = 50
-
 Key = list[ParkedRecord]
 """The parked records of one key and partition, in order, without values; a record without a key is alone. The first
 one failed, and the others wait behind it."""
@@ -53,7 +51,7 @@ class ParkedTopic(NamedTuple):
         """Return all parked records in order, each as it was parked last."""
         return [stored[max(stored)] for _, stored in sorted(self.records.items(), key=operator.itemgetter(0))]
 
-    def keys(self, selection: Selection) -> list[Key]:
+    def keys(self, selection: options.Selection) -> list[Key]:
         """Return the keys with a selected record, the one that has waited longest first."""
         records = self.latest()
         chosen = {_identity(record) for record in records if selection.takes(record.original, record.failure)}
@@ -73,7 +71,7 @@ def _identity(record: ParkedRecord) -> object:
     return record.coordinates if key is None else (record.coordinates.topic, record.coordinates.partition, key)
 
 
-async def _read(settings: Settings, topic: str, selection: Selection) -> ParkedTopic:
+async def _read(settings: Settings, topic: str, selection: options.Selection) -> ParkedTopic:
     """Read a side topic from its start to its end.
 
     Raises:
@@ -117,11 +115,13 @@ def command() -> None:
     "--limit",
     type=click.IntRange(0),
     metavar="N",
-    help=f"Show at most N keys; by default {_ROWS}, and with --json all.",
+    help=f"Show at most N keys; by default {options.ROWS}, and with --json all.",
 )
 @options.bootstrap_servers()
 @options.as_json("the keys")
-def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
+def show(
+    topic: str, *, selection: options.Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool
+) -> None:
     """List the keys whose records are parked in TOPIC.
 
     The key that has waited longest comes first. A key is listed if one of its records matches the filters.
@@ -135,10 +135,9 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
         "records": records,
         "parked": [_object(parked, key) for key in keys[:limit]],
     }
-    of = f" of {len(parked.records)}" if records != len(parked.records) else ""
-    noun = "record" if records == 1 and not of else "records"
-    lines = [f"{records}{of} parked {noun} of {counted(len(keys), 'key')} in {topic}"]
-    if shown := keys[: _ROWS if limit is None else limit]:
+    listed = part_as_text(records, len(parked.records), "parked record")
+    lines = [f"{listed} of {counted(len(keys), 'key')} in {topic}"]
+    if shown := keys[: options.ROWS if limit is None else limit]:
         lines += ["", *table(_HEADINGS, [_cells(parked, key) for key in shown])]
         if len(shown) < len(keys):
             lines.append(f"\n{counted(len(keys) - len(shown), 'more key')} not shown: --limit shows more")
@@ -148,16 +147,16 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
 _HEADINGS = ("key", "first record", "records", "failed", "next retry", "replays", "handler", "error")
 
 
-def _cells(parked: ParkedTopic, key: Key) -> tuple[str, ...]:
+def _cells(parked: ParkedTopic, key: Key) -> tuple[object, ...]:
     first = key[0]
     due = "when released" if first.due >= NEVER else moment_as_text(first.due)
     return (
         cut(bytes_as_text(first.original.key)),
-        str(first.coordinates),
-        str(len(key)),
+        first.coordinates,
+        len(key),
         moment_as_text(first.failure.failed_at),
         "release requested" if parked.is_requested(key) else due,
-        str(first.replays),
+        first.replays,
         as_text(first.failure.handler),
         cut(as_text(f"{first.failure.error}: {first.failure.message}")),
     )
@@ -185,8 +184,8 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
     return options.filters(click.option("--all", "everything", is_flag=True, help="All parked records.")(command))
 
 
-def _check(selection: Selection, *, everything: bool) -> None:
-    filtered = selection._replace(partitions=()) != Selection()
+def _check(selection: options.Selection, *, everything: bool) -> None:
+    filtered = selection._replace(partitions=()) != options.Selection()
     if everything and filtered:
         raise click.UsageError("--all and a filter were both given: leave one of them out")
     if not everything and not filtered:
@@ -206,7 +205,7 @@ def _exit_code(topic: str, matches: int, *, everything: bool) -> int:
 @options.bootstrap_servers()
 @options.as_json("the keys")
 def release_(
-    topic: str, *, selection: Selection, everything: bool, bootstrap_servers: str | None, as_json: bool
+    topic: str, *, selection: options.Selection, everything: bool, bootstrap_servers: str | None, as_json: bool
 ) -> int:
     """Request that parked keys of TOPIC are retried now.
 
@@ -245,7 +244,13 @@ def release_(
 @options.bootstrap_servers()
 @options.as_json("the records")
 def drop(
-    topic: str, *, selection: Selection, everything: bool, yes: bool, bootstrap_servers: str | None, as_json: bool
+    topic: str,
+    *,
+    selection: options.Selection,
+    everything: bool,
+    yes: bool,
+    bootstrap_servers: str | None,
+    as_json: bool,
 ) -> int:
     """Discard parked records of TOPIC: they will never be processed.
 

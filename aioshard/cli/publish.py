@@ -4,6 +4,7 @@ import asyncio
 import codecs
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -28,26 +29,24 @@ class BadLineError(AioshardError):
     """A line of the input is not valid; it was not published."""
 
 
+@dataclasses.dataclass(slots=True)
 class JsonLines:
     """Reads messages from one JSON object per line; the value is the line itself. Skips blank lines."""
 
-    def __init__(self, name: str, topic: str, key_field: str | None) -> None:
-        """Create a reader.
-
-        Args:
-            name: Name of the input, for error messages.
-            topic: Topic of the messages.
-            key_field: The field with the key: text as it is, anything else as JSON. A message without it, or with
-                null, has no key. With None, no message has a key.
-        """
-        self.read = 0
-        """Number of messages."""
-        self.without_key = 0
-        self._name = name
-        self._topic = topic
-        self._key_field = key_field
-        self._line = 0
-        self._rest = b""
+    name: str
+    """Name of the input, for error messages."""
+    topic: str
+    """Topic of the messages."""
+    key_field: str | None
+    """The field with the key: text as it is, anything else as JSON. A message without it, or with null, has no key.
+    With None, no message has a key."""
+    read: int = 0
+    """Number of messages."""
+    without_key: int = 0
+    line: int = 0
+    """Number of the latest line."""
+    rest: bytes = b""
+    """The beginning of the next one."""
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages whose lines *data* completes. Empty *data* is the end of the input.
@@ -55,25 +54,25 @@ class JsonLines:
         Raises:
             BadLineError: A line is not valid.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n") if data else (self._rest, b"")
+        *lines, self.rest = (self.rest + data).split(b"\n") if data else (self.rest, b"")
         for line in lines:
-            self._line += 1
+            self.line += 1
             if value := line.removeprefix(codecs.BOM_UTF8).strip():
                 key = self._key(value)
                 self.read += 1
                 self.without_key += key is None
-                yield Message(self._topic, value, key)
+                yield Message(self.topic, value, key)
 
     def _key(self, value: bytes) -> bytes | None:
         try:
             row = json.loads(value)
             if not isinstance(row, dict):
-                raise BadLineError(f"line {self._line} of {self._name} is not a JSON object")
-            key = None if self._key_field is None else row.get(self._key_field)
+                raise BadLineError(f"line {self.line} of {self.name} is not a JSON object")
+            key = None if self.key_field is None else row.get(self.key_field)
             return None if key is None else (key if isinstance(key, str) else json.dumps(key)).encode()
         except (ValueError, RecursionError) as error:
             raise BadLineError(
-                f"line {self._line} of {self._name} is not JSON ({error}): expected one JSON object per line"
+                f"line {self.line} of {self.name} is not JSON ({error}): expected one JSON object per line"
             ) from None
 
 

@@ -27,8 +27,6 @@ from aioshard.telemetry import logs
 logger = logging.getLogger("aioshard.cli")
 
 TOKEN_VARIABLE = "AIOSHARD_WEB_TOKEN"  # noqa: S105 - a name
-_LOG_LEVELS = ["debug", "info", "warning", "error", "critical"]
-
 
 Load = Callable[[], App]
 """Imports and configures the app."""
@@ -75,7 +73,7 @@ ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
 )
 @click.option(
     "--log-level",
-    type=click.Choice(_LOG_LEVELS, case_sensitive=False),
+    type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
     default="info",
     show_default=True,
     help="Lowest level that is logged.",
@@ -185,11 +183,16 @@ def _run_workers(load: Load, count: int, *, until_caught_up: bool, as_json: bool
         supervisor = Supervisor(app, sys.argv[2:], count, until_caught_up=until_caught_up)
         code = runner.run(supervisor.run(signals))
     if as_json:
-        workers = [
-            {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
-            for worker in supervisor.workers
-        ]
-        print_json({"exit_code": code, "signal": signals.received or None, "workers": workers})
+        print_json(
+            {
+                "exit_code": code,
+                "signal": signals.received or None,
+                "workers": [
+                    {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
+                    for worker in supervisor.workers
+                ],
+            }
+        )
     return code
 
 

@@ -118,19 +118,17 @@ def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: 
     """
     load_app(target, app_dir)
     new_plan = run(planning.plan(target, directory=directory, tell=_print_note, **chosen))
-    lines = [*_lines_of(new_plan), f"\nNext: aioshard spark run {directory}"]
-    print_result(json.loads(new_plan.to_json()), lines, as_json=as_json, indent=2)
+    print_result(
+        json.loads(new_plan.to_json()),
+        [*_lines_of(new_plan), f"\nNext: aioshard spark run {directory}"],
+        as_json=as_json,
+        indent=2,
+    )
 
 
 def _lines_of(plan: Plan) -> Iterator[str]:
     rows = [
-        (
-            planned.topic,
-            str(planned.partition),
-            str(planned.start),
-            str(planned.end),
-            f"{planned.end - planned.start:,}",
-        )
+        (planned.topic, planned.partition, planned.start, planned.end, f"{planned.end - planned.start:,}")
         for planned in plan.ranges
         if planned.end > planned.start
     ]
@@ -220,8 +218,7 @@ def status(directory: str, *, as_json: bool) -> None:
         "verified": {None: "", True: "yes", False: "no: run aioshard spark verify"}[verified],
         "handed over": "yes" if state.handed_over else "",
     }
-    lines = table(("run", directory), [(name, value) for name, value in rows.items() if value])
-    print_result(state, lines, as_json=as_json)
+    print_result(state, table(("run", directory), [row for row in rows.items() if row[1]]), as_json=as_json)
 
 
 @command.command()
@@ -279,16 +276,12 @@ def handover(directory: str, *, wait: float | None, force: bool, master: str, ap
             handovers.send_letters(spark, run_dir, _print_note)
     done = run(handovers.handover(directory, wait=wait, force=force, tell=_print_note))
     rows = [
-        (topic, str(partition), _offset(done.before.get(topic, {}).get(partition)), _offset(offset))
+        (topic, partition, done.before.get(topic, {}).get(partition), offset)
         for topic, offsets in sorted(done.offsets.items())
         for partition, offset in sorted(offsets.items())
     ]
     lines = [f"{done.state}: group {done.group_id!r}", *table(("topic", "partition", "before", "now"), rows)]
     print_result(done, lines, as_json=as_json)
-
-
-def _offset(offset: int | None) -> str:
-    return "-" if offset is None else str(offset)
 
 
 @command.command()

@@ -335,9 +335,8 @@ class Supervisor:
         worker.restarts += 1
         logger.warning("worker %d %s; restarting in %g s (restart %d)", worker.number, ending, pause, worker.restarts)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._stopping.wait()
-                worker.exit_code = 0  # it was not running when the stop was requested
+            await asyncio.wait_for(self._stopping.wait(), pause)
+            worker.exit_code = 0  # it was not running when the stop was requested
 
 
 def _exit_code(ending: Ending, *, requested: bool) -> int:

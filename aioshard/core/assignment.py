@@ -220,12 +220,11 @@ def spread(
     if not homes:
         return even.holders
     kept = _Spread(members, partitions, homes, begin or {})
-    if sorted(kept.load.values()) == sorted(even.load.values()):
-        return kept.holders
-    # Only a start: levelling moves one partition at a time, and thousands may have to move.
-    kept.release_surplus(even.load)
-    kept.place_the_rest()
-    kept.level()
+    if sorted(kept.load.values()) != sorted(even.load.values()):
+        # Only a start: levelling moves one partition at a time, and thousands may have to move.
+        kept.release_surplus(even.load)
+        kept.place_the_rest()
+        kept.level()
     return kept.holders
 
 
@@ -269,8 +268,8 @@ class _Spread:
         for topic in sorted(
             self._subscribers, key=lambda topic: (len(self._subscribers[topic]), -len(self._partitions[topic]), topic)
         ):
-            candidates = [(self.load[name], of_topic[name, topic], name) for name in self._subscribers[topic]]
-            heapq.heapify(candidates)
+            # A sorted list is a heap.
+            candidates = sorted((self.load[name], of_topic[name, topic], name) for name in self._subscribers[topic])
             for number in sorted(self._partitions[topic]):
                 at = TopicPartition(topic, number)
                 if at not in self.holders:

@@ -38,16 +38,6 @@ class Run(NamedTuple):
     end: int
 
 
-def runs_of(offsets: Iterable[int]) -> tuple[Run, ...]:
-    """Group offsets, in any order, into runs.
-
-    Example:
-        >>> runs_of([7, 3, 4])
-        (Run(start=3, end=5), Run(start=7, end=8))
-    """
-    return tuple(joined(Run(offset, offset + 1) for offset in sorted(set(offsets))))
-
-
 def joined(runs: Iterable[Run]) -> list[Run]:
     """Join ascending runs that adjoin.
 

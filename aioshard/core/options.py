@@ -1,7 +1,19 @@
-"""Checks of the values of a user's options."""
+"""The options of a handler: the checks of their values, and what applies them, such as the token bucket of a limit."""
 
-from aioshard.errors import HandlerError
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from aioshard.errors import DecodeError, HandlerError, RetryLater
 from aioshard.records import TOPIC_NAME
+
+_SHRINKS = 3
+"""Bits by which each failure shrinks the next batch: 500 records, then 62, then 7, then 1."""
+_DEFAULT_BURST = 0.05
+"""Seconds of tokens in the default burst of a rate limit."""
+_TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
 def check(option: object, name: str, is_valid: bool, expected: str) -> None:
@@ -15,9 +27,9 @@ def check(option: object, name: str, is_valid: bool, expected: str) -> None:
         raise HandlerError(f"{type(option).__name__}({name}={value!r}) was refused: expected {expected}")
 
 
-def is_whole(value: object, least: int = 1) -> bool:
-    """Whether a value is a whole number of at least *least*; a bool is not."""
-    return type(value) is int and value >= least
+def is_whole(value: object, most: float = math.inf) -> bool:
+    """Whether a value is a whole number from 1 to *most*; a bool is not."""
+    return type(value) is int and 1 <= value <= most
 
 
 def is_number(value: object) -> bool:
@@ -25,6 +37,371 @@ def is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above 0; a bool is not."""
+    return is_number(value) and 0 < value < math.inf
+
+
 def is_topic(value: object) -> bool:
     """Whether a value is the name of a topic."""
     return isinstance(value, str) and TOPIC_NAME.fullmatch(value) is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Retry:
+    """How often and when to retry a failed record; only its shard waits meanwhile.
+
+    Attributes:
+        attempts: Maximum number of runs, including the first.
+        initial: Seconds before the second attempt.
+        maximum: Upper limit of any delay, in seconds.
+        factor: Factor by which each delay exceeds the previous one.
+        jitter: Random share of a delay, 0 to 1, so that many failed records are not retried at the same moment.
+        retry_on: Exceptions that are worth another attempt.
+        give_up_on: Exceptions that are not; they take precedence over *retry_on*.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> retry = Retry(attempts=4, initial=0.5, maximum=1.5, jitter=0.0)
+        >>> [retry.delay(ValueError(), attempt, chance=0.0) for attempt in (1, 2, 3, 4)]
+        [0.5, 1.0, 1.5, None]
+    """
+
+    attempts: int = 5
+    initial: float = 0.1
+    maximum: float = 30.0
+    factor: float = 2.0
+    jitter: float = 0.2
+    retry_on: tuple[type[BaseException], ...] = (Exception,)
+    give_up_on: tuple[type[BaseException], ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, "attempts", is_whole(self.attempts), "a whole number of at least 1: it counts the first run")
+        for name in ("initial", "maximum", "factor", "jitter"):
+            check(self, name, is_number(getattr(self, name)), "a number")
+        check(self, "initial", self.initial >= 0, "a number of seconds, 0 or more")
+        check(self, "maximum", self.maximum >= self.initial, f"at least initial={self.initial}")
+        check(self, "factor", self.factor >= 1, "at least 1, so that delays do not shrink")
+        check(self, "jitter", 0 <= self.jitter <= 1, "a share between 0 and 1")
+        for name in ("retry_on", "give_up_on"):
+            try:
+                isinstance(None, getattr(self, name))
+            except TypeError:
+                check(self, name, False, "an exception class, or a tuple of them")  # noqa: FBT003 - just found out
+
+    def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
+        """Return the seconds until the next attempt, or None to give up: always after a `DecodeError`.
+
+        A `RetryLater` chooses the delay.
+
+        Args:
+            error: The exception that attempt number *attempt* raised.
+            attempt: Counted from 1.
+            chance: A random number from 0 to 1; it changes the delay by up to ± `jitter` / 2 of its value.
+        """
+        if isinstance(error, RetryLater) and attempt < self.attempts:
+            return error.seconds
+        is_final = isinstance(error, (DecodeError, self.give_up_on)) or not isinstance(error, self.retry_on)
+        if is_final or attempt >= self.attempts:
+            return None
+        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
+        delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))
+        return float(min(self.maximum, delay * (1 + self.jitter * (chance - 0.5))))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Pass the handler a list of records, bounded in number, size and waiting time.
+
+    A batch goes to the handler as soon as it is full, and at most *linger* seconds after its first record arrived.
+    A batch may mix records of different shard keys, and may hold several records of the same key, in order.
+
+    Attributes:
+        max_records: Maximum number of records in a batch.
+        linger: Seconds that a batch waits for more records; 0 takes those already there. Must be below `stuck_after`.
+        max_bytes: Maximum bytes of keys, values and headers in a batch; a larger record comes alone.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> Batch(max_records=1_000, linger=0.2).max_bytes
+        1048576
+    """
+
+    max_records: int = 500
+    linger: float = 0.05
+    max_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        check(self, "max_records", is_whole(self.max_records), "a whole number of at least 1")
+        check(self, "max_bytes", is_whole(self.max_bytes), "a whole number of at least 1")
+        check(self, "linger", is_number(self.linger) and 0 <= self.linger < math.inf, "a number of seconds, 0 or more")
+
+    def size_after(self, failures: int, attempts: int) -> int:
+        """Return the maximum batch size for a record that has failed *failures* times, out of *attempts* attempts.
+
+        A failed batch does not say which of its records is to blame. So its records are retried in smaller batches,
+        and alone on the last attempt, which identifies the bad one.
+
+        Example:
+            >>> [Batch().size_after(failures, attempts=5) for failures in range(5)]
+            [500, 62, 7, 1, 1]
+            >>> [Batch().size_after(failures, attempts=2) for failures in range(2)]
+            [500, 1]
+        """
+        if not failures:
+            return self.max_records
+        return 1 if failures >= attempts - 1 else max(self.max_records >> (_SHRINKS * failures), 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RateLimit:
+    """A limit on how many runs of a handler may start: at most `at_once + per_second * t` in any *t* seconds.
+
+    Every attempt counts as a run, including retries. The limit applies per process.
+
+    Attributes:
+        per_second: Runs per second in the long run; 0.1 is one in ten seconds.
+        burst: Runs that may start together after a quiet period; unused runs beyond that are lost. The default is the
+            runs of a twentieth of a second, at least one: with less, an event loop that wakes up a millisecond late,
+            as timers do, would stay below a high rate.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> RateLimit(100).at_once
+        5
+        >>> RateLimit(per_second=0.5, burst=10).at_once
+        10
+    """
+
+    per_second: float
+    burst: int | None = None
+
+    def __post_init__(self) -> None:
+        check(self, "per_second", is_positive(self.per_second), "a number of runs greater than 0")
+        check(self, "burst", self.burst is None or is_whole(self.burst), "a whole number of at least 1")
+
+    @property
+    def at_once(self) -> int:
+        """Number of runs that may start at the same moment: *burst*, or its default."""
+        return self.burst if self.burst is not None else max(int(self.per_second * _DEFAULT_BURST), 1)
+
+    def shared_by(self, members: int) -> "RateLimit":
+        """Return the limit for each of *members* that together keep this one in the long run.
+
+        Example:
+            >>> RateLimit(100, burst=10).shared_by(4)
+            RateLimit(per_second=25.0, burst=2)
+        """
+        burst = None if self.burst is None else max(self.burst // members, 1)
+        return RateLimit(self.per_second / members, burst)
+
+
+class TokenBucket:
+    """The tokens of one rate limit: each start takes one, and tokens return at the limit's rate.
+
+    It counts tokens since it was last full instead of adding fractions to a level, so it never drifts, however long
+    it is used. It has no clock: times are seconds on a monotonic clock of the caller.
+
+    Invariants:
+        * In any t seconds at most `at_once + per_second * t` calls of `take` return true.
+        * No token is lost: a caller that takes each one as soon as it is due gets exactly `per_second` tokens.
+        * `take(now)` returns true if and only if `due(now)` is 0.
+    """
+
+    __slots__ = ("_burst", "_full_at", "_rate", "_taken")
+
+    def __init__(self, limit: RateLimit) -> None:
+        self._rate = limit.per_second
+        self._burst = limit.at_once
+        self._full_at = -math.inf
+        """When the bucket was last observed full."""
+        self._taken = 0
+        """Number of tokens taken since then."""
+
+    def take(self, now: float) -> bool:
+        """Take a token if one is available; return whether it was."""
+        if self._full(now):
+            self._full_at = now
+            self._taken = 1
+            return True
+        if now < self._due_at():
+            return False
+        self._taken += 1
+        return True
+
+    def due(self, now: float) -> float:
+        """Return the seconds until a token is available; 0 if there is one now."""
+        return 0.0 if self._full(now) else max(self._due_at() - now, 0.0)
+
+    def _full(self, now: float) -> bool:
+        return now >= self._full_at + self._taken / self._rate
+
+    def _due_at(self) -> float:
+        return self._full_at + (self._taken + 1 - self._burst) / self._rate
+
+
+# When retries are exhausted -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CircuitBreaker:
+    """When to stop diverting records, because too many of a handler's records fail.
+
+    Closed, every record whose attempts are exhausted is diverted. It opens when more than `failure_rate` of the last
+    `window` records failed: a dependency may be down, or the handler or the schema wrong. Then partitions pause when
+    one of their records fails, and try one record at a time (half-open) until one succeeds.
+
+    Attributes:
+        failure_rate: Share of failed records above which it opens.
+        window: How many records count.
+        minimum: How many records must have ended, from the start or since it closed, before it may open.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> CircuitBreaker(failure_rate=0.8, window=500)
+        CircuitBreaker(failure_rate=0.8, window=500, minimum=20)
+    """
+
+    failure_rate: float = 0.5
+    window: int = 100
+    minimum: int = 20
+
+    def __post_init__(self) -> None:
+        rate, window = self.failure_rate, self.window
+        check(self, "failure_rate", is_number(rate) and 0 < rate < 1, "a share between 0 and 1")
+        check(self, "window", is_whole(window), "a whole number of at least 1")
+        check(self, "minimum", is_whole(self.minimum, most=window), f"a whole number from 1 to window={window}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Send a record whose attempts are exhausted to a dead-letter topic, and continue.
+
+    The record is complete once the brokers have acknowledged the dead letter; its offset is not committed before.
+
+    Attributes:
+        topic: Topic for the dead letters.
+        breaker: Pauses partitions when too many records fail; None diverts every record.
+
+    Raises:
+        HandlerError: If *topic* is not a valid topic name, or *breaker* is not a `CircuitBreaker`.
+
+    Example:
+        >>> DeadLetter("orders.dlt", breaker=CircuitBreaker(failure_rate=0.8)).topic
+        'orders.dlt'
+    """
+
+    topic: str
+    breaker: CircuitBreaker | None = dataclasses.field(default_factory=CircuitBreaker)
+
+    def __post_init__(self) -> None:
+        check(self, "topic", is_topic(self.topic), _TOPIC)
+        check(
+            self,
+            "breaker",
+            self.breaker is None or isinstance(self.breaker, CircuitBreaker),
+            "CircuitBreaker(failure_rate=…, window=…, minimum=…), or None for none",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Park:
+    """Set aside a record whose attempts are exhausted, with every later record of its key, and continue with the rest.
+
+    Parked records wait, in order, in a compacted side topic, while commits continue. When the delay has passed, or an
+    operator releases the key, they are processed in order, before newer records of the key.
+
+    Attributes:
+        topic: Topic for parked records. It needs at least as many partitions as each topic of the handler; if it does
+            not exist, it is created, compacted.
+        delay: Seconds until a parked key is retried.
+        attempts: Maximum number of retries; a key that fails once more stays parked until an operator releases or
+            drops it. None means unlimited.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+    """
+
+    topic: str
+    delay: float = 60.0
+    attempts: int | None = None
+
+    def __post_init__(self) -> None:
+        check(self, "topic", is_topic(self.topic), _TOPIC)
+        check(self, "delay", is_positive(self.delay), "a number of seconds above 0")
+        check(
+            self, "attempts", self.attempts is None or is_whole(self.attempts), "a whole number of at least 1, or None"
+        )
+
+
+OnFailure = Literal["halt", "skip"] | DeadLetter | Park
+
+
+class BreakerState:
+    """The state of the circuit breaker of a handler.
+
+    A success costs nothing: for each failed record, the caller says how many records had succeeded when it *first*
+    failed. So retries do not matter, which would shift the failures behind later successes. Failures with few
+    successes between them are those of one window. Failures may be faster than successes, so it opens only if the
+    share stays too high until as many more have failed as records run.
+
+    Example:
+        >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
+        >>> state.fail(10, "KeyError"), state.fail(20, "KeyError"), state.fail(21, "OSError")
+        (False, False, False)
+        >>> state.fail(21, "OSError"), state.is_open, state.failed, state.alike
+        (True, True, 3, 2)
+    """
+
+    def __init__(self, limits: CircuitBreaker) -> None:
+        self.limits = limits
+        self.is_open = False
+        self.failed = 0
+        """How many of the records in the window had failed when it opened."""
+        self.alike = 0
+        """Those of them with the latest error."""
+        self._failures: deque[tuple[int, str]] = deque(maxlen=limits.window)
+        self._ended = 0
+        """Failures since the start, or since it closed."""
+        self._since = 0
+        """How many records had succeeded then."""
+        self._suspected: int | None = None
+        """How many had failed when the share became too high; None while it is not."""
+
+    def fail(self, successes: int, error: str, running: Callable[[], int] = int) -> bool:
+        """Count a record that failed for good; return whether the breaker is open.
+
+        Args:
+            successes: How many records had succeeded when it first failed.
+            error: Class of the error.
+            running: Returns how many records run now that have not failed; called only while the share is too high.
+        """
+        if not self.is_open:
+            self._failures.append((successes, error))
+            self._ended += 1
+            ended = self._ended + max(successes - self._since, 0)
+            window = min(ended, self.limits.window)
+            # Of a window with too many failures, at most this many records succeeded.
+            between = (1 - self.limits.failure_rate) * window
+            errors = [name for before, name in self._failures if abs(successes - before) < between]
+            self.failed, self.alike = len(errors), errors.count(error)
+            if ended < self.limits.minimum or self.failed <= self.limits.failure_rate * window:
+                self._suspected = None
+            elif self._suspected is None:
+                self._suspected = self._ended
+            self.is_open = self._suspected is not None and self._ended - self._suspected >= running()
+        return self.is_open
+
+    def close(self, successes: int) -> None:
+        """Begin anew: a record has succeeded."""
+        self.is_open = False
+        self._failures.clear()
+        self._ended, self._since, self._suspected = 0, successes, None

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
-from aioshard.core.batching import Batch
+from aioshard.core.options import Batch
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.ports import RECORD_OVERHEAD

@@ -8,8 +8,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
-from aioshard.core.on_failure import BreakerState, CircuitBreaker
-from aioshard.core.retry import Retry
+from aioshard.core.options import BreakerState, CircuitBreaker, Retry
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.log_fields import record_fields

@@ -5,10 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from aioshard.core.batching import Batch
-from aioshard.core.on_failure import DeadLetter, OnFailure, Park
-from aioshard.core.pace import RateLimit
-from aioshard.core.retry import Retry
+from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry
 from aioshard.core.sharding import ShardBy, ShardKey, shard_key_of
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from aioshard.core.batching import Batch
-from aioshard.core.pace import RateLimit, TokenBucket
+from aioshard.core.options import Batch, RateLimit, TokenBucket
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.shards import DeliveryBatch, Shards

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 import anyio
 
 from aioshard.core.finished_offsets import holds
-from aioshard.core.on_failure import Park
+from aioshard.core.options import Park
 from aioshard.core.parking import NEVER, ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey, fixed_shard, identity
 from aioshard.engine.buffer import Buffer

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from aioshard.core.on_failure import OnFailure, Park
+from aioshard.core.options import OnFailure, Park
 from aioshard.core.parking import NEVER
 from aioshard.core.sharding import is_plain, shown
 from aioshard.engine.batch_shards import BatchShards

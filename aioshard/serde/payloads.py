@@ -8,11 +8,10 @@ import inspect
 import re
 import sys
 import traceback
-import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NewType, NoReturn, Union, cast, get_args, get_origin
 
 from aioshard.errors import DecodeError, HandlerError, MessageError
 from aioshard.ports import Message, Partitioner
@@ -68,14 +67,14 @@ def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload
 
     async def read_async(record: Record) -> object:
         try:
-            return await typing.cast("Awaitable[object]", decode(record))
+            return await cast("Awaitable[object]", decode(record))
         except Exception as error:  # noqa: BLE001 - the user's own function
             _raise_not_decoded(record, error)
 
     return Payload(read_async if is_async else read, is_async, None)
 
 
-def _raise_not_decoded(record: Record, error: Exception) -> typing.NoReturn:
+def _raise_not_decoded(record: Record, error: Exception) -> NoReturn:
     if isinstance(error, _PASSED_ON):
         raise error
     fault = _fault(error)
@@ -178,17 +177,17 @@ def alternatives(annotation: Any) -> list[Any]:
     """Return the types that an annotation allows, with unions, `Annotated`, aliases and `NewType` resolved.
 
     Example:
-        >>> alternatives(typing.Annotated[int, "a number"] | None)
+        >>> alternatives(Annotated[int, "a number"] | None)
         [<class 'int'>, <class 'NoneType'>]
     """
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return alternatives(typing.get_args(annotation)[0])
-    if origin in (typing.Union, UnionType):
-        return [alternative for argument in typing.get_args(annotation) for alternative in alternatives(argument)]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [alternative for argument in get_args(annotation) for alternative in alternatives(argument)]
     if _is_alias(origin or annotation):
         return alternatives((origin or annotation).__value__)
-    if isinstance(annotation, typing.NewType):
+    if isinstance(annotation, NewType):
         return alternatives(annotation.__supertype__)
     return [NoneType if annotation is None else annotation]
 
@@ -216,19 +215,19 @@ def shown(annotation: Any) -> str:
     """Format a type as users write it.
 
     Example:
-        >>> shown(dict[str, typing.Optional[int]])
+        >>> shown(dict[str, Union[int, None]])
         'dict[str, int | None]'
     """
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in (None, NoneType):
         return "None"
-    if origin is typing.Annotated:
+    if origin is Annotated:
         return shown(arguments[0])
-    if origin in (typing.Union, UnionType):
+    if origin in (Union, UnionType):
         return " | ".join(map(shown, arguments))
     if origin is None:
         return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
-    if origin in (typing.Literal, Callable) or not arguments:
+    if origin in (Literal, Callable) or not arguments:
         return str(annotation).replace("typing.", "").replace("collections.abc.", "")
     return f"{shown(origin)}[{', '.join('...' if argument is ... else shown(argument) for argument in arguments)}]"
 
@@ -246,8 +245,8 @@ def _mentioned(annotation: Any, seen: frozenset[int]) -> Iterator[Any]:
     if _is_alias(annotation):
         yield from _mentioned(annotation.__value__, seen)
         return
-    yield typing.get_origin(annotation) or annotation
-    for argument in typing.get_args(annotation):
+    yield get_origin(annotation) or annotation
+    for argument in get_args(annotation):
         yield from _mentioned(argument, seen)
 
 

@@ -259,9 +259,7 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
 def read_dead_letter(record: Record) -> DeadLetterRecord | None:
     """Decode *record* as a dead letter; None if it is something else, or its headers cannot be read."""
     original, ours = parted(record.headers)
-    if ours.keys() & _ONLY_PARKED:
-        return None
-    return read_original(original, ours, record.key, record.value)
+    return None if ours.keys() & _ONLY_PARKED else read_original(original, ours, record.key, record.value)
 
 
 def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None, timestamp: float | None) -> Message:

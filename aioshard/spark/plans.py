@@ -14,7 +14,7 @@ from aioshard import __version__
 from aioshard.app import App
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import beyond
-from aioshard.core.on_failure import DeadLetter, OnFailure, Park
+from aioshard.core.options import DeadLetter, OnFailure, Park
 from aioshard.errors import DataLossError, PlanError
 from aioshard.kafka.aiokafka.admin import LogBounds
 from aioshard.ports import Committed

@@ -20,7 +20,7 @@ import anyio
 import pyarrow as pa
 
 from aioshard.app import App
-from aioshard.core.on_failure import DeadLetter
+from aioshard.core.options import DeadLetter
 from aioshard.engine.control import caught_up, halted_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Handler

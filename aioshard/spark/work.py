@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aioshard.app import App
-from aioshard.core.on_failure import Park
+from aioshard.core.options import Park
 from aioshard.engine.handler import Handler
 from aioshard.errors import PlanError
 from aioshard.records import TOPIC_NAME

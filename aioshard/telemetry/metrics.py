@@ -22,15 +22,13 @@ Kind = Literal["counter", "gauge", "histogram", "info"]
 Labels = tuple[str, ...]
 """Label values of one series, in the order of the metric table; `group` comes first."""
 
-Value = float | HistogramCounts
-
 
 class MetricInfo(NamedTuple):
     """One metric."""
 
     kind: Kind
     help: str
-    read: Callable[[Any], Value | None]
+    read: Callable[[Any], float | HistogramCounts | None]
     """Returns the value of one of the rows of `_rows` that have the same labels; None gives no series."""
     labels: tuple[str, ...] = ()
     """Labels in addition to `group`, which comes first."""

@@ -8,10 +8,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from aioshard.core.on_failure import Park
+from aioshard.core.options import Park
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.engine.worker import SERVING, Asked
@@ -22,10 +22,7 @@ from aioshard.settings import Settings
 from aioshard.telemetry.versions import version
 
 try:
-    from opentelemetry import context as contexts
-    from opentelemetry import propagate
-    from opentelemetry import trace as api
-    from opentelemetry.context import Context
+    from opentelemetry import context, propagate
     from opentelemetry.trace import (
         INVALID_SPAN,
         Link,
@@ -38,6 +35,7 @@ try:
         Tracer,
         TracerProvider,
         get_current_span,
+        get_tracer_provider,
         set_span_in_context,
     )
 except ImportError as error:
@@ -84,7 +82,7 @@ ATTRIBUTES: Final = {
 Attributes = dict[str, str | int | bool]
 """Attributes of a span."""
 
-NOWHERE = Context()
+NOWHERE = context.Context()
 """A context without a span: a span started in it is the root of a trace."""
 
 
@@ -96,11 +94,15 @@ def _log_once(problem: str) -> None:
 def error_type(error: BaseException) -> str:
     """Return the name of an exception's class, with its module unless it is built in.
 
+    The timeout of an attempt shows up as a cancellation.
+
     Example:
         >>> error_type(ValueError("no")), error_type(asyncio.CancelledError())
         ('ValueError', 'asyncio.exceptions.CancelledError')
     """
-    kind = type(error)
+    worker = SERVING.get(None)
+    timed_out = isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT
+    kind = AttemptTimeoutError if timed_out else type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -124,13 +126,13 @@ def _texts_of(headers: Headers) -> dict[str, str]:
 # an error, and an existing header of a message is not replaced.
 
 
-def extract_context(headers: Headers) -> Context:
+def extract_context(headers: Headers) -> context.Context:
     """Return the context from the headers, on top of an empty one."""
     try:
-        return propagate.extract(_texts_of(headers), Context())
+        return propagate.extract(_texts_of(headers), context.Context())
     except Exception:  # noqa: BLE001 - propagators and headers may come from third parties
         _log_once("the trace context of a record cannot be read")
-        return Context()
+        return context.Context()
 
 
 def origin_of(headers: Headers) -> SpanContext | None:
@@ -175,8 +177,9 @@ class Spans:
         self._parked: set[str] = set()
         """Topics that handlers park records in."""
         common: Attributes = {"messaging.system": "kafka", "messaging.client.id": settings.client_id or "aioshard"}
-        if (server := _single_server(settings.bootstrap_servers)) is not None:
-            common["server.address"], common["server.port"] = server
+        host, _, port = (settings.bootstrap_servers or "").strip().rpartition(":")
+        if "," not in host and port.isdigit():  # of several, the one that answers is unknown here
+            common["server.address"], common["server.port"] = host.strip("[]"), int(port)
         self._processing = common | {"messaging.consumer.group.name": group_id} | _operation("process")
         self._sending = common | _operation("send")
 
@@ -186,9 +189,9 @@ class Spans:
         operation: str,
         attributes: Attributes,
         *,
-        parent: Context | None = NOWHERE,
+        parent: context.Context | None = NOWHERE,
         links: Sequence[Link] = (),
-        carried: Context | None = NOWHERE,
+        carried: context.Context | None = NOWHERE,
     ) -> Iterator[Span]:
         """Keep a span current inside a `with` block.
 
@@ -216,18 +219,18 @@ class Spans:
             )
         except Exception:  # noqa: BLE001 - samplers and processors may be third-party code
             _log_once(_SDK_FAILED)
-        token = contexts.attach(set_span_in_context(span, carried))
+        token = context.attach(set_span_in_context(span, carried))
         try:
             yield span
         except BaseException as error:
             closed = isinstance(error, GeneratorExit)  # a coroutine may be closed in another context
-            attributes[ERROR_TYPE] = named = _name_failure(error)
+            attributes[ERROR_TYPE] = named = error_type(error)
             if span.is_recording():
                 _describe_failure(span, error, named)
             raise
         finally:
             if not closed:
-                contexts.detach(token)
+                context.detach(token)
             try:
                 span.end(max(time.time_ns(), began))
             except Exception:  # noqa: BLE001 - as above
@@ -239,8 +242,7 @@ class Spans:
         """Return the handler with a span around each attempt."""
         if isinstance(spec.on_failure, Park):
             self._parked.add(spec.on_failure.topic)
-        attempt: Callable[[Any], Awaitable[object]] = spec.attempt
-        is_batch = spec.batch is not None
+        attempt, is_batch = spec.attempt, spec.batch is not None
 
         async def run(work: Any) -> object:
             deliveries: Sequence[Delivery] = work.deliveries if is_batch else (work,)
@@ -253,14 +255,16 @@ class Spans:
                     delivery.failed_span = span.get_span_context()
                 raise
 
-        return spec._replace(invoke=run) if is_batch else spec._replace(call=None, invoke=run)
+        return spec._replace(call=None, invoke=run)
+
+    def _processing_of(self, delivery: Delivery) -> Attributes:
+        """Return the attributes of every attempt."""
+        return self._processing | ({"aioshard.attempt": delivery.failures + 1} if delivery.failures else {})
 
     def _record_span(self, delivery: Delivery) -> contextlib.AbstractContextManager[Span]:
         record = delivery.record
-        attributes = self._processing | _place(record) | {TOPIC: record.topic}
+        attributes = self._processing_of(delivery) | _place(record) | {TOPIC: record.topic}
         self._describe(attributes, record.key, record.value)
-        if delivery.failures:
-            attributes["aioshard.attempt"] = delivery.failures + 1
         carried = extract_context(record.headers) if record.headers else NOWHERE
         origin = get_current_span(carried).get_span_context()
         return self._span(
@@ -273,10 +277,10 @@ class Spans:
 
     def _batch_span(self, deliveries: Sequence[Delivery]) -> contextlib.AbstractContextManager[Span]:
         records = [delivery.record for delivery in deliveries]
-        attributes = self._processing | self._destination(record.topic_partition for record in records)
+        attributes = self._processing_of(deliveries[0]) | self._destination(
+            {record.topic_partition for record in records}
+        )
         attributes["messaging.batch.message_count"] = len(records)
-        if deliveries[0].failures:
-            attributes["aioshard.attempt"] = deliveries[0].failures + 1
         origins = [(origin_of(record.headers), record) for record in records]
         return self._span(
             "process",
@@ -284,14 +288,11 @@ class Spans:
             links=[Link(origin, _place(record)) for origin, record in origins if origin is not None],
         )
 
-    def _destination(self, partitions: Iterable[TopicPartition]) -> Attributes:
-        """Return the topic and the partition, each only if it is the same for all places."""
-        distinct = set(partitions)
-        topics = {partition.topic for partition in distinct}
-        attributes: Attributes = {TOPIC: topics.pop()} if len(topics) == 1 else {}
-        if len(distinct) == 1:
-            attributes[PARTITION] = str(distinct.pop().partition)
-        return attributes
+    def _destination(self, partitions: Collection[TopicPartition]) -> Attributes:
+        """Return the topic, if *partitions* have the same one, and the partition, if there is only one."""
+        topic, partition = next(iter(partitions))
+        attributes: Attributes = {TOPIC: topic} if all(other.topic == topic for other in partitions) else {}
+        return attributes | ({PARTITION: str(partition)} if len(partitions) == 1 else {})
 
     def _describe(self, attributes: Attributes, key: bytes | None, value: bytes | None) -> None:
         if value is None:
@@ -327,7 +328,7 @@ class Spans:
                 span.set_attribute(OFFSET, offset)
             return offset
 
-    def _side_message(self, message: Message) -> tuple[bool, Context | None]:
+    def _side_message(self, message: Message) -> tuple[bool, context.Context | None]:
         """Return whether the engine, not the application, publishes a message, and the parent of its span.
 
         A dead letter or a parked record keeps the headers of its record, and belongs to the attempt that failed.
@@ -363,14 +364,6 @@ def _operation(name: str) -> Attributes:
 
 def _place(record: Record) -> Attributes:
     return {PARTITION: str(record.partition), OFFSET: record.offset}
-
-
-def _name_failure(error: BaseException) -> str:
-    """Return the error name of a failed attempt; a timeout shows up as a cancellation."""
-    worker = SERVING.get(None)
-    if isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT:
-        return f"{AttemptTimeoutError.__module__}.{AttemptTimeoutError.__qualname__}"
-    return error_type(error)
 
 
 class _TracedProducer:
@@ -427,15 +420,9 @@ class Tracing(NamedTuple):
 
     def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: Settings) -> tuple[Clients, Adapt]:
         """Return the clients and the handler adapter of a run with tracing added."""
-        tracer = (self.tracer_provider or api.get_tracer_provider()).get_tracer("aioshard", version(), SCHEMA_URL)
+        tracer = (self.tracer_provider or get_tracer_provider()).get_tracer("aioshard", version(), SCHEMA_URL)
         spans = Spans(tracer, group_id, settings, parent=self.parent)
         traced = clients._replace(producer=lambda: spans.producer(clients.producer()), around=spans.around)
         if adapt is None:
             return traced, spans.attempts
         return traced, lambda spec: spans.attempts(adapt(spec))
-
-
-def _single_server(servers: str | None) -> tuple[str, int] | None:
-    """Return host and port if a single broker is named: of several, the one that answers is unknown here."""
-    host, _, port = (servers or "").strip().rpartition(":")
-    return (host.strip("[]"), int(port)) if "," not in host and port.isdigit() else None

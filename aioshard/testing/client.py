@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshard.app import App
-from aioshard.core.on_failure import Park
+from aioshard.core.options import Park
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.errors import StateError, TransportError
 from aioshard.records import Record, TopicPartition

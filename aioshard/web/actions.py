@@ -19,6 +19,7 @@ from typing import Self
 
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -35,18 +36,12 @@ _THREADS = 4
 _MOST_REFUSED = 20
 _REFUSED_PERIOD = 60.0
 """At most this many refused requests are logged in this many seconds, so that nobody can flood the log."""
+_BEARER = {"www-authenticate": "Bearer"}
+"""Header of a response that asks for the token."""
 
 
-class RefusedError(Exception):
-    """A request is refused.
-
-    Attributes:
-        status: HTTP status of the response.
-    """
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class RefusedError(HTTPException):
+    """A request is refused, with the HTTP status and the sentence of the response."""
 
 
 # Actions ------------------------------------------------------------------------------------
@@ -179,9 +174,9 @@ def _check_request(request: Request, token: str) -> None:
         raise RefusedError(403, "the request comes from a page of another site: use the app's own dashboard")
     kind, _, secret = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not secret:
-        raise RefusedError(401, "the token is missing: expected the header Authorization: Bearer TOKEN")
+        raise RefusedError(401, "the token is missing: expected the header Authorization: Bearer TOKEN", _BEARER)
     if not hmac.compare_digest(secret.strip().encode("latin-1", "replace"), token.encode()):
-        raise RefusedError(401, "the token is wrong: expected the one that the operator of the app has set")
+        raise RefusedError(401, "the token is wrong: expected the one that the operator of the app has set", _BEARER)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(415, "the body is not declared as JSON: expected Content-Type: application/json")
 
@@ -212,10 +207,11 @@ def action_route(app: App, token: str) -> Route:
             now = time.monotonic()
             if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
                 refused.append(now)
-                logger.warning("%s by %s was refused (%d): %s", action or "a request", client, refusal.status, refusal)
+                what, status = action or "a request", refusal.status_code
+                logger.warning("%s by %s was refused (%d): %s", what, client, status, refusal.detail)
             # Closed, because the unread rest of its body must not be taken for a request.
-            scheme = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}  # noqa: PLR2004 - Unauthorized
-            return JSONResponse({"error": str(refusal)}, refusal.status, {**SAFE, "connection": "close", **scheme})
+            headers = {**SAFE, "connection": "close", **(refusal.headers or {})}
+            return JSONResponse({"error": refusal.detail}, refusal.status_code, headers)
         except ClientDisconnect:
             return Response(status_code=400)
         logger.warning("%s by %s: %s", action, client, sentence)

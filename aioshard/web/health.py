@@ -56,16 +56,17 @@ def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
             sentences.append(partition.sentence)
         name = f"{partition.topic}/{partition.partition}"
         sentences += [f"{name}: {finding.sentence}" for finding in partition.findings if finding.kind not in _APP_WIDE]
-    for handler in statistics.handlers:
-        if handler.halted:
-            sentences.append(
-                f"handler {handler.name} has {counted(handler.halted, 'halted record')}; /explain names them"
-            )
-        if handler.outliving:
-            sentences.append(
-                f"handler {handler.name} still runs for {', '.join(handler.outliving[:10])} although the run was "
-                "cancelled or its partition was revoked"
-            )
+    sentences += [
+        f"handler {handler.name} has {counted(handler.halted, 'halted record')}; /explain names them"
+        for handler in statistics.handlers
+        if handler.halted
+    ]
+    sentences += [
+        f"handler {handler.name} still runs for {', '.join(handler.outliving[:10])} although the run was cancelled or "
+        "its partition was revoked"
+        for handler in statistics.handlers
+        if handler.outliving
+    ]
     return sentences
 
 

@@ -18,6 +18,7 @@ further ones. `workload` is `App.workload()`, None while the app is not running.
 the token can perform actions; `at` is the time of the snapshot, in seconds since the epoch.
 """
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -36,13 +37,33 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from aioshard.app import App
+from aioshard.core.options import DeadLetter, Park
+from aioshard.core.sharding import shown
+from aioshard.errors import AioshardError
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.observe import PartitionStatistics
+from aioshard.records import Record
+from aioshard.serde.side_records import (
+    Coordinates,
+    DeadLetterRecord,
+    Failure,
+    ParkedRecord,
+    Removed,
+    read_dead_letter,
+    read_parked,
+)
+from aioshard.settings import Settings
 from aioshard.web.actions import action_route
-from aioshard.web.messages import messages_route
 from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
 
 MOST_DIAGNOSED = 100
 """Maximum number of diagnosed partitions."""
+NEWEST = 100
+"""Number of offsets to read at the end of each partition, and maximum number of messages in a response."""
+LONGEST = 10_000
+"""Maximum number of characters of a payload in a response."""
+_MESSAGES_TIMEOUT = 10.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Never through a proxy of the environment: the processes are nearby."""
 _PARTITION_FIELDS = [field.name for field in dataclasses.fields(PartitionStatistics)]
@@ -89,16 +110,10 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
         SettingsError: As for `dashboard`.
     """
 
-    def data(_: Request) -> Response:
-        return JSONResponse(snapshot(app, actions=token is not None) | {"group": bool(members)}, headers=SAFE)
-
     def group(_: Request) -> Response:
         urls = [address for url in members for address in addresses_of(url)]
         with ThreadPoolExecutor(max(len(urls), 1)) as pool:
             return JSONResponse({"members": list(pool.map(ask, urls))}, headers=SAFE)
-
-    def history(_: Request) -> Response:
-        return JSONResponse({"history": [sample._asdict() for sample in app.history()]}, headers=SAFE)
 
     return [
         *(
@@ -106,7 +121,17 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
             for path, (name, media_type) in _FILES.items()
         ),
         # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
-        *routes_in_threads({"/dashboard.json": data, "/history.json": history}, threads=1),
+        *routes_in_threads(
+            {
+                "/dashboard.json": lambda _: JSONResponse(
+                    snapshot(app, actions=token is not None) | {"group": bool(members)}, headers=SAFE
+                ),
+                "/history.json": lambda _: JSONResponse(
+                    {"history": [sample._asdict() for sample in app.history()]}, headers=SAFE
+                ),
+            },
+            threads=1,
+        ),
         *routes_in_threads({"/members.json": group} if members else {}, threads=1),
         messages_route(app),
         *([] if token is None else [action_route(app, token)]),
@@ -166,4 +191,68 @@ def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
         "workload": None if workload is None else workload.asdict(),
         "actions": actions,
         "at": time.time(),
+    }
+
+
+# The newest dead letters and parked records -------------------------------------------
+
+# Nothing is consumed or committed. Keys are hashed unless `show_keys` is set; payloads are left out unless
+# `show_payloads` is set.
+
+
+def messages_route(app: App) -> Route:
+    """Return the route with the newest dead letters and parked records of an app, the newest failure first.
+
+    It reads only the topics that the handlers of the app name.
+    """
+
+    async def messages(_: Request) -> Response:
+        topics = {
+            policy.topic for handler in app.handlers if isinstance(policy := handler.on_failure, DeadLetter | Park)
+        }
+        newest: list[dict[str, Any]] = []
+        errors = {}
+        for topic in sorted(topics):
+            try:
+                async with asyncio.timeout(_MESSAGES_TIMEOUT):
+                    newest += await _newest(app.settings, topic)
+            except (AioshardError, TimeoutError) as error:
+                errors[topic] = str(error) or f"the brokers took longer than {_MESSAGES_TIMEOUT:g} s"
+        return JSONResponse(
+            {
+                "topics": sorted(topics),
+                "messages": sorted(newest, key=lambda message: -message["failed_at"])[:NEWEST],
+                "errors": errors,
+            },
+            headers=SAFE,
+        )
+
+    return Route("/messages.json", messages, methods=["GET"])
+
+
+async def _newest(settings: Settings, topic: str) -> list[dict[str, Any]]:
+    stored: dict[object, dict[str, Any]] = {}
+    async with KafkaAdmin(settings) as admin, TopicReader(settings, topic, await admin.partitions(topic)) as reader:
+        async for records in reader.read({number: log.end - NEWEST for number, log in reader.ranges.items()}):
+            for record in records:
+                match read_dead_letter(record) or read_parked(record):
+                    case DeadLetterRecord(original, failure):
+                        stored[Coordinates.of(record)] = _message(settings, topic, original, failure)
+                    case ParkedRecord(original, failure) as parked:
+                        stored[parked.place] = _message(settings, topic, original, failure)
+                    case Removed(place):
+                        stored.pop(place, None)
+    return list(stored.values())
+
+
+def _message(settings: Settings, topic: str, original: Record, failure: Failure) -> dict[str, Any]:
+    return {
+        "topic": topic,
+        "record": str(Coordinates.of(original)),
+        "key": shown(original.key, show_keys=settings.show_keys),
+        "size": None if original.value is None else len(original.value),
+        "payload": (original.value or b"").decode("utf-8", "backslashreplace")[:LONGEST]
+        if settings.show_payloads
+        else None,
+        **failure._asdict(),
     }

@@ -1,6 +1,6 @@
 """Shards of batches, by themselves: what a drain may start of a shard whose batch has ended badly."""
 
-from aioshard.core.batching import Batch
+from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.outcomes import Outcome, Recovery

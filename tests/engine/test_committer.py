@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
-from aioshard.core.finished_offsets import Run, runs_of
+from aioshard.core.finished_offsets import Run
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
@@ -22,6 +22,7 @@ from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
 from tests.engine.deliveries import make_partition
 from tests.engine.running import until
+from tests.support.offsets import runs_of
 
 MEMBER = Membership("member-1", 4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App, Park, Record, Retry
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
-from aioshard.core.finished_offsets import Run, records_with_room, runs_of
+from aioshard.core.finished_offsets import Run, records_with_room
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery
@@ -22,6 +22,7 @@ from aioshard.serde.side_records import Coordinates, release
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport, run
 from tests.engine.deliveries import make_intake, make_partition
 from tests.engine.running import until
+from tests.support.offsets import runs_of
 
 TP = TopicPartition("orders", 0)
 

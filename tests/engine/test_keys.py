@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, DeadLetter, Park, Record, Retry
-from aioshard.core.on_failure import OnFailure
+from aioshard.core.options import OnFailure
 from aioshard.serde.side_records import ParkedRecord, read_parked
 from aioshard.testing import TestClient, run
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from aioshard import App, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
-from aioshard.core.finished_offsets import runs_of
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.rebalance import _read
@@ -16,6 +15,7 @@ from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 from tests.engine.deliveries import make_partition
 from tests.engine.running import until
+from tests.support.offsets import runs_of
 
 PARTITIONS = 40
 SPAN = 62_000

@@ -19,7 +19,7 @@ class Shop:
         self.hold.set()
         self.waits = asyncio.Event()
 
-        @self.app.consume("orders")
+        @self.app.consume("orders", publish_to="done")
         async def on_order(record: Record) -> None:
             self.waits.set()
             await self.hold.wait()
@@ -75,6 +75,7 @@ async def test_what_runs_is_drained_and_committed_when_its_topic_goes() -> None:
     [
         ("nobody", "x", StateError, "unknown handler 'nobody'"),
         ("on_order", "refunds", HandlerError, "belongs to handler 'on_refund'"),
+        ("on_order", "done", HandlerError, "publishes to topic 'done'"),
         ("on_order", "no topic", HandlerError, "'no topic' is not a topic name"),
         ("on_order", "parked", HandlerError, "parked"),
         ("on_refund", "parked", HandlerError, "the handler itself consumes"),

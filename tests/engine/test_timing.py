@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from aioshard.core.histogram import DURATION_BOUNDS, Histogram, HistogramCounts
-from aioshard.core.retry import Retry
+from aioshard.core.options import Retry
 from aioshard.engine.counts import Counters, TopicCounts
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import FailureHandler, skipping

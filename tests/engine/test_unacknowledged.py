@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioshard import App, DeadLetter, Park, Record, Retry
-from aioshard.core.on_failure import OnFailure
+from aioshard.core.options import OnFailure
 from aioshard.errors import TransportError
 from aioshard.ports import Message
 from aioshard.testing import InMemoryProducer, TestClient, run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from aioshard import CircuitBreaker, DeadLetter, Park, Record
-from aioshard.core.on_failure import OnFailure
+from aioshard.core.options import OnFailure
 
 VARIABLE = "GUARANTEES_MEMBER"
 """Environment variable with the JSON of a `Behaviour`."""

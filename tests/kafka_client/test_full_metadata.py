@@ -16,7 +16,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard import App, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
-from aioshard.core.finished_offsets import Run, holds, runs_of
+from aioshard.core.finished_offsets import Run, holds
 from aioshard.errors import NotDrainedError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.clients import kafka_clients
@@ -26,6 +26,7 @@ from aioshard.settings import Settings
 from tests.broker_faults.support import quick_app, until
 from tests.support.cluster import DEADLINE, KafkaCluster
 from tests.support.kafka import KafkaBroker
+from tests.support.offsets import runs_of
 from tests.support.shared_kafka import SharedKafka
 
 PARTITIONS = 128

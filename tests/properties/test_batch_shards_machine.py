@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioshard.core.batching import Batch
 from aioshard.core.flow import Usage
+from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate

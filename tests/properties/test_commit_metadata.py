@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, FirstCommit
-from aioshard.core.finished_offsets import Run, _to_units, runs_of
+from aioshard.core.finished_offsets import Run, _to_units
+from tests.support.offsets import runs_of
 
 offsets = st.integers(0, 1 << 40)
 markers = st.none() | st.builds(FirstCommit, st.integers(0, 1 << 20), st.integers(0, 1 << 31))

@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 from aioshard import CircuitBreaker, Context, DeadLetter, Park, Record, Retry
-from aioshard.core.on_failure import OnFailure
+from aioshard.core.options import OnFailure
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_dead_letter, read_parked, release

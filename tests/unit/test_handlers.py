@@ -420,7 +420,7 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         (("orders",), {"shards": 4, "concurrency": 8}, "both given"),
         (("orders",), {"concurrency": 0}, "concurrency=0 was refused"),
         (("orders",), {"shards": True}, "shards=True was refused"),
-        (("orders",), {"shard_queue_size": 8}, "give shards as well"),
+        (("orders",), {"shard_queue_size": 8}, "and shards as well"),
         (("orders",), {"shards": 4, "shard_queue_size": 0}, "shard_queue_size=0 was refused"),
         (("orders",), {"shard_by": "keys"}, "shard_by='keys' is not known"),
         (("orders",), {"batch": 500}, "batch=500 was refused: expected Batch(max_records="),

@@ -308,7 +308,7 @@ def test_an_app_that_does_not_answer_is_told_of(app: FakeApp) -> None:
 
     with pytest.raises(RefusedError, match="did not answer in time") as refused:
         perform(app, Action(action="pause", topic="orders", partition=3))
-    assert refused.value.status == 504
+    assert refused.value.status_code == 504
 
 
 # The body ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aioshard.core.batching import Batch
+from aioshard.core.options import Batch
 from aioshard.errors import BatchError, HandlerError
 from aioshard.records import Record
 

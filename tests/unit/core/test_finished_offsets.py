@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from aioshard.core.finished_offsets import Run, read_finished, runs_of, written
+from aioshard.core.finished_offsets import Run, read_finished, written
+from tests.support.offsets import runs_of
 
 ROOM = 4_000
 BITS = (ROOM - 40) * 15

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from aioshard.core.pace import RateLimit, TokenBucket
+from aioshard.core.options import RateLimit, TokenBucket
 from aioshard.errors import HandlerError
 
 

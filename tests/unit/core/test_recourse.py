@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshard import CircuitBreaker, DeadLetter, Park
-from aioshard.core.on_failure import BreakerState
+from aioshard.core.options import BreakerState
 from aioshard.errors import HandlerError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioshard.core.retry import Retry
+from aioshard.core.options import Retry
 from aioshard.errors import HandlerError, RetryLater
 
 
