@@ -231,6 +231,8 @@ class Statistics:
     rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
     rebalance_seconds: float = 0.0
     """Seconds spent in rebalances, including the one in progress."""
+    catch_up_seconds: float | None = None
+    """Seconds until the last partition has caught up, if lags shrink as in the last minute; None if one does not."""
     heartbeat_age: float | None = None
     """Seconds since the last heartbeat that was answered; None without a session, or if the event loop sends none."""
     commit_durations: HistogramCounts | None = None

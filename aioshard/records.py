@@ -18,6 +18,21 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def age(seconds: float | None) -> str:
+    """Format a duration, in the largest unit of which there are at least two.
+
+    Example:
+        >>> age(None), age(0.31), age(90), age(150), age(7300), age(200_000)
+        ('-', '0.3 s', '90 s', '2 min', '2 h', '2 d')
+    """
+    if seconds is None:
+        return "-"
+    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - one digit
+
+
 def is_subscribed(topic: str, topics: Collection[str], pattern: str | None) -> bool:
     r"""Whether a topic is one of *topics*, or its whole name matches *pattern*.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime as dt
+import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
 from aioshard.cli.output import as_text, cut, print_result, table
 from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.tail import tail_of
 from aioshard.errors import CommitRefusedError, GroupBusyError, StateError
 from aioshard.kafka.aiokafka.admin import Coordinator, Group, GroupMember, KafkaAdmin, LogBounds
 from aioshard.ports import Committed
@@ -98,7 +100,12 @@ class Snapshot(NamedTuple):
     @property
     def lag(self) -> int:
         """Sum of the lags of all partitions."""
-        return sum(position.lag or 0 for position in self.positions)
+        return sum(self.lags.values())
+
+    @property
+    def lags(self) -> dict[TopicPartition, int]:
+        """The lag of each partition."""
+        return {position.partition: position.lag or 0 for position in self.positions}
 
 
 async def take_snapshot(settings: Settings, group_id: str, topics: Collection[str] = ()) -> Snapshot:
@@ -225,16 +232,28 @@ def cause_of(group: Group, position: Position) -> str | None:
 @command.command()
 @options.group_argument
 @click.option("--topic", "-t", "topics", metavar="NAME", multiple=True, help="Only this topic; repeatable.")
+@click.option(
+    "--over",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="Measure for so long, and tell when the last partition has caught up.",
+)
 @options.bootstrap_servers()
 @options.as_json("the lag")
-def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, as_json: bool) -> None:
+def lag(group: str, *, topics: tuple[str, ...], over: float, bootstrap_servers: str | None, as_json: bool) -> None:
     """Show the consumer lag of GROUP for each partition, and its cause.
 
     The lag counts offsets from the committed one to the last stable one, including those that finished beyond it,
     which have a column of their own. The cause is a guess from the brokers' view: they do not report heartbeats, so a
     dead member counts until its session expires.
     """
-    snapshot = run(take_snapshot(settings_of(bootstrap_servers), group, topics))
+    settings, before, began = settings_of(bootstrap_servers), {}, time.monotonic()
+    if over:
+        before = run(take_snapshot(settings, group, topics)).lags
+        time.sleep(over)
+    snapshot = run(take_snapshot(settings, group, topics))
+    left = tail_of(snapshot.lags, before, time.monotonic() - began)
     description, positions = snapshot.group, snapshot.positions
     cause = cause_of_group(description) if snapshot.lag else None
     content = {
@@ -243,6 +262,7 @@ def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, a
         "coordinator": snapshot.coordinator._asdict(),
         "members": len(description.members),
         "lag": snapshot.lag,
+        "tail": {"partitions": left.heaviest, "seconds": left.seconds},
         "cause": cause,
         "partitions": [{**position.as_object(), "cause": cause_of(description, position)} for position in positions],
     }
@@ -250,6 +270,8 @@ def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, a
     lines = [_heading(group, snapshot, f" with {members}, and {behind} behind; ")]
     if cause is not None:
         lines.append(cause)
+    if left.lag:
+        lines.append(f"{left}.")
     if positions:
         lines += table(
             ("partition", "committed", "end", "lag", "finished beyond", "member", "why"),

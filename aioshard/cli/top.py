@@ -26,6 +26,7 @@ from aioshard.cli.health import (
     urls_argument,
 )
 from aioshard.cli.output import UNHEALTHY, as_text, print_json
+from aioshard.records import age
 
 _OUTCOMES = ("processed", "skipped", "dead_lettered", "parked")
 _SUMMED = ("busy", "concurrency", "shards", *_OUTCOMES, "retried", "halted")
@@ -301,21 +302,6 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1f}" if 0 < value < 10 and value != int(value) else f"{value:,.0f}"  # noqa: PLR2004 - one digit
-
-
-def age(seconds: float | None) -> str:
-    """Format a duration, in the largest unit of which there are at least two.
-
-    Example:
-        >>> age(None), age(0.31), age(90), age(150), age(7300), age(200_000)
-        ('-', '0.3 s', '90 s', '2 min', '2 h', '2 d')
-    """
-    if seconds is None:
-        return "-"
-    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - one digit
 
 
 # Command ------------------------------------------------------------------------------------

@@ -172,6 +172,11 @@ class Partition(Epoch):
 
     # Committing ---------------------------------------------------------------------
 
+    @property
+    def lag_base(self) -> int:
+        """The offset from which its lag counts."""
+        return self.tracker.committable if self.acknowledged is None else self.acknowledged
+
     def is_due(self, metadata_limit: int) -> bool:
         """Whether there is an offset to commit, or completions beyond it.
 

@@ -215,6 +215,11 @@ class Engine:
         # The end from a fetch that found nothing new may be older than the records taken in since.
         return max(*known, partition.tracker.position) if known else None
 
+    def lags(self) -> dict[TopicPartition, int]:
+        """The lag of each partition of which it is known. Safe from any thread."""
+        ends = [(epoch, end) for epoch in self.rebalance.epochs if (end := self.log_end(epoch)) is not None]
+        return {epoch.topic_partition: max(end - epoch.lag_base, 0) for epoch, end in ends}
+
     async def _query_log_ends(self) -> None:
         """Request the log ends repeatedly until cancelled.
 

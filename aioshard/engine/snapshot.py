@@ -15,6 +15,7 @@ from typing import NamedTuple
 from aioshard.core.options import OnFailure, Park
 from aioshard.core.parking import NEVER
 from aioshard.core.sharding import is_plain, shown
+from aioshard.core.tail import Tail, tail_of
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.handler import ActiveHandler
@@ -338,11 +339,19 @@ def statistics(watch: Watch) -> Statistics:
         client=engine.settings.client,
         rebalance_kinds=engine.rebalance.log.kinds(),
         rebalance_seconds=engine.rebalance.log.seconds,
+        catch_up_seconds=tail(watch).seconds,
         heartbeat_age=None if heartbeat is None else max(now - heartbeat, 0.0),
         commit_durations=commits,
         commit_failure_durations=failed_commits,
         transactions=committer.transactions(),
     )
+
+
+def tail(watch: Watch) -> Tail:
+    """Describe which partitions of this process finish last, as fast as in the last minute."""
+    engine = watch.engine
+    at, before = watch.lags[0] if watch.lags else (0.0, {})
+    return tail_of(engine.lags(), before, engine.clock() - at)
 
 
 def sample(watch: Watch) -> Sample:
@@ -351,12 +360,12 @@ def sample(watch: Watch) -> Sample:
     It runs in the event loop, so it does not take all statistics: with 1,000 partitions they cost 60 ms.
     """
     engine, now = watch.engine, watch.engine.clock()
-    ends = [(end, epoch) for epoch in engine.rebalance.epochs if (end := engine.log_end(epoch)) is not None]
+    lags = engine.lags()
     topics = [topic for handler in engine.handlers for topic in handler.counters.topics.values()]
     return Sample(
         at=time.time(),
         processed=sum(topic.processed for topic in topics),
-        lag=sum(max(end - _lag_base(epoch), 0) for end, epoch in ends) if ends else None,
+        lag=sum(lags.values()) if lags else None,
         oldest_age=max(
             (now - oldest.arrived for epoch in engine.rebalance.epochs if (oldest := epoch.tracker.oldest) is not None),
             default=0.0,
@@ -384,7 +393,7 @@ def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
 def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> PartitionStatistics:
     tracker = epoch.tracker
     end = engine.log_end(epoch)
-    base = _lag_base(epoch)
+    base = epoch.lag_base
     oldest = tracker.oldest
     buffered = epoch.held_usage
     return PartitionStatistics(
@@ -407,11 +416,6 @@ def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> Pa
         queued=max(buffered.records - running, 0),
         held_back=epoch.held_back,
     )
-
-
-def _lag_base(epoch: Partition) -> int:
-    """Return the offset from which the lag of a partition counts."""
-    return epoch.tracker.committable if epoch.acknowledged is None else epoch.acknowledged
 
 
 def _lag_seconds(oldest: Delivery | None, end: int | None, base: int) -> float | None:
@@ -567,6 +571,8 @@ _PARKED = "parked"
 """Kind of finding about a parked record, which does not hold its partition back."""
 _HALTED = "halted"
 """Kind of finding about halted records behind the oldest record, which do not hold their partition back yet."""
+_MUCH_LEFT, _FEW = 1_000, 4
+"""A tail is worth telling if so many records are left, most of them in a quarter of the partitions."""
 _NAMED = 3
 """Maximum number of records named when a drain waits for several."""
 _NAMED_HALTED = 10
@@ -654,6 +660,14 @@ def _general(watch: Watch) -> Iterator[Finding]:
         yield Finding("rebalancing", f"{what}{_for_seconds(since)}", since, None)
     elif not engine.rebalance.epochs:
         yield Finding("nothing assigned", "no partition is assigned to this process", None, None)
+    left = tail(watch)
+    if left.lag >= _MUCH_LEFT and left.heaviest * _FEW <= left.partitions:
+        yield Finding(
+            "tail",
+            f"{counted(left.lag, 'record')} are left, and {left}",
+            None,
+            "`aioshard group lag --over 10` tells it of the whole group; assignor='lag' shares backlogs out",
+        )
 
 
 # One partition -----------------------------------------------------------------------------

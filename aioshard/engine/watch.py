@@ -18,6 +18,7 @@ from aioshard.engine.stack import LOOP_MODULES, module_of, stack_above, waits_fo
 from aioshard.engine.trouble import Trouble
 from aioshard.engine.worker import Worker
 from aioshard.observe import Sample
+from aioshard.records import TopicPartition
 
 logger = logging.getLogger("aioshard.engine.watch")
 
@@ -70,6 +71,8 @@ class Watch:
         """A task of the engine that makes no progress although the brokers answer."""
         self.history: deque[Sample] = deque(maxlen=720)
         """The samples of the last hour, oldest first."""
+        self.lags: deque[tuple[float, dict[TopicPartition, int]]] = deque(maxlen=13)
+        """The lag of each partition in the last minute, with the loop time of each."""
         self._describe, self._sample = describe, sample
         self._facts: dict[Hashable, tuple[object, float]] = {}
         self._reported: dict[Partition, tuple[Delivery, bool]] = {}
@@ -104,6 +107,8 @@ class Watch:
             self._check_partition(partition, now)
         if not self.history or abs(time.time() - self.history[-1].at) >= HISTORY_STEP:  # the clock may be set back
             self.history.append(self._sample(self))
+        if not self.lags or now - self.lags[-1][0] >= HISTORY_STEP:
+            self.lags.append((now, engine.lags()))
 
     # Since when -------------------------------------------------------------------------
 

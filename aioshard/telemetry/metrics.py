@@ -141,6 +141,11 @@ METRICS: dict[str, MetricInfo] = {
         "Time spent in rebalances, including the current one: from losing partitions until all have resumed.",
         attrgetter("rebalance_seconds"),
     ),
+    "aioshard_catch_up_seconds": MetricInfo(
+        "gauge",
+        "Time until the last partition has caught up, if lags shrink as in the last minute; absent if one does not.",
+        attrgetter("catch_up_seconds"),
+    ),
     "aioshard_heartbeat_age_seconds": MetricInfo(
         "gauge",
         "Time since the last answered heartbeat; absent where a thread of the client sends them (`confluent`).",

@@ -131,6 +131,7 @@ def make_watch(*epochs: Partition, behind: int = 0) -> Watch:
         rebalance=SimpleNamespace(epochs=list(epochs), settled=asyncio.Event()),
         intake=SimpleNamespace(turns=0),
         handlers=(),
+        lags=dict,
         committer=SimpleNamespace(turns=0, owns=False),
         trouble=Trouble(clock),
         standstill=None,

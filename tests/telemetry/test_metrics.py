@@ -56,6 +56,7 @@ STATISTICS = dataclasses.replace(
     ),
     rebalance_seconds=31.5,
     heartbeat_age=1.25,
+    catch_up_seconds=64.0,
     commit_durations=WAITS,
     commit_failure_durations=NOTHING,
 )
@@ -129,6 +130,7 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
         ("aioshard_event_loop_delay_seconds_count", 1_000),
         ("aioshard_rebalance_seconds_total", 31.5),
         ("aioshard_heartbeat_age_seconds", 1.25),
+        ("aioshard_catch_up_seconds", 64.0),
         ("aioshard_replayed_records_total", 6),
         ("aioshard_client_losses_total", 1),
         ("aioshard_transactions_fenced_total", 8),
@@ -264,6 +266,7 @@ DESIGNED = {
     "rebalances_total": ("counter", ("kind",)),
     "rebalance_seconds_total": ("counter", ()),
     "heartbeat_age_seconds": ("gauge", ()),
+    "catch_up_seconds": ("gauge", ()),
     "rebalance_drain_duration_seconds": ("histogram", ("kind",)),
     "assigned_partitions": ("gauge", ()),
     "engine_state": ("gauge", ("state",)),

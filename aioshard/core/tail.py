@@ -1,0 +1,54 @@
+"""Which partitions finish last, and when."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+from aioshard.records import TopicPartition, age
+
+_MOST = 0.9
+"""The share of the lag that the heaviest partitions hold."""
+
+
+class Tail(NamedTuple):
+    """What is left to process, and until when."""
+
+    lag: int
+    """Of all partitions."""
+    partitions: int
+    heaviest: int
+    """The fewest partitions that hold nine tenths of the lag."""
+    seconds: float | None
+    """Until the last partition is done, if its lag goes on shrinking as it has; None if one does not shrink."""
+
+    def __str__(self) -> str:
+        """Return a sentence without its end."""
+        done = "" if self.seconds is None else f"; the last is done in {age(self.seconds)}"
+        return f"{self.heaviest} of {self.partitions} partitions hold {_MOST:.0%} of what is left{done}"
+
+
+def tail_of(now: Mapping[TopicPartition, int], before: Mapping[TopicPartition, int], elapsed: float, /) -> Tail:
+    """Describe the tail of some partitions.
+
+    Args:
+        now: The lag of each partition.
+        before: The lag *elapsed* seconds earlier. What has shrunk since is net of new records.
+        elapsed: Above 0 if *before* has partitions.
+
+    Example:
+        >>> first, second = TopicPartition("orders", 0), TopicPartition("orders", 1)
+        >>> print(tail_of({first: 3_000, second: 100}, {first: 3_600, second: 500}, 60.0))
+        1 of 2 partitions hold 90% of what is left; the last is done in 5 min
+    """
+    lags = sorted(now.values(), reverse=True)
+    total = sum(lags)
+    heaviest = bisect_left(list(accumulate(lags)), _MOST * total) + 1 if total else 0
+    left = [
+        lag * elapsed / shrunk if (shrunk := before.get(partition, 0) - lag) > 0 else math.inf
+        for partition, lag in now.items()
+        if lag
+    ]
+    seconds = max(left, default=0.0)
+    return Tail(total, len(lags), heaviest, None if math.isinf(seconds) else seconds)
