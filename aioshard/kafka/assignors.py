@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from aiokafka.cluster import ClusterMetadata
@@ -13,6 +12,7 @@ from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
 from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions
+from aioshard.kafka.aiokafka.answers import by_topic
 from aioshard.records import TopicPartition
 
 logger = logging.getLogger("aioshard.kafka.assignors")
@@ -64,8 +64,7 @@ class ConsumerAssignor:
         reports[first] = replace(reports[first], backlogs={**self.backlogs, **reports[first].backlogs})
         topics = sorted(set().union(*(member.topics for member in reports.values())))
         known = {topic: cluster.partitions_for_topic(topic) for topic in topics}
-        unknown = [topic for topic, partitions in known.items() if not partitions]
-        if unknown:
+        if unknown := [topic for topic, partitions in known.items() if not partitions]:
             logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
         self._leads = True
@@ -74,8 +73,7 @@ class ConsumerAssignor:
             {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
         return {
-            name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(assignment[names[name]]), b"")
-            for name in members
+            name: ConsumerProtocolMemberAssignment(_VERSION, by_topic(assignment[names[name]]), b"") for name in members
         }
 
     def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
@@ -128,10 +126,10 @@ class ConsumerAssignor:
         if not self.owned:
             return b""
         if self.name == "sticky":
-            return bytes(StickyAssignorUserDataV1(_by_topic(self.owned), self.generation).encode())
+            return bytes(StickyAssignorUserDataV1(by_topic(self.owned), self.generation).encode())
         had = {
             topic: {number: self.backlogs.get(TopicPartition(topic, number)) for number in numbers}
-            for topic, numbers in _by_topic(self.owned)
+            for topic, numbers in by_topic(self.owned)
         }
         return json.dumps({"generation": self.generation, "had": had}).encode()
 
@@ -162,8 +160,3 @@ def _lag(topics: frozenset[str], user_data: bytes) -> Member:
     }
     known = {partition: int(backlog) for partition, backlog in backlogs.items() if backlog is not None}
     return Member(topics, tuple(backlogs), int(decoded["generation"]), known)
-
-
-def _by_topic(partitions: Iterable[TopicPartition]) -> list[tuple[str, list[int]]]:
-    groups = groupby(sorted(partitions), key=lambda partition: partition.topic)
-    return [(topic, [partition.partition for partition in group]) for topic, group in groups]

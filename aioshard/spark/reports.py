@@ -86,8 +86,7 @@ def check_journal(path: str) -> None:
             f"the journal {path} cannot be read ({error}): expected the directory that an app writes with "
             "App(journal=PATH)"
         ) from error
-    missing = _READ - {*columns}
-    if missing:
+    if missing := _READ - {*columns}:
         raise SettingsError(
             f"{path} is not a journal of aioshard: it has no column {min(missing)!r}. App(journal=PATH) writes a "
             "journal, and completes a file every minute and when the app stops"

@@ -351,8 +351,7 @@ def check_logs(plan: Plan, reached: Vector) -> None:
     Raises:
         DataLossError: A topic was deleted or recreated, or retention deleted some of the remaining records.
     """
-    remaining = ranges_between(reached, ends_of(plan.ranges))
-    if remaining:
+    if remaining := ranges_between(reached, ends_of(plan.ranges)):
         blocking(functools.partial(_check_logs, plan, remaining))
 
 

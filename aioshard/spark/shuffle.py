@@ -134,19 +134,12 @@ class _Lane:
         """Take the waiting records that the allowance permits."""
         if self.paused or not self.waiting:
             return None
-        limit, room, alone = allowance(self.topic_partition)
-        if limit <= 0:
-            return None
-        records: list[Record] = []
-        sizes: list[int] = []
-        while self.waiting and len(records) < limit and (self.waiting[0][1] <= room or alone):
-            record, size = self.waiting.popleft()
-            records.append(record)
-            sizes.append(size)
-            room, alone = room - size, False
-        if not records:
-            return Oversized(self.topic_partition, self.waiting[0][1])
-        first, self.position = self.position, self.position + len(records)
+        allowed = allowance(self.topic_partition)
+        count = allowed.admitted(size for _, size in self.waiting)
+        if not count:
+            return Oversized(self.topic_partition, self.waiting[0][1]) if allowed.records > 0 else None
+        records, sizes = zip(*(self.waiting.popleft() for _ in range(count)), strict=True)
+        first, self.position = self.position, self.position + count
         return FetchedBatch(self.topic_partition, records, sizes, self.position, range(first, self.position))
 
 
@@ -242,8 +235,7 @@ class RowTransport(Groupless):
                 self._read_on()
                 # One lane per call, because its records reduce the room left for the others. The lanes take turns.
                 for partition, lane in tuple(self._lanes.items()):
-                    item = lane.take(allowance)
-                    if item is not None:
+                    if (item := lane.take(allowance)) is not None:
                         self._lanes[partition] = self._lanes.pop(partition)
                         self._read_on()
                         return [item]

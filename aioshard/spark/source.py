@@ -129,8 +129,7 @@ def check_options(options: Mapping[str, str]) -> None:
     Raises:
         PlanError: An option is missing, unknown, or has an invalid value.
     """
-    unknown = sorted(name for name in options if name not in OPTIONS and name != "path")
-    if unknown:
+    if unknown := sorted(name for name in options if name not in OPTIONS and name != "path"):
         raise PlanError(f"format('aioshard') has no option {unknown[0]!r}: its options are {', '.join(OPTIONS)}")
     if not options.keys() & {"plan", "app", "topics"}:
         raise PlanError(

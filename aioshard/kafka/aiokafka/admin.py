@@ -290,17 +290,18 @@ class KafkaAdmin:
     async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
         async def ask() -> dict[TopicPartition, int]:
             leaders = {topic: await self._leaders(topic) for topic in {partition.topic for partition in times}}
-            wanted: dict[int, dict[TopicPartition, tuple[int, int]]] = {}
-            for (topic, number), time in times.items():
-                count, leader = len(leaders[topic]), leaders[topic].get(number)
+            wanted: dict[int, list[TopicPartition]] = {}
+            for at in times:
+                count, leader = len(leaders[at.topic]), leaders[at.topic].get(at.partition)
                 if leader is None:
-                    raise TransportError(f"{topic}/{number} does not exist: topic {topic!r} has {count} partitions")
+                    raise TransportError(f"{at} does not exist: topic {at.topic!r} has {count} partitions")
                 if leader < 0:
-                    raise kafka.StaleMetadata(f"no broker is the leader of {topic}/{number} now")
-                wanted.setdefault(leader, {})[TopicPartition(topic, number)] = number, time
+                    raise kafka.StaleMetadata(f"no broker is the leader of {at} now")
+                wanted.setdefault(leader, []).append(at)
             offsets: dict[TopicPartition, int] = {}
             for leader, partitions in wanted.items():
-                request = OffsetRequest(-1, _ISOLATION[isolation], by_topic(partitions))
+                requested = by_topic(partitions, lambda at: (at.partition, times[at]))
+                request = OffsetRequest(-1, _ISOLATION[isolation], requested)
                 offsets |= log_offsets(await self._client.send(leader, request), partitions)
             return offsets
 
@@ -389,7 +390,7 @@ class KafkaAdmin:
         self, group_id: str, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed | None]:
         """Return the group's committed offset of each of *partitions*, or None; wait for open transactions to end."""
-        request = FetchStableOffsets(group_id, by_topic({partition: partition.partition for partition in partitions}))
+        request = FetchStableOffsets(group_id, by_topic(partitions))
         commits = await self._commits(group_id, request, partitions) if partitions else {}
         return {partition: commits.get(partition) for partition in partitions}
 
@@ -400,8 +401,13 @@ class KafkaAdmin:
     async def _commits(
         self, group_id: str, request: Any, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed]:
-        what = f"return the committed offsets of group {group_id!r}"
-        return await self._ask(what, request, stored_offsets, partitions, group_id=group_id)
+        return await self._ask(
+            f"return the committed offsets of group {group_id!r}",
+            request,
+            stored_offsets,
+            partitions,
+            group_id=group_id,
+        )
 
     async def commit_without_member(
         self, group_id: str, offsets: Mapping[TopicPartition, Committed], *, retry: bool = False
@@ -425,9 +431,7 @@ class KafkaAdmin:
         """
 
         async def send() -> dict[TopicPartition, kafka.KafkaError]:
-            commits = by_topic(
-                {partition: (partition.partition, *committed) for partition, committed in offsets.items()}
-            )
+            commits = by_topic(offsets, lambda partition: (partition.partition, *offsets[partition]))
             request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, commits)
             refused = refused_offsets(await self._send(request, group_id), offsets)
             for error in refused.values():

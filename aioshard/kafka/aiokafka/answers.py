@@ -1,6 +1,8 @@
 """Parse broker responses, and translate aiokafka's errors."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from aiokafka import errors as kafka
@@ -86,12 +88,12 @@ class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
     retriable = True
 
 
-def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
-    """Group values of single partitions by topic, in the form and order that requests need."""
-    grouped: dict[str, list[Any]] = {}
-    for topic_partition in sorted(values):
-        grouped.setdefault(topic_partition.topic, []).append(values[topic_partition])
-    return list(grouped.items())
+def by_topic(
+    partitions: Iterable[TopicPartition], part: Callable[[TopicPartition], Any] = attrgetter("partition")
+) -> list[tuple[str, list[Any]]]:
+    """Group partitions by topic, in the form and order that requests need; *part* returns what stands for one."""
+    topics = groupby(sorted(partitions), attrgetter("topic"))
+    return [(topic, list(map(part, of_topic))) for topic, of_topic in topics]
 
 
 def only_part(parts: Sequence[T], what: str) -> T:
@@ -102,8 +104,7 @@ def only_part(parts: Sequence[T], what: str) -> T:
 
 
 def _refuse_missing(asked: Collection[TopicPartition], answered: Collection[TopicPartition], what: str) -> None:
-    missing = set(asked).difference(answered)
-    if missing:
+    if missing := set(asked).difference(answered):
         raise IncompleteAnswerError(f"the {what} of {min(missing)} is missing in the answer")
 
 

@@ -13,7 +13,7 @@ from aioshard.kafka.aiokafka.answers import cause_of, corrupt_record
 from aioshard.kafka.aiokafka.decoder import Chunk
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.errors import fetch_error
-from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Oversized
+from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 
 RECORDS_PER_POLL = 500
@@ -33,7 +33,7 @@ _FAULT_INTERVAL = 1.0
 
 @dataclass(slots=True)
 class PollResult:
-    """The result of one pass over the fetched records."""
+    """The result of one pass over the fetched records, counted against the allowances of all partitions."""
 
     at: float = 0.0
     new: list[FetchedBatch | Fault | Oversized] = field(default_factory=list)
@@ -45,6 +45,18 @@ class PollResult:
     """The largest record limit of any partition."""
     left_over: bool = False
     """Whether fetched records stay behind that will probably be taken soon."""
+
+    def left_of(self, allowance: Allowance) -> Allowance:
+        """Return what is left of an allowance, which was computed before anything was taken in this pass."""
+        allowance = allowance._replace(records=min(allowance.records, RECORDS_PER_POLL))
+        self.most = max(self.most, allowance.records)
+        return allowance.less(self.records, self.bytes)
+
+    def add(self, batch: FetchedBatch) -> None:
+        """Add records taken from a partition."""
+        self.new.append(batch)
+        self.records += len(batch.records)
+        self.bytes += sum(batch.sizes)
 
 
 @dataclass(slots=True)
@@ -148,8 +160,7 @@ class FetchBuffer:
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """Set a position."""
-        partition = self._partitions.get(topic_partition)
-        if partition is not None:
+        if (partition := self._partitions.get(topic_partition)) is not None:
             partition.placed = True
             partition.taken_at = asyncio.get_running_loop().time()
             partition.state.seek(offset)
@@ -203,27 +214,23 @@ class FetchBuffer:
         if chunk.error is not None:
             self._report(partition, chunk.result, poll_result)
             return
-        limit, room, alone = allowance_of(partition.name)
-        if limit <= 0:
+        allowance = allowance_of(partition.name)
+        if allowance.records <= 0:
             self._release_broker(chunk.result)
             poll_result.left_over |= partition.taken_at > poll_result.at - _ACTIVE
             return
-        limit = min(limit, RECORDS_PER_POLL)
-        poll_result.most = max(poll_result.most, limit)
-        limit -= poll_result.records
+        limit, room, alone = poll_result.left_of(allowance)
         if limit <= 0:
             return
-        decoded = chunk.take(limit, room - poll_result.bytes, alone=alone and not poll_result.records)
+        decoded = chunk.take(limit, room, alone=alone)
         next_offset = chunk.next_offset
         if next_offset != state.position:
             partition.taken_at = poll_result.at
             state.consumed_to(next_offset)
-            poll_result.new.append(FetchedBatch(partition.name, decoded.records, decoded.sizes, next_offset))
-            poll_result.records += len(decoded.records)
-            poll_result.bytes += sum(decoded.sizes)
+            poll_result.add(FetchedBatch(partition.name, decoded.records, decoded.sizes, next_offset))
         if chunk.drained:
             self._drop(partition)
-        elif decoded.oversized > room:
+        elif decoded.oversized > allowance.bytes:
             self._release_broker(chunk.result)
             (poll_result.repeated if chunk.reported else poll_result.new).append(
                 Oversized(partition.name, decoded.oversized)
@@ -244,9 +251,8 @@ class FetchBuffer:
 
     def _hold_fetches(self, *, left_over: bool = False, idle: bool = False) -> None:
         """Set how long brokers may hold a fetch that has nothing to return; see `fetch_wait`."""
-        usual: int = self._internals.consumer._fetch_max_wait_ms
         self._internals.fetcher._fetch_max_wait_ms = fetch_wait(
-            usual, len(self._partitions), left_over=left_over, idle=idle
+            self._internals.consumer._fetch_max_wait_ms, len(self._partitions), left_over=left_over, idle=idle
         )
 
     def _nudge_fetcher(self) -> None:

@@ -19,7 +19,7 @@ from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from aioshard.errors import TransportError
-from aioshard.kafka.aiokafka.answers import corrupt_record, error_for, log_offsets, raise_for
+from aioshard.kafka.aiokafka.answers import by_topic, corrupt_record, error_for, log_offsets, raise_for
 from aioshard.kafka.aiokafka.connections import close_client, refuse_useless_connections
 from aioshard.kafka.aiokafka.decoder import Chunk
 from aioshard.kafka.errors import OUT_OF_RANGE
@@ -140,8 +140,7 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
         Raises:
             KafkaError: The broker did not answer.
         """
-        topic, partition = topic_partition
-        request = OffsetRequest(-1, isolation, [(topic, [(partition, which)])])
+        request = OffsetRequest(-1, isolation, by_topic([topic_partition], lambda at: (at.partition, which)))
         # On a separate connection: on the other one, the request would wait for the fetch in progress.
         answer = await self.send(node, request, group=ConnectionGroup.COORDINATION)
         return log_offsets(answer, [topic_partition])[topic_partition]

@@ -277,7 +277,7 @@ class Internals:
                 the response as acknowledged.
         """
         coordinator = self.coordinator
-        commits = by_topic({partition: (partition.partition, *committed) for partition, committed in offsets.items()})
+        commits = by_topic(offsets, lambda partition: (partition.partition, *offsets[partition]))
         request = OffsetCommitRequest(
             self.group_id,
             coordinator.generation,
@@ -304,10 +304,7 @@ class Internals:
         """
         await self.coordinator.ensure_coordinator_known()
         await self._wait_for_commits()
-        request = OffsetFetchRequest(
-            self.group_id, by_topic({partition: partition.partition for partition in partitions})
-        )
-        answer = await self.coordinator._send_req(request)
+        answer = await self.coordinator._send_req(OffsetFetchRequest(self.group_id, by_topic(partitions)))
         try:
             commits = stored_offsets(answer, partitions)
             await self._confirm_coordinator()
@@ -372,9 +369,9 @@ class Internals:
         """
         leader_of = self.cluster.leader_for_partition
         unknown = [topic_partition for topic_partition in partitions if leader_of(topic_partition) in _NO_LEADER]
+        for topic_partition in unknown:
+            self.client.add_topic(topic_partition.topic)
         if unknown:
-            for topic_partition in unknown:
-                self.client.add_topic(topic_partition.topic)
             with contextlib.suppress(TimeoutError, kafka.KafkaError):
                 async with asyncio.timeout(patience):
                     await self.client.force_metadata_update()
@@ -412,14 +409,13 @@ class Internals:
     async def _offsets_at(
         self, leader: int, partitions: Collection[TopicPartition], timestamp: int, isolation: int
     ) -> dict[TopicPartition, int]:
-        requested = by_topic({partition: (partition.partition, timestamp) for partition in partitions})
+        requested = by_topic(partitions, lambda at: (at.partition, timestamp))
         return led_offsets(await self.client.send(leader, OffsetRequest(-1, isolation, requested)))
 
     async def look_up_topic(self, topic: str) -> frozenset[int]:
         """Fetch the current partitions of a topic; does not subscribe to metadata updates or create the topic."""
-        node = self.client.get_random_node()
-        answer = await self.client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
-        return frozenset(topic_leaders(answer, topic))
+        request = MetadataRequest([topic], allow_auto_topic_creation=False)
+        return frozenset(topic_leaders(await self.client.send(self.client.get_random_node(), request), topic))
 
     async def look_up_topics(self) -> frozenset[str]:
         """Fetch the current topics that this user may see, without internal topics."""

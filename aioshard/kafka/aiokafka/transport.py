@@ -117,8 +117,7 @@ class KafkaTransport(ABC):
             raise
 
     async def _check_permissions(self, internals: Internals) -> None:
-        denied = sorted(self._topics & internals.cluster.unauthorized_topics)
-        if denied:
+        if denied := sorted(self._topics & internals.cluster.unauthorized_topics):
             raise group_error(cause_of(kafka.TopicAuthorizationFailedError(denied)), self._group_id)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -306,8 +305,9 @@ class KafkaTransport(ABC):
                 commits = await internals.committed_once(partitions)
             except kafka.KafkaError as error:
                 if not error.retriable:
-                    what = f"return the committed offsets of {named(partitions)}"
-                    raise request_error(cause_of(error), what, self._group_id) from error
+                    raise request_error(
+                        cause_of(error), f"return the committed offsets of {named(partitions)}", self._group_id
+                    ) from error
                 await asyncio.sleep(_RETRY_BACKOFF)
             else:
                 return {topic_partition: commits.get(topic_partition) for topic_partition in partitions}
@@ -323,8 +323,7 @@ class KafkaTransport(ABC):
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
         internals = self._running()
-        known = internals.cluster.partitions_for_topic(topic)
-        if known:
+        if known := internals.cluster.partitions_for_topic(topic):
             return frozenset(known)
         return await self._answered(internals.look_up_topic(topic), f"return the partitions of topic {topic!r}")
 

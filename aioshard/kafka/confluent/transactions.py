@@ -5,8 +5,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -15,7 +13,7 @@ from confluent_kafka import TopicPartition as ClientPartition
 from confluent_kafka.admin import AdminClient
 
 from aioshard.errors import ClientLostError, CommitError
-from aioshard.kafka.confluent.consumer import client_offsets
+from aioshard.kafka.confluent.consumer import CallQueue, client_offsets
 from aioshard.kafka.confluent.translate import cause_of, commit_error, error_of, reason
 from aioshard.kafka.errors import request_error, undecided
 from aioshard.ports import Committed, Message
@@ -143,7 +141,7 @@ class Transactions:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
         producer = self._producer
-        answer = asyncio.wrap_future(producer.submit(function))
+        answer = asyncio.wrap_future(producer.calls.submit(function, producer))
         try:
             while not (await asyncio.wait({answer}, timeout=_SLICE))[0]:
                 if producer.hangs:
@@ -175,7 +173,7 @@ class ProducerThread:
         self._call_began: float | None = None
         """When the call to the client began that runs now."""
         self._stopped = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.calls = CallQueue()
         self.thread = Thread(target=self._run, name=f"transactions of {group_id}", daemon=True)
         self.thread.start()
 
@@ -187,31 +185,15 @@ class ProducerThread:
         began = self._call_began
         return began is not None and time.monotonic() - began > self._timeout + _HANGS
 
-    def submit(self, function: Callable[["ProducerThread"], T]) -> "Future[T]":
-        """Queue a call; one that is cancelled before its turn never starts."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                result.set_result(function(self))
-            except BaseException as error:  # noqa: BLE001 - the future passes it on
-                result.set_exception(error)
-
-        self._calls.put(run)
-        return result
-
     def stop(self) -> None:
         """Let the running call end, then drop the client."""
         self._stopped = True
-        self._calls.put(None)
+        self.calls.end()
 
     # Called in the thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        self.calls.serve()
         self._producer = None
 
     def ready(self) -> Producer:

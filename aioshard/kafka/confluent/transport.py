@@ -83,8 +83,9 @@ class ConfluentTransport(KafkaTransport):
         self._transactions: Transactions | None = None
         """Set with exactly-once processing."""
         if settings.processing_guarantee == "exactly_once":
-            connection = connection_options(settings)
-            self._transactions = Transactions(connection, transactional_id, group_id, settings.transaction_timeout)
+            self._transactions = Transactions(
+                connection_options(settings), transactional_id, group_id, settings.transaction_timeout
+            )
         self._failure: TransportError | None = None
         """The error that ends this life of the client; `poll` raises it."""
         self._readable = asyncio.Event()
@@ -105,7 +106,15 @@ class ConfluentTransport(KafkaTransport):
     async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
         """Join the group. Matches patterns itself, every `metadata_max_age`."""
         self._pattern = None if pattern is None else re.compile(pattern)
-        consumer = self._consumer = self._new_consumer()
+        try:
+            consumer = self._consumer = ConsumerThread(
+                self._consumer_options,
+                self._group_id,
+                self._settings.session_timeout,
+                Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail),
+            )
+        except (KafkaException, ValueError, TypeError) as error:
+            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
         if self._settings.assign is None:
             names = self._subscribed = await self._look_up_topics()
             await consumer.call(consumer.subscribe, names)
@@ -119,17 +128,6 @@ class ConfluentTransport(KafkaTransport):
             asyncio.create_task(self._until_lost(work, consumer), name=f"{work.__name__} of {self._group_id}")
             for work in (self._read, self._check_brokers)
         ]
-
-    def _new_consumer(self) -> ConsumerThread:
-        try:
-            return ConsumerThread(
-                self._consumer_options,
-                self._group_id,
-                self._settings.session_timeout,
-                Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail),
-            )
-        except (KafkaException, ValueError, TypeError) as error:
-            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
 
     async def _leave(self) -> None:
         if self._consumer is not None:
@@ -162,8 +160,7 @@ class ConfluentTransport(KafkaTransport):
     async def _read(self, consumer: ConsumerThread) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            seconds = self._buffer.crowded(loop.time())
-            if seconds:
+            if seconds := self._buffer.crowded(loop.time()):
                 self._buffer.room.clear()
                 with anyio.move_on_after(seconds):
                     await self._buffer.room.wait()
@@ -329,12 +326,11 @@ class ConfluentTransport(KafkaTransport):
         if self._listener is None or self._closed:
             self._consumer.end_revocation()
             return
-        if lost:
-            self._membership = NOT_A_MEMBER
         self._released.clear()
         self._buffer.pause(partitions)
         try:
             if lost:
+                self._membership = NOT_A_MEMBER
                 self._listener.lost(partitions)
             else:
                 await self._listener.revoked(partitions)
