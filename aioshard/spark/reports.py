@@ -113,8 +113,7 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
     handlers = {row[0]: row for row in found.collect()}
     if not handlers:
         raise SettingsError(f"the journal {path} has no rows: let an app with journal={path!r} process records first")
-    if handler is None:
-        handler = next(iter(handlers))
+    handler = handler or next(iter(handlers))
     if handler not in handlers:
         raise SettingsError(f"the journal {path} has no rows of handler {handler!r}, only of {', '.join(handlers)}")
     _, start, end = handlers[handler]

@@ -158,6 +158,9 @@ class RowTransport(Groupless):
         * It reads ahead at most two parts of about `_PART`, and one Spark batch.
     """
 
+    trouble = None
+    """See `Transport.trouble`."""
+
     def __init__(self, rows: Iterator[pa.RecordBatch], handlers: Sequence[Handler]) -> None:
         """Create a transport; nothing is read yet.
 
@@ -194,11 +197,6 @@ class RowTransport(Groupless):
         """Whether the engine has completed all records so far and more may arrive; it learns the ends once known."""
         engine.rebalance.ends.update(self.ends())
         return not self._exhausted and not self._waiting() and not engine.buffer.records
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Transport.trouble`."""
-        return None
 
     # Life -------------------------------------------------------------------------------
 
@@ -243,7 +241,10 @@ class RowTransport(Groupless):
         return ()
 
     def _read_on(self) -> None:
-        """Sort the records that were read, and read the next ones unless enough are waiting."""
+        """Add the records that were read to the lanes of their handlers; read the next ones unless enough are waiting.
+
+        New lanes are assigned to the engine.
+        """
         if self._reading is not None and self._reading.done():
             try:
                 records = self._reading.result()
@@ -251,7 +252,12 @@ class RowTransport(Groupless):
                 raise RunError(f"Spark's rows ended before their end: {error!r}") from error
             self._reading = None
             self._exhausted = records is None
-            self._sort(records or ())
+            assigned = len(self._lanes)
+            for record in records or ():
+                size = record_size(record.key, record.value, record.headers)
+                self._lane_of(record.topic).waiting.append((record, size))
+            if len(self._lanes) > assigned:
+                self._listener.assigned([*self._lanes], self.membership())
         if self._reading is None and not self._exhausted and not self._waiting():
             self._reading = asyncio.get_running_loop().run_in_executor(self._thread, next, self._parts, None)
             self._reading.add_done_callback(lambda _: self._arrived.set())
@@ -259,14 +265,6 @@ class RowTransport(Groupless):
     def _waiting(self) -> bool:
         """Whether records wait for room in the engine."""
         return any(lane.waiting for lane in self._lanes.values())
-
-    def _sort(self, records: Sequence[Record]) -> None:
-        """Add each record to the lane of its handler; assign new lanes to the engine."""
-        assigned = len(self._lanes)
-        for record in records:
-            self._lane_of(record.topic).waiting.append((record, record_size(record.key, record.value, record.headers)))
-        if len(self._lanes) > assigned:
-            self._listener.assigned([*self._lanes], self.membership())
 
     def _find_lane(self, topic: str) -> _Lane:
         handler = self._handlers[_handler_of(self._handlers, topic)]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
@@ -17,6 +16,7 @@ from aioshard.errors import (
     StateError,
     TransportError,
 )
+from aioshard.kafka.groupless import manual_membership
 from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
@@ -65,9 +65,6 @@ loss, that of `join` the time from the new generation to its `assigned`, and tha
 responses with records; that of `commit` passes before the offsets are stored and that of `commit reply` after."""
 
 _TO_COORDINATOR = frozenset[Operation](["start", "commit", "commit reply", "committed"])
-
-_LIVES = itertools.count(1)
-"""Generations of clients with manual assignment."""
 
 Latency = Callable[[Operation], float]
 """The seconds that an operation takes; called each time."""
@@ -174,7 +171,7 @@ class InMemoryTransport:
             self._broker.log(topic, max(numbers))
         self._group.refuse_beside_members()
         self._broker.watch(self._changed)
-        self._membership = Membership("", next(_LIVES))
+        self._membership = manual_membership()
         partitions = [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
         self._assigned = {partition: _Assigned() for partition in partitions}
         listener.assigned(partitions, self._membership)

@@ -27,7 +27,7 @@ _ACTIVE = 1.0
 _NUDGE_INTERVAL = 1e-4
 """Least seconds per partition between two checks of the fetcher, each of which costs 10 µs or more per partition."""
 _LONGEST_NUDGE_INTERVAL = 0.1
-_FAULT_INTERVAL = 1.0
+FAULT_INTERVAL = 1.0
 """Seconds until an unreadable partition is tried, and reported, again."""
 
 
@@ -290,7 +290,7 @@ class FetchBuffer:
             if self._internals.buffered.get(partition.name) is entry:
                 self._drop(partition)
 
-        timer = asyncio.get_running_loop().call_later(_FAULT_INTERVAL, retry)
+        timer = asyncio.get_running_loop().call_later(FAULT_INTERVAL, retry)
         self._retries.add(timer)
 
     def _fault(self, partition: _Partition, entry: Any) -> TransportError:

@@ -41,6 +41,7 @@ from aioshard.kafka.aiokafka.answers import (
 )
 from aioshard.kafka.aiokafka.connections import close_client, end_tasks, refuse_useless_connections
 from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
 
@@ -297,14 +298,19 @@ class Internals:
             coordinator.reset_generation()
         raise error
 
-    async def committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
+    async def committed_once(
+        self, partitions: Collection[TopicPartition], *, stable: bool = False
+    ) -> dict[TopicPartition, Committed]:
         """Fetch committed offsets once the coordinator is known, with one request; leave out partitions without one.
+
+        With *stable*, those that an open transaction may still change are an error.
 
         aiokafka's own method overlooks a response with a top-level error (see `stored_offsets`).
         """
         await self.coordinator.ensure_coordinator_known()
         await self._wait_for_commits()
-        answer = await self.coordinator._send_req(OffsetFetchRequest(self.group_id, by_topic(partitions)))
+        kind = FetchStableOffsets if stable else OffsetFetchRequest
+        answer = await self.coordinator._send_req(kind(self.group_id, by_topic(partitions)))
         try:
             commits = stored_offsets(answer, partitions)
             await self._confirm_coordinator()

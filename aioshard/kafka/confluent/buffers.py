@@ -8,7 +8,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 
 from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
-from aioshard.kafka.aiokafka.buffer import PollResult
+from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL, PollResult
 from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.translate import cause_of
 from aioshard.kafka.errors import fetch_error
@@ -20,8 +20,6 @@ _PATIENCE = 0.25
 that the client has prefetched; but while nothing is read, we do not notice rebalances."""
 _SHORT_PATIENCE = 0.02
 """The same while the buffer of another fetched partition is empty."""
-_FAULT_INTERVAL = 1.0
-"""Seconds until an unreadable partition is tried again."""
 _FAILURES = 20
 """Failed attempts, 50 ms each, to change what the client does with a partition before we assume it has given up."""
 
@@ -283,7 +281,7 @@ class Buffers:
             return
         partition.fault = fetch_error(cause_of(error), partition.name, partition.reach)
         partition.broken |= isinstance(partition.fault, OffsetOutOfRangeError)
-        partition.retry_at = now + _FAULT_INTERVAL
+        partition.retry_at = now + FAULT_INTERVAL
         self._ready.setdefault(partition)
 
     # To the engine --------------------------------------------------------------------

@@ -14,12 +14,13 @@ from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, 
 from aioshard.kafka import errors
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.internals import Internals
-from aioshard.kafka.aiokafka.transport import KafkaTransport, manual_membership
+from aioshard.kafka.aiokafka.transport import KafkaTransport
 from aioshard.kafka.confluent.buffers import Buffers
 from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread, membership_of
 from aioshard.kafka.confluent.options import connection_options, consumer_options, share_of_buffer
 from aioshard.kafka.confluent.transactions import Transactions
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
+from aioshard.kafka.groupless import manual_membership
 from aioshard.ports import (
     NOT_A_MEMBER,
     Committed,
@@ -69,13 +70,10 @@ class ConfluentTransport(KafkaTransport):
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
-        queries: dict[str, Any] = {
-            "client": "aiokafka",
-            "client_options": {},
-            "group_protocol": "classic",
-            "processing_guarantee": "at_least_once",
-        }
-        super().__init__(settings.replace(**queries), group_id)
+        queries = settings.replace(
+            client="aiokafka", client_options={}, group_protocol="classic", processing_guarantee="at_least_once"
+        )
+        super().__init__(queries, group_id)
         self._consumer_options = consumer_options(settings, group_id)
         self._buffer = Buffers(0)
         self._consumer: ConsumerThread | None = None
@@ -83,6 +81,7 @@ class ConfluentTransport(KafkaTransport):
         self._transactions: Transactions | None = None
         """Set with exactly-once processing."""
         if settings.processing_guarantee == "exactly_once":
+            self._stable_offsets = True
             self._transactions = Transactions(
                 connection_options(settings), transactional_id, group_id, settings.transaction_timeout
             )
@@ -303,9 +302,9 @@ class ConfluentTransport(KafkaTransport):
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`; with transactions, only offsets that no open one may change."""
-        if self._transactions is None:
-            return await super().committed(partitions)
-        return await self._transactions.committed(partitions)
+        if self._transactions is not None:
+            await self._transactions.settle()
+        return await super().committed(partitions)
 
     async def _on_assigned(self, partitions: list[TopicPartition], membership: Membership) -> None:
         """Pass our whole current assignment to the engine."""
