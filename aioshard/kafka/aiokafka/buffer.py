@@ -226,6 +226,7 @@ class FetchBuffer:
         next_offset = chunk.next_offset
         if next_offset != state.position:
             partition.taken_at = poll_result.at
+            chunk.reported = False
             state.consumed_to(next_offset)
             poll_result.add(FetchedBatch(partition.name, decoded.records, decoded.sizes, next_offset))
         if chunk.drained:

@@ -1,6 +1,6 @@
 """Decode records from one fetch response: the hot path of reading."""
 
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 from aiokafka.consumer.fetcher import READ_COMMITTED
@@ -29,16 +29,14 @@ class Chunk:
     """The records of one partition from one fetch, decoded one at a time as they are taken.
 
     Follows aiokafka's `PartitionRecords`, with aioshard's record class and limits. The position lives in aiokafka's
-    `next_fetch_offset`, so that aiokafka's own checks still hold. The first record that does not fit is kept
-    here, already decoded, and returned first by the next `take`.
+    `next_fetch_offset`, so that aiokafka's own checks still hold.
     """
 
     __slots__ = (
         "_batch",
-        "_next_record",
-        "_next_size",
         "_part",
         "_raw",
+        "_unfit",
         "drained",
         "error",
         "reported",
@@ -52,8 +50,8 @@ class Chunk:
         self._part: Any = result._partition_records
         self._batch: Any = None
         self._raw: Any = None
-        self._next_record: Record | None = None
-        self._next_size = 0
+        self._unfit: Any = None
+        """The raw record that did not fit; the next `take` begins with it."""
         self.drained = False
         """Whether nothing is left, so the next fetch may be sent."""
         self.error: Exception | None = None
@@ -72,22 +70,6 @@ class Chunk:
         Never raises: a decoding error ends up in `error`.
         """
         decoded = Taken()
-        record = self._next_record
-        if record is not None:
-            size = self._next_size
-            if size > room and not alone:
-                decoded.oversized = size
-                return decoded
-            decoded.records.append(record)
-            decoded.sizes.append(size)
-            self._next_record = None
-            self.reported = False
-            self._part.next_fetch_offset = record[2] + 1
-            room -= size
-            limit -= 1
-            alone = False
-            if limit <= 0:
-                return decoded
         try:
             self._decode(decoded, limit, room, alone=alone)
         except Exception as error:  # noqa: BLE001 - a broken batch can make the decoders raise anything
@@ -99,8 +81,7 @@ class Chunk:
     ) -> None:
         part, record_type = self._part, Record
         topic, partition = self.topic_partition
-        add_record = decoded.records.append
-        add_size = decoded.sizes.append
+        add_record, add_size = decoded.records.append, decoded.sizes.append
         while True:
             batch = self._batch
             if batch is None:
@@ -111,9 +92,11 @@ class Chunk:
                 # A batch allows `iter` only once; this continues where it stopped.
                 self._raw = islice(batch, None)
             next_offset = part.next_fetch_offset
+            raw_records = self._raw if self._unfit is None else chain([self._unfit], self._raw)
+            self._unfit = None
             try:
                 # The hot loop: each line costs about 3 % of the total reading time.
-                for raw in self._raw:
+                for raw in raw_records:
                     offset = raw.offset
                     if offset < next_offset:
                         continue  # A broker always returns whole batches, even if the fetch starts in the middle.
@@ -135,8 +118,7 @@ class Chunk:
                     )
                     if size > room:
                         if not alone:
-                            self._next_record = record
-                            self._next_size = size
+                            self._unfit = raw
                             next_offset = offset
                             if not decoded.records:
                                 decoded.oversized = size
