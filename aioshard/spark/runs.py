@@ -293,8 +293,10 @@ def planned_source(
     if all(handler.layout != "shuffle" for handler in plan.handlers):
         return spark.readStream.format("aioshard").options(**options).load(), lambda rows: rows
     work = request_of(options).work
-    raw = spark.readStream.format("aioshard").options(**options, app="").load()
-    return raw, lambda rows: shuffled_outcomes(rows, work, plan.tasks or slots)
+    return (
+        spark.readStream.format("aioshard").options(**options, app="").load(),
+        lambda rows: shuffled_outcomes(rows, work, plan.tasks or slots),
+    )
 
 
 def write_batch(

@@ -288,8 +288,10 @@ class _Reading:
         divided = [planned for planned in ranges if request.layouts.get(planned.topic, "split") == "split"]
         whole = [planned for planned in ranges if request.layouts.get(planned.topic, "split") != "split"]
         finished = {planned.topic_partition: planned.finished for planned in request.ranges}
-        tasks = packed(whole, request.tasks) + split(divided, request.tasks or _SPLIT_TASKS)
-        return [_Task(task, finished) for task in tasks]
+        return [
+            _Task(task, finished)
+            for task in packed(whole, request.tasks) + split(divided, request.tasks or _SPLIT_TASKS)
+        ]
 
 
 class _RangeReader(_Reading, DataSourceReader):

@@ -198,8 +198,8 @@ class _Task:
                     engine = app.running_engine()
                     obstacles = await self._until_done(engine)
                     for delivery, trouble in obstacles:
-                        spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
-                        self._rows.add(spec, delivery, trouble)
+                        handler = engine.handler_of(delivery.epoch.topic_partition.topic)
+                        self._rows.add(handler.spec, delivery, trouble)
             except NotDrainedError:
                 if not obstacles:
                     raise

@@ -364,8 +364,7 @@ class InMemoryTransport:
             if assigned.paused or topic_partition in self._broker.leaderless:
                 continue
             allowed = allowance(topic_partition)
-            left = allowed.less(used_records, used_bytes)
-            item = self._fetch_one(topic_partition, assigned, allowed, left, now)
+            item = self._fetch_one(topic_partition, assigned, allowed, allowed.less(used_records, used_bytes), now)
             if isinstance(item, Oversized):
                 (repeated if assigned.oversized_at == assigned.position else new).append(item)
                 assigned.oversized_at = assigned.position

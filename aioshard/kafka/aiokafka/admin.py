@@ -300,8 +300,9 @@ class KafkaAdmin:
                 wanted.setdefault(leader, []).append(at)
             offsets: dict[TopicPartition, int] = {}
             for leader, partitions in wanted.items():
-                requested = by_topic(partitions, lambda at: (at.partition, times[at]))
-                request = OffsetRequest(-1, _ISOLATION[isolation], requested)
+                request = OffsetRequest(
+                    -1, _ISOLATION[isolation], by_topic(partitions, lambda at: (at.partition, times[at]))
+                )
                 offsets |= log_offsets(await self._client.send(leader, request), partitions)
             return offsets
 

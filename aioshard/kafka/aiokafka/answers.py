@@ -92,8 +92,7 @@ def by_topic(
     partitions: Iterable[TopicPartition], part: Callable[[TopicPartition], Any] = attrgetter("partition")
 ) -> list[tuple[str, list[Any]]]:
     """Group partitions by topic, in the form and order that requests need; *part* returns what stands for one."""
-    topics = groupby(sorted(partitions), attrgetter("topic"))
-    return [(topic, list(map(part, of_topic))) for topic, of_topic in topics]
+    return [(topic, list(map(part, group))) for topic, group in groupby(sorted(partitions), attrgetter("topic"))]
 
 
 def only_part(parts: Sequence[T], what: str) -> T:

@@ -91,7 +91,6 @@ class FetchBuffer:
         self._read_committed = read_committed
         self._assignment: Any = None
         self._partitions: dict[TopicPartition, _Partition] = {}
-        self._retries: set[asyncio.TimerHandle] = set()
         self._nudge_at = 0.0
         """When the fetcher checks, or last checked, what it may fetch because we asked for it; loop time."""
 
@@ -121,9 +120,6 @@ class FetchBuffer:
         """Forget the assignment."""
         self._assignment = None
         self._partitions.clear()
-        for retry in self._retries:
-            retry.cancel()
-        self._retries.clear()
 
     # Positions ------------------------------------------------------------------------
 
@@ -287,12 +283,10 @@ class FetchBuffer:
         poll_result.new.append(Fault(partition.name, self._fault(partition, entry)))
 
         def retry() -> None:
-            self._retries.discard(timer)
             if self._internals.buffered.get(partition.name) is entry:
                 self._drop(partition)
 
-        timer = asyncio.get_running_loop().call_later(FAULT_INTERVAL, retry)
-        self._retries.add(timer)
+        asyncio.get_running_loop().call_later(FAULT_INTERVAL, retry)
 
     def _fault(self, partition: _Partition, entry: Any) -> TransportError:
         topic_partition, chunk = partition.name, partition.chunk

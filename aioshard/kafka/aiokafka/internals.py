@@ -278,13 +278,12 @@ class Internals:
                 the response as acknowledged.
         """
         coordinator = self.coordinator
-        commits = by_topic(offsets, lambda partition: (partition.partition, *offsets[partition]))
         request = OffsetCommitRequest(
             self.group_id,
             coordinator.generation,
             coordinator.member_id,
             RETENTION_MS if without_member else -1,
-            commits,
+            by_topic(offsets, lambda partition: (partition.partition, *offsets[partition])),
         )
         refused = refused_offsets(await coordinator._send_req(request), offsets)
         if not refused:

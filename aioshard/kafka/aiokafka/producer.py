@@ -340,8 +340,12 @@ class KafkaProducer:
         results: dict[TopicPartition, tuple[int, kafka.KafkaError | None]] = {}
         failure: kafka.KafkaError = IncompleteAnswerError("a batch is missing in the answer")
         try:
-            messages = by_topic(batches, lambda name: (name.partition, batches[name]))
-            request = ProduceRequest(None, -1, round(_REQUEST_TIMEOUT * 1000), messages)
+            request = ProduceRequest(
+                None,
+                -1,
+                round(_REQUEST_TIMEOUT * 1000),
+                by_topic(batches, lambda name: (name.partition, batches[name])),
+            )
             results = produced(await client.send(node, request))
         except kafka.KafkaError as error:
             logger.debug("a request to broker %d failed: %s", node, reason(error))

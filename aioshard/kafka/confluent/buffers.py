@@ -50,7 +50,6 @@ class _Partition:
     """Consecutive changes that the client could not make."""
     records: list[Record] = dataclasses.field(default_factory=list)
     sizes: list[int] = dataclasses.field(default_factory=list)
-    bytes: int = 0
     full_since: float | None = None
     """Since when the buffer exceeds its share."""
     fault: TransportError | None = None
@@ -255,7 +254,6 @@ class Buffers:
             timestamp = message.timestamp()[1] / 1000
             partition.records.append(_new_record(Record, (topic, number, offset, key, value, headers, timestamp)))
             partition.sizes.append(size)
-            partition.bytes += size
             partition.reach = offset + 1
         if partition is not None:
             self._filled(partition, now)
@@ -267,7 +265,7 @@ class Buffers:
             if partition.end is None or partition.end < partition.reach:
                 partition.end = partition.reach
             self._ready.setdefault(partition)
-            if partition.bytes >= self.share and partition.full_since is None:
+            if partition.full_since is None and sum(partition.sizes) >= self.share:
                 partition.full_since = now
 
     def _accept_error(self, partition: _Partition, message: Any, error: KafkaError, now: float) -> None:
@@ -317,9 +315,8 @@ class Buffers:
         records, partition.records = partition.records[:count], partition.records[count:]
         sizes, partition.sizes = partition.sizes[:count], partition.sizes[count:]
         partition.position = records[-1].offset + 1 if partition.records else partition.reach
-        partition.bytes -= sum(sizes)
         partition.reported = False
-        if partition.full_since is not None and partition.bytes < self.share // 2:
+        if partition.full_since is not None and sum(partition.sizes) < self.share // 2:
             partition.full_since = None
         result.add(FetchedBatch(partition.name, records, sizes, partition.position))
         self.room.set()
