@@ -218,22 +218,22 @@ class FetchBuffer:
         limit, room, alone = poll_result.left_of(allowance)
         if limit <= 0:
             return
-        decoded = chunk.take(limit, room, alone=alone)
+        records, sizes = chunk.take(limit, room, alone=alone)
         next_offset = chunk.next_offset
         if next_offset != state.position:
             partition.taken_at = poll_result.at
             chunk.reported = False
             state.consumed_to(next_offset)
-            poll_result.add(FetchedBatch(partition.name, decoded.records, decoded.sizes, next_offset))
+            poll_result.add(FetchedBatch(partition.name, records, sizes, next_offset))
         if chunk.drained:
             self._drop(partition)
-        elif decoded.oversized > allowance.bytes:
+        elif chunk.oversized > allowance.bytes:
             self._release_broker(chunk.result)
             (poll_result.repeated if chunk.reported else poll_result.new).append(
-                Oversized(partition.name, decoded.oversized)
+                Oversized(partition.name, chunk.oversized)
             )
             chunk.reported = True
-        elif chunk.error is not None and not decoded.records:
+        elif chunk.error is not None and not records:
             self._report(partition, chunk.result, poll_result)
         else:
             poll_result.left_over = True

@@ -13,18 +13,6 @@ _NEW_RECORD: Final = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
 
 
-class Taken:
-    """The result of `Chunk.take`; plain attributes because one is made per partition and poll."""
-
-    __slots__ = ("oversized", "records", "sizes")
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.sizes: list[int] = []
-        self.oversized = 0
-        """Size of the next record if it did not fit, else 0."""
-
-
 class Chunk:
     """The records of one partition from one fetch, decoded one at a time as they are taken.
 
@@ -39,6 +27,7 @@ class Chunk:
         "_unfit",
         "drained",
         "error",
+        "oversized",
         "reported",
         "result",
         "topic_partition",
@@ -56,6 +45,8 @@ class Chunk:
         """Whether nothing is left, so the next fetch may be sent."""
         self.error: Exception | None = None
         """The error that stopped the decoding; the position is before it."""
+        self.oversized = 0
+        """Size of the first record of the latest `take` if it did not fit, else 0."""
         self.reported = False
         """Whether the record that did not fit was reported."""
 
@@ -64,24 +55,29 @@ class Chunk:
         """The offset of the next record, if known."""
         return int(self._part.next_fetch_offset)
 
-    def take(self, limit: int, room: int, *, alone: bool) -> Taken:
+    def take(self, limit: int, room: int, *, alone: bool) -> tuple[list[Record], list[int]]:
         """Decode up to *limit* records with at most *room* bytes in total; with *alone* the first may be larger.
 
         Never raises: a decoding error ends up in `error`.
+
+        Returns:
+            The records and their sizes.
         """
-        decoded = Taken()
+        records: list[Record] = []
+        sizes: list[int] = []
+        self.oversized = 0
         try:
-            self._decode(decoded, limit, room, alone=alone)
+            self._decode(records, sizes, limit, room, alone=alone)
         except Exception as error:  # noqa: BLE001 - a broken batch can make the decoders raise anything
             self.error = error
-        return decoded
+        return records, sizes
 
     def _decode(  # noqa: C901, PLR0912 - a call in this loop would cost more than anything else in it
-        self, decoded: Taken, limit: int, room: int, *, alone: bool
+        self, records: list[Record], sizes: list[int], limit: int, room: int, *, alone: bool
     ) -> None:
         part, record_type = self._part, Record
         topic, partition = self.topic_partition
-        add_record, add_size = decoded.records.append, decoded.sizes.append
+        add_record, add_size = records.append, sizes.append
         while True:
             batch = self._batch
             if batch is None:
@@ -120,8 +116,8 @@ class Chunk:
                         if not alone:
                             self._unfit = raw
                             next_offset = offset
-                            if not decoded.records:
-                                decoded.oversized = size
+                            if not records:
+                                self.oversized = size
                             return
                         room = size
                     alone = False
