@@ -1,7 +1,6 @@
 """Run a backfill: the planned ranges go through the handlers in micro-batches, each written once."""
 
 import dataclasses
-import functools
 import logging
 import os
 from collections import Counter
@@ -264,7 +263,7 @@ def _start(
         stream = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
     except Exception as error:
         raise PlanError(f"trigger={follow!r} was refused ({error}): expected a time such as '10 seconds'") from error
-    return stream.foreachBatch(functools.partial(write_batch, run_dir, foreach, outcomes)).start()
+    return stream.foreachBatch(lambda rows, batch: write_batch(run_dir, foreach, outcomes, rows, batch)).start()
 
 
 def planned_source(
@@ -354,7 +353,7 @@ def check_logs(plan: Plan, reached: Vector) -> None:
         DataLossError: A topic was deleted or recreated, or retention deleted some of the remaining records.
     """
     if remaining := ranges_between(reached, ends_of(plan.ranges)):
-        blocking(functools.partial(_check_logs, plan, remaining))
+        blocking(lambda: _check_logs(plan, remaining))
 
 
 async def _check_logs(plan: Plan, remaining: Sequence[PlannedRange]) -> None:
