@@ -12,8 +12,7 @@ from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
 from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions
-from aioshard.kafka.aiokafka.answers import by_topic
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.assignors")
 

@@ -158,7 +158,7 @@ async def test_an_offset_that_a_transaction_may_change_is_an_error_to_a_client_t
     code: int,
 ) -> None:
     """The brokers say so only to a client that asks for stable offsets."""
-    parts = [(0, 7, -1, "", 0, {}), (1, 3, -1, "", code, {})]
+    parts: list[Any] = [(0, 7, -1, "", 0, {}), (1, 3, -1, "", code, {})]
     answer = FetchStableOffsets._CLASSES[-1].RESPONSE_TYPE(0, [("orders", parts, {})], 0, {})
     member = internals(None)
     member.client.answers["FetchStableOffsets"] = answer

@@ -22,7 +22,6 @@ from aioshard.errors import (
     TransportError,
 )
 from aioshard.kafka.aiokafka.answers import (
-    by_topic,
     cause_of,
     error_for,
     existing_topics,
@@ -42,7 +41,7 @@ from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
 from aioshard.ports import Committed, LogRange
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 from aioshard.settings import Settings
 
 T = TypeVar("T")

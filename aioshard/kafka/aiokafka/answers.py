@@ -1,8 +1,6 @@
 """Parse broker responses, and translate aiokafka's errors."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 from aiokafka import errors as kafka
@@ -86,13 +84,6 @@ class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
     """A broker's response leaves out something requested; a retry may succeed."""
 
     retriable = True
-
-
-def by_topic(
-    partitions: Iterable[TopicPartition], part: Callable[[TopicPartition], Any] = attrgetter("partition")
-) -> list[tuple[str, list[Any]]]:
-    """Group partitions by topic, in the form and order that requests need; *part* returns what stands for one."""
-    return [(topic, list(map(part, group))) for topic, group in groupby(sorted(partitions), attrgetter("topic"))]
 
 
 def only_part(parts: Sequence[T], what: str) -> T:

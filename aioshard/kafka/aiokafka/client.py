@@ -19,11 +19,11 @@ from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from aioshard.errors import TransportError
-from aioshard.kafka.aiokafka.answers import by_topic, corrupt_record, error_for, log_offsets, raise_for
+from aioshard.kafka.aiokafka.answers import corrupt_record, error_for, log_offsets, raise_for
 from aioshard.kafka.aiokafka.connections import close_client, refuse_useless_connections
 from aioshard.kafka.aiokafka.decoder import Chunk
 from aioshard.kafka.errors import OUT_OF_RANGE
-from aioshard.records import Record, TopicPartition
+from aioshard.records import Record, TopicPartition, by_topic
 
 START, END = -2, -1
 """Which offset of a log `BareClient.log_offset` fetches."""

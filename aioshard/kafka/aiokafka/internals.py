@@ -30,7 +30,6 @@ from aioshard.core.flow import fetch_limits
 from aioshard.errors import ClientLostError
 from aioshard.kafka.aiokafka.answers import (
     IncompleteAnswerError,
-    by_topic,
     existing_topics,
     led_offsets,
     raise_for,
@@ -43,7 +42,7 @@ from aioshard.kafka.aiokafka.connections import close_client, end_tasks, refuse_
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 
 _TICK = 0.05
 _NO_LEADER = (None, -1)

@@ -24,13 +24,13 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard.errors import AuthorizationError, ClientLostError, MessageTooLargeError, TransportError
-from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, by_topic, cause_of, produced, raise_for, reason
+from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, cause_of, produced, raise_for, reason
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import nothing_acknowledged, publish_error
 from aioshard.ports import RECORD_OVERHEAD, Message, record_size
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 from aioshard.settings import Settings
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
