@@ -1,7 +1,7 @@
 """Parse broker responses, and translate aiokafka's errors."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from aiokafka import errors as kafka
 
@@ -71,8 +71,6 @@ def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset
     return corrupt_batch(reason(error), topic_partition, offset)
 
 
-T = TypeVar("T")
-
 _NO_TOPIC = frozenset({3, 17})
 """Error codes for topics that do not exist and for invalid topic names."""
 _ABSENT = _NO_TOPIC | {29}
@@ -86,7 +84,7 @@ class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
     retriable = True
 
 
-def only_part(parts: Sequence[T], what: str) -> T:
+def only_part(parts: Sequence[Any], what: str) -> Any:
     """Return the only part of a response about one thing, which *what* names."""
     if len(parts) != 1:
         raise IncompleteAnswerError(f"{what} is missing in the answer")

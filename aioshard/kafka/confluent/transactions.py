@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -16,8 +16,6 @@ from aioshard.kafka.confluent.translate import cause_of, commit_error, error_of,
 from aioshard.kafka.errors import request_error
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
-
-T = TypeVar("T")
 
 _MOST_MESSAGE_BYTES = 2_000_000
 """Brokers decide about the size of a message; the engine refuses those above 1,000,000 bytes before."""
@@ -95,7 +93,7 @@ class Transactions:
     def _new_producer(self) -> "ProducerThread":
         return ProducerThread(self._options, self._group_id, self._timeout)
 
-    async def _call(self, function: Callable[["ProducerThread"], T]) -> T:
+    async def _call(self, function: Callable[["ProducerThread"], object]) -> None:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
         producer = self._producer
@@ -110,7 +108,7 @@ class Transactions:
                         f"a transaction of group {self._group_id!r} failed: the Kafka client does not return from a "
                         "call, and is replaced"
                     )
-            return answer.result()
+            answer.result()
         finally:
             answer.cancel()
 
