@@ -48,9 +48,9 @@ class PollResult:
 
     def left_of(self, allowance: Allowance) -> Allowance:
         """Return what is left of an allowance, which was computed before anything was taken in this pass."""
-        allowance = allowance._replace(records=min(allowance.records, RECORDS_PER_POLL))
-        self.most = max(self.most, allowance.records)
-        return allowance.less(self.records, self.bytes)
+        limit = min(allowance.records, RECORDS_PER_POLL)
+        self.most = max(self.most, limit)
+        return Allowance(limit, allowance.bytes, allowance.alone).less(self.records, self.bytes)
 
     def add(self, batch: FetchedBatch) -> None:
         """Add records taken from a partition."""
