@@ -77,10 +77,8 @@ class ConsumerAssignor:
 
     def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
         """Map member ids to the names that members are sorted by: a static member gets a new id at each restart."""
-        if self.name not in _NAMED:
-            return {name: name for name in members}
         names = {
-            name: f"0 {metadata.user_data.hex()}" if metadata.user_data else f"1 {name}"
+            name: f"0 {metadata.user_data.hex()}" if self.name in _NAMED and metadata.user_data else f"1 {name}"
             for name, metadata in members.items()
         }
         return names if len(set(names.values())) == len(names) else {name: name for name in members}
