@@ -4,7 +4,8 @@ The engine does not depend on a client. `aioshard.kafka.aiokafka.transport` impl
 `aioshard.testing.broker` in memory. All methods are called from one event loop.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Final, Literal, NamedTuple, Protocol
 
 from aioshard.errors import CommitRefusedError, TransportError
@@ -62,6 +63,19 @@ class Allowance(NamedTuple):
     unless *alone* is true."""
     alone: bool = False
     """Whether the first record is accepted regardless of its size, because nothing else is buffered."""
+
+    def less(self, records: int, size: int) -> "Allowance":
+        """Return what is left of it after records of other partitions were taken, *size* bytes together."""
+        return Allowance(self.records - records, self.bytes - size, self.alone and not records)
+
+    def admitted(self, sizes: Iterable[int]) -> int:
+        """Return how many of the next records, given by their sizes, may be taken."""
+        count, room = 0, self.bytes
+        for size in islice(sizes, max(self.records, 0)):
+            if size > room and (count or not self.alone):
+                break
+            count, room = count + 1, room - size
+        return count
 
 
 NOTHING = Allowance(0, 0)

@@ -1,8 +1,10 @@
 """Basic types of the package: a record, and the topic and partition that it came from."""
 
 import re
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 TOPIC_NAME = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")
 """Matches a whole topic name that Kafka accepts."""
@@ -51,6 +53,18 @@ class TopicPartition(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition}"
+
+
+def by_topic(
+    partitions: Iterable[TopicPartition], part: Callable[[TopicPartition], Any] = attrgetter("partition")
+) -> list[tuple[str, list[Any]]]:
+    """Group partitions by topic, sorted; *part* returns the value for each, by default its number.
+
+    Example:
+        >>> by_topic([TopicPartition("orders", 1), TopicPartition("refunds", 0), TopicPartition("orders", 0)])
+        [('orders', [0, 1]), ('refunds', [0])]
+    """
+    return [(topic, list(map(part, group))) for topic, group in groupby(sorted(partitions), attrgetter("topic"))]
 
 
 class PartitionInfo(NamedTuple):

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from aiokafka.cluster import ClusterMetadata
@@ -13,7 +12,7 @@ from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
 from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.assignors")
 
@@ -64,8 +63,7 @@ class ConsumerAssignor:
         reports[first] = replace(reports[first], backlogs={**self.backlogs, **reports[first].backlogs})
         topics = sorted(set().union(*(member.topics for member in reports.values())))
         known = {topic: cluster.partitions_for_topic(topic) for topic in topics}
-        unknown = [topic for topic, partitions in known.items() if not partitions]
-        if unknown:
+        if unknown := [topic for topic, partitions in known.items() if not partitions]:
             logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
         self._leads = True
@@ -74,16 +72,13 @@ class ConsumerAssignor:
             {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
         return {
-            name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(assignment[names[name]]), b"")
-            for name in members
+            name: ConsumerProtocolMemberAssignment(_VERSION, by_topic(assignment[names[name]]), b"") for name in members
         }
 
     def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
         """Map member ids to the names that members are sorted by: a static member gets a new id at each restart."""
-        if self.name not in _NAMED:
-            return {name: name for name in members}
         names = {
-            name: f"0 {metadata.user_data.hex()}" if metadata.user_data else f"1 {name}"
+            name: f"0 {metadata.user_data.hex()}" if self.name in _NAMED and metadata.user_data else f"1 {name}"
             for name, metadata in members.items()
         }
         return names if len(set(names.values())) == len(names) else {name: name for name in members}
@@ -128,10 +123,10 @@ class ConsumerAssignor:
         if not self.owned:
             return b""
         if self.name == "sticky":
-            return bytes(StickyAssignorUserDataV1(_by_topic(self.owned), self.generation).encode())
+            return bytes(StickyAssignorUserDataV1(by_topic(self.owned), self.generation).encode())
         had = {
             topic: {number: self.backlogs.get(TopicPartition(topic, number)) for number in numbers}
-            for topic, numbers in _by_topic(self.owned)
+            for topic, numbers in by_topic(self.owned)
         }
         return json.dumps({"generation": self.generation, "had": had}).encode()
 
@@ -162,8 +157,3 @@ def _lag(topics: frozenset[str], user_data: bytes) -> Member:
     }
     known = {partition: int(backlog) for partition, backlog in backlogs.items() if backlog is not None}
     return Member(topics, tuple(backlogs), int(decoded["generation"]), known)
-
-
-def _by_topic(partitions: Iterable[TopicPartition]) -> list[tuple[str, list[int]]]:
-    groups = groupby(sorted(partitions), key=lambda partition: partition.topic)
-    return [(topic, [partition.partition for partition in group]) for topic, group in groups]

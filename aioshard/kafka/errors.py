@@ -16,7 +16,7 @@ from aioshard.errors import (
 from aioshard.records import TopicPartition
 
 OUT_OF_RANGE, CORRUPT, METADATA_TOO_LONG = 1, 2, 12
-COMMITS_TOO_LARGE, TOPIC_DENIED, GROUP_DENIED, CLUSTER_DENIED = 28, 29, 30, 31
+COMMITS_TOO_LARGE, TOPIC_DENIED, GROUP_DENIED, CLUSTER_DENIED, UNSTABLE_OFFSET = 28, 29, 30, 31, 88
 
 GROUP_CHANGED = {
     22: "illegal generation",

@@ -1,11 +1,23 @@
 """The group methods of a transport that reads without a consumer group."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from aioshard.errors import StateError
 from aioshard.ports import Committed, Membership, Message
 from aioshard.records import TopicPartition
+
+_LIVES = itertools.count(1)
+
+
+def manual_membership() -> Membership:
+    """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
+
+    Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
+    keeps an answer requested in one life of the client from being used in the next.
+    """
+    return Membership("", next(_LIVES))
 
 
 class Groupless:

@@ -75,8 +75,7 @@ def _records(rows: "DataFrame") -> "DataFrame":
     """Select the columns that make up a record."""
     from pyspark.sql import functions  # noqa: PLC0415 - imported on use
 
-    missing = [name for name in _REQUIRED_COLUMNS if name not in rows.columns]
-    if missing:
+    if missing := [name for name in _REQUIRED_COLUMNS if name not in rows.columns]:
         raise PlanError(
             f"column {missing[0]!r} is missing among {', '.join(rows.columns)}: the columns of Spark's Kafka connector "
             f"were expected ({', '.join(_REQUIRED_COLUMNS)} and, where there are any, headers)"
@@ -199,8 +198,7 @@ def apply_handlers(
         rows.write.mode("overwrite").parquet(parent_dir.uri(staged))
     except Exception as error:
         raise error_of_job(error, "the job") from error
-    halted = halted_records(parent_dir.rows(spark, staged))
-    if halted:
+    if halted := halted_records(parent_dir.rows(spark, staged)):
         raise HaltedError(halted)
     parent_dir.move(staged, name)
     return parent_dir.rows(spark, name)

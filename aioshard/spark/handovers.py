@@ -143,8 +143,7 @@ def verified_ends(run_dir: RunDirectory, plan: Plan) -> dict[TopicPartition, int
             f"the verification of the run in {run_dir} failed{examples}: fix what {VERIFIED} names, then "
             "run and verify again"
         )
-    unsent = letters_owed(run_dir)
-    if unsent:
+    if unsent := letters_owed(run_dir):
         raise NotVerifiedError(
             f"{unsent} of {verification['dead_lettered']} dead letters of the run in {run_dir} were not sent: send "
             "them with  aioshard spark handover  or aioshard.spark.send_letters before the group resumes"

@@ -140,8 +140,7 @@ async def plan(
         _warn(result, tell)
         if settings.processing_guarantee == "exactly_once":
             tell("the messages of handlers are published at least once in a backfill, not exactly once")
-        members = (await brokers.group(group_id)).members
-        if members:
+        if members := (await brokers.group(group_id)).members:
             tell(
                 f"group {group_id!r} has {len(members)} members, such as {members[0]}: if they commit during the run, "
                 "it cannot be handed over; stop them first"
@@ -185,8 +184,7 @@ async def _offsets_of(
     """
     if isinstance(when, Mapping):
         given = offsets_in(when, option)
-        different = sorted(given.keys() ^ {fact.at for fact in facts})
-        if different:
+        if different := sorted(given.keys() ^ {fact.at for fact in facts}):
             raise PlanError(
                 f"{option} must name an offset for each of the {len(facts)} partitions that the handlers read, and no "
                 f"other: see {different[0]}"
@@ -282,8 +280,7 @@ async def _planned_handlers(app: App, brokers: KafkaAdmin, *, shuffle: bool) -> 
         TransportError: The brokers did not answer.
     """
     existing = await brokers.topics()
-    missing = sorted({topic for handler in app.handlers for topic in handler.topics} - existing)
-    if missing:
+    if missing := sorted({topic for handler in app.handlers for topic in handler.topics} - existing):
         raise PlanError(
             f"topic {missing[0]!r} does not exist, or this user may not see it: create it, check its name, or grant "
             "DESCRIBE on it"

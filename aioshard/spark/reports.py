@@ -86,8 +86,7 @@ def check_journal(path: str) -> None:
             f"the journal {path} cannot be read ({error}): expected the directory that an app writes with "
             "App(journal=PATH)"
         ) from error
-    missing = _READ - {*columns}
-    if missing:
+    if missing := _READ - {*columns}:
         raise SettingsError(
             f"{path} is not a journal of aioshard: it has no column {min(missing)!r}. App(journal=PATH) writes a "
             "journal, and completes a file every minute and when the app stops"
@@ -114,8 +113,7 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
     handlers = {row[0]: row for row in found.collect()}
     if not handlers:
         raise SettingsError(f"the journal {path} has no rows: let an app with journal={path!r} process records first")
-    if handler is None:
-        handler = next(iter(handlers))
+    handler = handler or next(iter(handlers))
     if handler not in handlers:
         raise SettingsError(f"the journal {path} has no rows of handler {handler!r}, only of {', '.join(handlers)}")
     _, start, end = handlers[handler]

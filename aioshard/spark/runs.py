@@ -1,7 +1,6 @@
 """Run a backfill: the planned ranges go through the handlers in micro-batches, each written once."""
 
 import dataclasses
-import functools
 import logging
 import os
 from collections import Counter
@@ -264,7 +263,7 @@ def _start(
         stream = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
     except Exception as error:
         raise PlanError(f"trigger={follow!r} was refused ({error}): expected a time such as '10 seconds'") from error
-    return stream.foreachBatch(functools.partial(write_batch, run_dir, foreach, outcomes)).start()
+    return stream.foreachBatch(lambda rows, batch: write_batch(run_dir, foreach, outcomes, rows, batch)).start()
 
 
 def planned_source(
@@ -293,8 +292,10 @@ def planned_source(
     if all(handler.layout != "shuffle" for handler in plan.handlers):
         return spark.readStream.format("aioshard").options(**options).load(), lambda rows: rows
     work = request_of(options).work
-    raw = spark.readStream.format("aioshard").options(**options, app="").load()
-    return raw, lambda rows: shuffled_outcomes(rows, work, plan.tasks or slots)
+    return (
+        spark.readStream.format("aioshard").options(**options, app="").load(),
+        lambda rows: shuffled_outcomes(rows, work, plan.tasks or slots),
+    )
 
 
 def write_batch(
@@ -351,9 +352,8 @@ def check_logs(plan: Plan, reached: Vector) -> None:
     Raises:
         DataLossError: A topic was deleted or recreated, or retention deleted some of the remaining records.
     """
-    remaining = ranges_between(reached, ends_of(plan.ranges))
-    if remaining:
-        blocking(functools.partial(_check_logs, plan, remaining))
+    if remaining := ranges_between(reached, ends_of(plan.ranges)):
+        blocking(lambda: _check_logs(plan, remaining))
 
 
 async def _check_logs(plan: Plan, remaining: Sequence[PlannedRange]) -> None:

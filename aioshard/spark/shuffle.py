@@ -134,19 +134,12 @@ class _Lane:
         """Take the waiting records that the allowance permits."""
         if self.paused or not self.waiting:
             return None
-        limit, room, alone = allowance(self.topic_partition)
-        if limit <= 0:
-            return None
-        records: list[Record] = []
-        sizes: list[int] = []
-        while self.waiting and len(records) < limit and (self.waiting[0][1] <= room or alone):
-            record, size = self.waiting.popleft()
-            records.append(record)
-            sizes.append(size)
-            room, alone = room - size, False
-        if not records:
-            return Oversized(self.topic_partition, self.waiting[0][1])
-        first, self.position = self.position, self.position + len(records)
+        allowed = allowance(self.topic_partition)
+        count = allowed.admitted(size for _, size in self.waiting)
+        if not count:
+            return Oversized(self.topic_partition, self.waiting[0][1]) if allowed.records > 0 else None
+        records, sizes = zip(*(self.waiting.popleft() for _ in range(count)), strict=True)
+        first, self.position = self.position, self.position + count
         return FetchedBatch(self.topic_partition, records, sizes, self.position, range(first, self.position))
 
 
@@ -164,6 +157,9 @@ class RowTransport(Groupless):
         * A position is never delivered twice: nothing can be read again.
         * It reads ahead at most two parts of about `_PART`, and one Spark batch.
     """
+
+    trouble = last_heartbeat = None
+    """See `Transport.trouble` and `Transport.last_heartbeat`."""
 
     def __init__(self, rows: Iterator[pa.RecordBatch], handlers: Sequence[Handler]) -> None:
         """Create a transport; nothing is read yet.
@@ -202,13 +198,6 @@ class RowTransport(Groupless):
         engine.rebalance.ends.update(self.ends())
         return not self._exhausted and not self._waiting() and not engine.buffer.records
 
-    last_heartbeat: float | None = None
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Transport.trouble`."""
-        return None
-
     # Life -------------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
@@ -244,8 +233,7 @@ class RowTransport(Groupless):
                 self._read_on()
                 # One lane per call, because its records reduce the room left for the others. The lanes take turns.
                 for partition, lane in tuple(self._lanes.items()):
-                    item = lane.take(allowance)
-                    if item is not None:
+                    if (item := lane.take(allowance)) is not None:
                         self._lanes[partition] = self._lanes.pop(partition)
                         self._read_on()
                         return [item]
@@ -253,7 +241,10 @@ class RowTransport(Groupless):
         return ()
 
     def _read_on(self) -> None:
-        """Sort the records that were read, and read the next ones unless enough are waiting."""
+        """Add the records that were read to the lanes of their handlers; read the next ones unless enough are waiting.
+
+        New lanes are assigned to the engine.
+        """
         if self._reading is not None and self._reading.done():
             try:
                 records = self._reading.result()
@@ -261,7 +252,12 @@ class RowTransport(Groupless):
                 raise RunError(f"Spark's rows ended before their end: {error!r}") from error
             self._reading = None
             self._exhausted = records is None
-            self._sort(records or ())
+            assigned = len(self._lanes)
+            for record in records or ():
+                size = record_size(record.key, record.value, record.headers)
+                self._lane_of(record.topic).waiting.append((record, size))
+            if len(self._lanes) > assigned:
+                self._listener.assigned([*self._lanes], self.membership())
         if self._reading is None and not self._exhausted and not self._waiting():
             self._reading = asyncio.get_running_loop().run_in_executor(self._thread, next, self._parts, None)
             self._reading.add_done_callback(lambda _: self._arrived.set())
@@ -269,14 +265,6 @@ class RowTransport(Groupless):
     def _waiting(self) -> bool:
         """Whether records wait for room in the engine."""
         return any(lane.waiting for lane in self._lanes.values())
-
-    def _sort(self, records: Sequence[Record]) -> None:
-        """Add each record to the lane of its handler; assign new lanes to the engine."""
-        assigned = len(self._lanes)
-        for record in records:
-            self._lane_of(record.topic).waiting.append((record, record_size(record.key, record.value, record.headers)))
-        if len(self._lanes) > assigned:
-            self._listener.assigned([*self._lanes], self.membership())
 
     def _find_lane(self, topic: str) -> _Lane:
         handler = self._handlers[_handler_of(self._handlers, topic)]

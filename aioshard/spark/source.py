@@ -117,11 +117,6 @@ class Request(NamedTuple):
     follow: bool = False
     """True if reading continues to the current end of the log, which is looked up for every batch."""
 
-    def connection(self) -> Settings:
-        """Return the settings for a read without handlers: those of the app, in the environment of the reader."""
-        settings = self.work.settings
-        return self.work.load().settings.replace(**settings) if self.work.app else Settings(**settings)
-
 
 def check_options(options: Mapping[str, str]) -> None:
     """Check options as far as possible without contacting the brokers.
@@ -129,8 +124,7 @@ def check_options(options: Mapping[str, str]) -> None:
     Raises:
         PlanError: An option is missing, unknown, or has an invalid value.
     """
-    unknown = sorted(name for name in options if name not in OPTIONS and name != "path")
-    if unknown:
+    if unknown := sorted(name for name in options if name not in OPTIONS and name != "path"):
         raise PlanError(f"format('aioshard') has no option {unknown[0]!r}: its options are {', '.join(OPTIONS)}")
     if not options.keys() & {"plan", "app", "topics"}:
         raise PlanError(
@@ -172,22 +166,22 @@ def request_of(options: Mapping[str, str]) -> Request:
                 )
     if not topics:
         raise PlanError("no topic was found: name some in the option topics, separated by commas")
-    request = Request(
-        ranges=(),
+    first, last = _offsets(options, "start"), _offsets(options, "end")
+    logs = asyncio.run(_logs(work.connection(), topics))
+    ends = {at: min(last.get(at, log.end), log.end) for at, log in logs.items()}
+    return Request(
+        ranges=tuple(
+            PlannedRange(
+                topic=at.topic, partition=at.partition, start=min(first.get(at, log.start), ends[at]), end=ends[at]
+            )
+            for at, log in sorted(logs.items())
+        ),
         layouts=layouts,
         work=work,
         raw=not work.app,
         tasks=_tasks(options),
         max_rows_per_batch=_number(options, "max_rows_per_batch") or MAX_ROWS,
     )
-    first, last = _offsets(options, "start"), _offsets(options, "end")
-    ranges = []
-    for at, log in sorted(asyncio.run(_logs(request.connection(), topics)).items()):
-        end = min(last.get(at, log.end), log.end)
-        ranges.append(
-            PlannedRange(topic=at.topic, partition=at.partition, start=min(first.get(at, log.start), end), end=end)
-        )
-    return request._replace(ranges=tuple(ranges))
 
 
 def _planned(options: Mapping[str, str]) -> Request:
@@ -284,7 +278,7 @@ class _Reading:
         assert isinstance(partition, _Task)  # noqa: S101 - made by _tasks
         request = self._request
         if request.raw:
-            return read_raw(request.connection(), partition.ranges, partition.finished)
+            return read_raw(request.work.connection(), partition.ranges, partition.finished)
         work = request.work._replace(topics=tuple({at.topic for at in partition.ranges}))
         return run_handlers(work, lambda app: RangeTransport(app.settings, partition.ranges, partition.finished))
 
@@ -294,8 +288,10 @@ class _Reading:
         divided = [planned for planned in ranges if request.layouts.get(planned.topic, "split") == "split"]
         whole = [planned for planned in ranges if request.layouts.get(planned.topic, "split") != "split"]
         finished = {planned.topic_partition: planned.finished for planned in request.ranges}
-        tasks = packed(whole, request.tasks) + split(divided, request.tasks or _SPLIT_TASKS)
-        return [_Task(task, finished) for task in tasks]
+        return [
+            _Task(task, finished)
+            for task in packed(whole, request.tasks) + split(divided, request.tasks or _SPLIT_TASKS)
+        ]
 
 
 class _RangeReader(_Reading, DataSourceReader):
@@ -328,7 +324,7 @@ class _RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             return start
         ends: Vector = ends_of(request.ranges)
         if request.follow:
-            logs = asyncio.run(_logs(request.connection(), {planned.topic for planned in request.ranges}))
+            logs = asyncio.run(_logs(request.work.connection(), {planned.topic for planned in request.ranges}))
             ends = {topic: {p: logs[TopicPartition(topic, int(p))].end for p in ends[topic]} for topic in ends}
         return advanced(start, ends, limit.max_rows if isinstance(limit, ReadMaxRows) else request.max_rows_per_batch)
 

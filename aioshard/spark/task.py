@@ -13,6 +13,7 @@ import math
 import queue
 import threading
 import time
+import types
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +37,6 @@ from aioshard.ports import (
     Fault,
     FetchedBatch,
     LogRange,
-    Membership,
     Message,
     Oversized,
     Transport,
@@ -198,8 +198,8 @@ class _Task:
                     engine = app.running_engine()
                     obstacles = await self._until_done(engine)
                     for delivery, trouble in obstacles:
-                        spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
-                        self._rows.add(spec, delivery, trouble)
+                        handler = engine.handler_of(delivery.epoch.topic_partition.topic)
+                        self._rows.add(handler.spec, delivery, trouble)
             except NotDrainedError:
                 if not obstacles:
                     raise
@@ -277,8 +277,9 @@ class _Paced:
 
 def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
     """Return a handler adapted to one of several tasks, which share its limits."""
-    rate_limit = spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
-    spec = spec._replace(publish_dead_letter=_discard, rate_limit=rate_limit)
+    spec = spec._replace(
+        publish_dead_letter=_discard, rate_limit=spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
+    )
     if work.on_failure is not None:
         skip, topic = work.on_failure == "skip", work.on_failure.removeprefix(DEAD_LETTER)
         spec = spec._replace(on_failure="skip" if skip else DeadLetter(topic))
@@ -347,20 +348,8 @@ def read_raw(
 
 
 async def _open(transport: RangeTransport, ranges: Mapping[TopicPartition, LogRange]) -> None:
-    await transport.start((), None, _NoGroup())
+    listener: Any = types.SimpleNamespace(assigned=lambda _partitions, _membership: None)  # nothing is revoked or lost
+    await transport.start((), None, listener)
     for partition, bounds in ranges.items():
         transport.seek(partition, bounds.start)
     transport.resume(ranges)
-
-
-class _NoGroup:
-    """A `GroupListener` for a reader without a group: all partitions are assigned at the start."""
-
-    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        """See `GroupListener.assigned`."""
-
-    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
-        """See `GroupListener.revoked`."""
-
-    def lost(self, partitions: Collection[TopicPartition]) -> None:
-        """See `GroupListener.lost`."""

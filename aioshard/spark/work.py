@@ -62,6 +62,12 @@ class Work(NamedTuple):
             )
         return app
 
+    def connection(self) -> "Settings":
+        """Return the settings for a read without handlers: those of the app, in the environment of the reader."""
+        from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
+
+        return self.load().settings.replace(**self.settings) if self.app else Settings(**self.settings)
+
     def concurrency_of(self, handlers: Iterable[Handler]) -> int | None:
         """Return how many runs of each handler a task may have in parallel, or None without a total.
 

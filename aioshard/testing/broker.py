@@ -142,7 +142,7 @@ class ConsumerGroup:
         self._subscriptions: dict[str, tuple[Collection[str], str | None]] = {}
         """The topics and the pattern of each member, in the order of joining."""
         self._duties: dict[str, Duty] = {}
-        self._joined_ever = 0
+        self._member_numbers = itertools.count(1)
         self.generation = 0
         """The number of the assignment in force."""
         self.withheld: frozenset[TopicPartition] = frozenset()
@@ -192,8 +192,7 @@ class ConsumerGroup:
 
     def join(self, topics: Collection[str], pattern: str | None = None) -> str:
         """Add a member that reads *topics* and those that match; begin a rebalance; return its new member id."""
-        self._joined_ever += 1
-        member_id = f"{self.group_id}-member-{self._joined_ever}"
+        member_id = f"{self.group_id}-member-{next(self._member_numbers)}"
         self.subscribe(member_id, topics, pattern)
         self._duties[member_id] = "rejoin"
         self.rejoin(member_id)

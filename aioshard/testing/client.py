@@ -195,11 +195,9 @@ class TestClient:
             async with asyncio.timeout(timeout):
                 await self.broker.until(lambda: not self._unsettled())
         except TimeoutError:
-            statistics = self.app.statistics()
-            sentences = [f"the app did not settle within {timeout:g} s:", *self._unsettled()]
-            if statistics.trouble is not None:
-                sentences.append(statistics.trouble)
-            raise TimeoutError("\n  ".join([*sentences, *self.app.explain().splitlines()])) from None
+            trouble = self.app.statistics().trouble
+            reasons = [*self._unsettled(), *([trouble] if trouble else []), *self.app.explain().splitlines()]
+            raise TimeoutError("\n  ".join([f"the app did not settle within {timeout:g} s:", *reasons])) from None
 
     # Failures --------------------------------------------------------------------------
 

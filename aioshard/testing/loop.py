@@ -313,7 +313,10 @@ def run(
         try:
             result = runner.run(main)
         except BaseException as error:
-            _close_after(error, runner)
+            try:
+                runner.close()
+            except Exception as another:  # noqa: BLE001 - an error while closing must not hide the cause
+                error.add_note(f"When its tasks were cancelled afterwards: {another}")
             raise
         runner.close()
     except BaseException as error:
@@ -326,11 +329,3 @@ def run(
     finally:
         random.setstate(random_state)
     return result
-
-
-def _close_after(error: BaseException, runner: asyncio.Runner) -> None:
-    """Close the loop of a failed run; errors while closing must not hide the cause."""
-    try:
-        runner.close()
-    except Exception as another:  # noqa: BLE001 - any error becomes a note
-        error.add_note(f"When its tasks were cancelled afterwards: {another}")

@@ -31,7 +31,7 @@ _COMMIT_INTERVAL = 1e-6
 
 
 class Interruption:
-    """Suspends the next run of a handler at its await number *number*, once armed, until the worker cancels it."""
+    """Suspends the next run of a handler at its await number *number* until the worker cancels it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,11 +39,8 @@ class Interruption:
         """Where the run was interrupted; None until then."""
         self.over = asyncio.Event()
         """Set once the run has ended: the worker cancels an interrupted one because its client is gone."""
-        self._report: Callable[[], None] | None = None
-
-    def arm(self, report: Callable[[], None]) -> None:
-        """Interrupt the next run, and call *report* then."""
-        self._report = report
+        self.report: Callable[[], None] | None = None
+        """Set it to interrupt the next run; called then."""
 
     def adapt(self, handler: Handler) -> Handler:
         """Return the handler with interruptible runs; any other is returned unchanged."""
@@ -51,7 +48,7 @@ class Interruption:
 
     def _interruptible(self, attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
         async def run(given: T) -> object:
-            report, self._report = self._report, None
+            report, self.report = self.report, None
             if report is None:
                 return await attempt(given)
             try:
@@ -263,7 +260,7 @@ class _Replay(NamedTuple):
         client.broker.restore(records[:-1])
         await client.settle(self.timeout)
         with anyio.CancelScope() as settling:
-            interruption.arm(settling.cancel)
+            interruption.report = settling.cancel
             client.broker.restore(records[-1:])
             await client.settle(self.timeout)
         if interruption.place is not None:

@@ -94,8 +94,7 @@ class InMemorySideTopics:
 
     def _read(self, topic_partition: TopicPartition, position: int) -> tuple[list[Record], int]:
         """Return the records from a position on, and the position after them."""
-        fault = self._broker.fetch_faults.get(topic_partition)
-        if fault is not None:
+        if (fault := self._broker.fetch_faults.get(topic_partition)) is not None:
             raise fault
         log = self._broker.existing_log(topic_partition)
         records = log.read(position, log.stable_end)

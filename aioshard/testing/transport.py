@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
@@ -17,6 +16,7 @@ from aioshard.errors import (
     StateError,
     TransportError,
 )
+from aioshard.kafka.groupless import manual_membership
 from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
@@ -31,7 +31,7 @@ from aioshard.ports import (
     Oversized,
     record_size,
 )
-from aioshard.records import PartitionInfo, Record, TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.testing.broker import InMemoryBroker, PartitionLog
 
 logger = logging.getLogger("aioshard.testing.transport")
@@ -65,9 +65,6 @@ loss, that of `join` the time from the new generation to its `assigned`, and tha
 responses with records; that of `commit` passes before the offsets are stored and that of `commit reply` after."""
 
 _TO_COORDINATOR = frozenset[Operation](["start", "commit", "commit reply", "committed"])
-
-_LIVES = itertools.count(1)
-"""Generations of clients with manual assignment."""
 
 Latency = Callable[[Operation], float]
 """The seconds that an operation takes; called each time."""
@@ -183,7 +180,7 @@ class InMemoryTransport:
             self._broker.log(topic, max(numbers))
         self._group.refuse_beside_members()
         self._broker.watch(self._changed)
-        self._membership = Membership("", next(_LIVES))
+        self._membership = manual_membership()
         partitions = [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
         self._assigned = {partition: _Assigned() for partition in partitions}
         listener.assigned(partitions, self._membership)
@@ -373,18 +370,20 @@ class InMemoryTransport:
         repeated: Items = []
         if self._revoking or not self._broker.available or now < self._next_fetch:
             return new, repeated
-        used = Allowance(0, 0)
+        used_records = used_bytes = 0
         for topic_partition, assigned in tuple(self._assigned.items()):
             if assigned.paused or topic_partition in self._broker.leaderless:
                 continue
-            item = self._fetch_one(topic_partition, assigned, allowance(topic_partition), used, now)
+            allowed = allowance(topic_partition)
+            item = self._fetch_one(topic_partition, assigned, allowed, allowed.less(used_records, used_bytes), now)
             if isinstance(item, Oversized):
                 (repeated if assigned.oversized_at == assigned.position else new).append(item)
                 assigned.oversized_at = assigned.position
             elif item is not None:
                 new.append(item)
             if isinstance(item, FetchedBatch):
-                used = Allowance(used.records + len(item.records), used.bytes + sum(item.sizes))
+                used_records += len(item.records)
+                used_bytes += sum(item.sizes)
         if new and self._latency is not None:
             delay = self._latency("fetch")
             self._next_fetch = now + delay
@@ -392,7 +391,7 @@ class InMemoryTransport:
         return new, repeated
 
     def _fetch_one(
-        self, topic_partition: TopicPartition, assigned: _Assigned, allowed: Allowance, used: Allowance, now: float
+        self, topic_partition: TopicPartition, assigned: _Assigned, allowed: Allowance, left: Allowance, now: float
     ) -> FetchedBatch | Fault | Oversized | None:
         log, position = self._broker.log(*topic_partition), assigned.position
         if position is None:
@@ -408,33 +407,23 @@ class InMemoryTransport:
             return None  # like a client with a full buffer: it fetches nothing, so it does not learn the end either
         assigned.end = self._readable_end(log)
         offsets = range(position, assigned.end)[: self._max_fetch_offsets]
-        return self._read(log, assigned, offsets, allowed, used) if offsets else None
+        return self._read(log, assigned, offsets, left, allowed.bytes) if offsets and left.records > 0 else None
 
     def _read(
-        self, log: PartitionLog, assigned: _Assigned, offsets: range, room: Allowance, used: Allowance
+        self, log: PartitionLog, assigned: _Assigned, offsets: range, left: Allowance, most_bytes: int
     ) -> FetchedBatch | Oversized | None:
-        limit = min(room.records - used.records, self._max_batch_records)
-        if limit < 1:
-            return None
-        end = offsets.stop
-        records: list[Record] = []
-        sizes: list[int] = []
-        free = room.bytes - used.bytes
-        for record in log.read(offsets.start, end):
-            size = record_size(record.key, record.value, record.headers)
-            fits = size <= free or (room.alone and not records and not used.records)
-            if not fits and not records:
-                # If it would fit into an empty buffer, other partitions have used the room: do not report it.
-                return Oversized(log.topic_partition, size) if size > room.bytes else None
-            if not fits or len(records) >= limit:
-                end = records[-1].offset + 1
-                self._assigned[log.topic_partition] = self._assigned.pop(log.topic_partition)
-                break
-            records.append(record)
-            sizes.append(size)
-            free -= size
+        readable, end = log.read(offsets.start, offsets.stop), offsets.stop
+        next_records = readable[: min(left.records, self._max_batch_records)]
+        sizes = [record_size(record.key, record.value, record.headers) for record in next_records]
+        count = left.admitted(sizes)
+        if sizes and not count:
+            # If it would fit into an empty buffer, other partitions have used the room: do not report it.
+            return Oversized(log.topic_partition, sizes[0]) if sizes[0] > most_bytes else None
+        if count < len(readable):
+            end = readable[count - 1].offset + 1
+            self._assigned[log.topic_partition] = self._assigned.pop(log.topic_partition)
         assigned.position = end
-        return FetchedBatch(log.topic_partition, records, sizes, end)
+        return FetchedBatch(log.topic_partition, readable[:count], sizes[:count], end)
 
     def _readable_end(self, log: PartitionLog) -> int:
         return log.stable_end if self._read_committed else log.end

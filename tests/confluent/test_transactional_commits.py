@@ -6,8 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
+from aiokafka import errors as kafka
 
 from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.kafka.aiokafka.answers import error_for
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import Committed, Membership, Message
 from aioshard.records import TopicPartition
@@ -59,6 +61,22 @@ class FakeTransactions:
             raise self.error
 
 
+class FakeInternals:
+    """The client that answers queries: an answer or an error for each of them, in turn."""
+
+    def __init__(self, transactions: FakeTransactions, *answers: Committed | kafka.KafkaError) -> None:
+        self.transactions = transactions
+        self.answers = list(answers)
+
+    async def committed_once(self, partitions: Collection[TopicPartition], *, stable: bool) -> Any:
+        assert self.transactions.decided.is_set(), "a transaction of ours may still change them"
+        assert stable, "so may one of another producer"
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict.fromkeys(partitions, answer)
+
+
 class FakeListener:
     """The engine."""
 
@@ -79,8 +97,16 @@ class Member:
     """A member with one partition, in generation 4."""
 
     def __init__(self, **settings: Any) -> None:
-        made = Settings(bootstrap_servers="127.0.0.1:9", client="confluent", commit_timeout=0.2, **settings)
-        self.transport = ConfluentTransport(made, "billing")
+        made = Settings(
+            bootstrap_servers="127.0.0.1:9",
+            client="confluent",
+            processing_guarantee="exactly_once",
+            commit_timeout=0.2,
+            **settings,
+        )
+        self.transport = ConfluentTransport(made, "billing", "billing:1")
+        real: Any = self.transport._transactions
+        real._producer.stop()
         self.consumer, self.transactions, self.listener = FakeConsumer(), FakeTransactions(), FakeListener()
         transport: Any = self.transport
         transport._consumer, transport._transactions = self.consumer, self.transactions
@@ -90,6 +116,9 @@ class Member:
     async def commit(self) -> None:
         transport: Any = self.transport
         await transport._commit_as_member(None, {ORDERS: Committed(1, "")}, self.transport.membership(), MESSAGES)
+
+    def answers(self, *answers: Committed | kafka.KafkaError) -> None:
+        self.transport._internals = FakeInternals(self.transactions, *answers)  # type: ignore[assignment]
 
     def revoke(self, *, lost: bool = False) -> "asyncio.Task[None]":
         return asyncio.create_task(self.transport._on_revoked([ORDERS], lost))
@@ -169,3 +198,41 @@ async def test_lost_partitions_are_released_at_once() -> None:
     assert member.listener.calls == ["lost"]
     assert member.consumer.released.is_set()
     assert member.transport.membership().generation == -1
+
+
+# Committed offsets ----------------------------------------------------------------------
+
+
+async def test_offsets_are_read_when_no_transaction_of_ours_is_undecided() -> None:
+    member = Member()
+    member.answers(Committed(7, ""))
+    reading = asyncio.create_task(member.transport.committed([ORDERS]))
+    await asyncio.sleep(0.02)
+    assert not reading.done()
+    member.transactions.decided.set()
+    assert await reading == {ORDERS: Committed(7, "")}
+
+
+async def test_an_offset_that_a_transaction_of_another_producer_may_change_is_not_returned() -> None:
+    """It is reported at once: such a transaction may last for minutes."""
+    member = Member()
+    member.answers(error_for(88))
+    member.transactions.decided.set()
+    with pytest.raises(TransportError, match=r"orders/0.*transaction of the group is still open") as raised:
+        await member.transport.committed([ORDERS])
+    assert raised.value.retriable
+
+
+async def test_another_error_of_a_partition_is_not_taken_for_a_missing_offset() -> None:
+    member = Member()
+    member.answers(error_for(29, "orders"))
+    member.transactions.decided.set()
+    with pytest.raises(TransportError, match="do not allow this user"):
+        await member.transport.committed([ORDERS])
+
+
+async def test_offsets_are_asked_for_again_after_a_transient_error_of_the_whole_request() -> None:
+    member = Member()
+    member.answers(error_for(16), Committed(7, ""))
+    member.transactions.decided.set()
+    assert await member.transport.committed([ORDERS]) == {ORDERS: Committed(7, "")}

@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +41,6 @@ class Broker:
         """The next call that sends offsets returns when this is set."""
         self.refuses: dict[str, KafkaError] = {}
         """Errors of delivery reports, by topic."""
-        self.offsets: dict[tuple[str, int], tuple[int, KafkaError | None]] = {}
-        """Committed offsets, -1 for none, each with the error of that partition."""
         self.produced: list[tuple[bytes, dict[str, Any]]] = []
         """Values and options of messages."""
         self.sent: list[tuple[list[tuple[str, int, int, str | None]], object]] = []
@@ -135,44 +132,11 @@ class FakeProducer:
         self.state, self.broker.undecided = "ready", None
 
 
-class FakeAdmin:
-    """Stands in for `confluent_kafka.admin.AdminClient`."""
-
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
-
-    def list_consumer_group_offsets(
-        self, groups: list[Any], *, require_stable: bool = False, **_: Any
-    ) -> dict[str, Future[Any]]:
-        assert self.broker.undecided is None, "a transaction of ours may still change them"
-        (group,) = groups
-        answer: Future[Any] = Future()
-        places = []
-        for wanted in group.topic_partitions:
-            offset, unstable = self.broker.offsets[wanted.topic, wanted.partition]
-            error = unstable if require_stable or not is_unstable(unstable) else None
-            places.append(
-                SimpleNamespace(
-                    topic=wanted.topic, partition=wanted.partition, offset=offset, metadata=None, error=error
-                )
-            )
-        if self.broker.errors.get("offsets"):
-            answer.set_exception(KafkaException(self.broker.errors["offsets"].pop(0)))
-        else:
-            answer.set_result(SimpleNamespace(group_id=group.group_id, topic_partitions=places))
-        return {group.group_id: answer}
-
-
-def is_unstable(error: KafkaError | None) -> bool:
-    return error is not None and error.code() == KafkaError.UNSTABLE_OFFSET_COMMIT
-
-
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
     made = Broker()
     clock = itertools.count()
     monkeypatch.setattr(module, "Producer", lambda options: FakeProducer(made, options))
-    monkeypatch.setattr(module, "AdminClient", lambda _: FakeAdmin(made))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
     return made
 
@@ -273,38 +237,6 @@ async def test_a_client_that_is_given_up_while_it_hangs_is_replaced_too(
     assert (broker.visible, broker.clients) == ([b"2"], 2)
 
 
-class SilentAdmin:
-    """Stands in for `AdminClient`; the first one does not answer."""
-
-    made = 0
-
-    def __init__(self, _: object) -> None:
-        SilentAdmin.made += 1
-        self.number = SilentAdmin.made
-
-    def list_consumer_group_offsets(self, wanted: list[Any], **_: object) -> dict[str, Future[Any]]:
-        answer: Future[Any] = Future()
-        if self.number > 1:
-            answer.set_result(SimpleNamespace(topic_partitions=[]))
-        return {wanted[0].group_id: answer}
-
-
-async def test_a_client_that_does_not_return_offsets_is_replaced(
-    broker: Broker,  # noqa: ARG001 - it stands in for the brokers
-    transactions: Transactions,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """librdkafka may never ask a coordinator again that was restarted."""
-    monkeypatch.setattr(SilentAdmin, "made", 0)
-    monkeypatch.setattr(module, "AdminClient", SilentAdmin)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await transactions.committed(OFFSETS)
-    assert await transactions.committed(OFFSETS) == dict.fromkeys(OFFSETS)
-    await transactions.committed(OFFSETS)
-    assert SilentAdmin.made == 2
-
-
 async def test_brokers_without_transactions_are_named(broker: Broker, transactions: Transactions) -> None:
     broker.errors = {"init_transactions": [FATAL]}
     with pytest.raises(TransportError):
@@ -392,45 +324,6 @@ async def test_a_queue_that_stays_full_fails_the_transaction(broker: Broker, tra
 
 
 # Committed offsets ------------------------------------------------------------------------
-
-
-async def test_offsets_are_read_when_no_transaction_of_ours_is_undecided(
-    broker: Broker, transactions: Transactions
-) -> None:
-    broker.offsets = {("orders", 0): (7, None), ("orders", 1): (-1, None)}
-    broker.errors = {"commit_transaction": [RETRIABLE] * 100}
-    with pytest.raises(TransportError):
-        await commit(transactions, b"1")
-    assert broker.undecided
-    broker.errors = {}
-    wanted = [TopicPartition("orders", 0), TopicPartition("orders", 1)]
-    assert await transactions.committed(wanted) == {wanted[0]: Committed(7, ""), wanted[1]: None}
-
-
-async def test_an_offset_that_a_transaction_of_another_producer_may_change_is_not_returned(
-    broker: Broker, transactions: Transactions
-) -> None:
-    """The brokers say so only to a client that asks for stable offsets."""
-    unstable = KafkaError(KafkaError.UNSTABLE_OFFSET_COMMIT, "pending", retriable=True)
-    broker.offsets = {("orders", 0): (7, None), ("orders", 1): (3, unstable)}
-    with pytest.raises(TransportError, match="transaction in orders/1 is still open"):
-        await transactions.committed([TopicPartition("orders", 0), TopicPartition("orders", 1)])
-
-
-async def test_another_error_of_a_partition_is_not_taken_for_a_missing_offset(
-    broker: Broker, transactions: Transactions
-) -> None:
-    broker.offsets = {("orders", 0): (-1, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "not allowed"))}
-    with pytest.raises(TransportError, match="do not allow this user"):
-        await transactions.committed(OFFSETS)
-
-
-async def test_an_error_of_the_whole_request_is_raised(broker: Broker, transactions: Transactions) -> None:
-    broker.offsets = {("orders", 0): (7, None)}
-    broker.errors = {"offsets": [RETRIABLE]}
-    with pytest.raises(TransportError):
-        await transactions.committed(OFFSETS)
-    assert await transactions.committed(OFFSETS) == {TopicPartition("orders", 0): Committed(7, "")}
 
 
 # Delivery reports -------------------------------------------------------------------------

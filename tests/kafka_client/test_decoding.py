@@ -105,13 +105,13 @@ def drain(part: Chunk, bounds: Sequence[tuple[int, int]]) -> list[Record]:
         limit, room = bounds[number % len(bounds)] if number % 2 and bounds else (7, 1 << 40)
         number += 1
         before = part.next_offset
-        taken = part.take(limit, room, alone=False)
-        assert len(taken.records) <= limit
-        assert sum(taken.sizes) <= room
-        assert taken.sizes == [record_size(r.key, r.value, r.headers) for r in taken.records]
-        assert all(before <= r.offset < part.next_offset for r in taken.records)
-        assert bool(taken.oversized) <= (not taken.records)
-        found += taken.records
+        records, sizes = part.take(limit, room, alone=False)
+        assert len(records) <= limit
+        assert sum(sizes) <= room
+        assert sizes == [record_size(r.key, r.value, r.headers) for r in records]
+        assert all(before <= r.offset < part.next_offset for r in records)
+        assert bool(part.oversized) <= (not records)
+        found += records
     return found
 
 
@@ -179,21 +179,21 @@ def test_every_codec_is_installed() -> None:
 def test_a_record_that_does_not_fit_is_kept_and_the_position_is_before_it() -> None:
     part = chunk(batch(10, [(None, bytes(10), []), (None, bytes(1000), []), (None, bytes(10), [])]), start=10)
 
-    first = part.take(10, 600, alone=False)
-    assert ([r.offset for r in first.records], first.oversized, part.next_offset) == ([10], 0, 11)
+    first, _ = part.take(10, 600, alone=False)
+    assert ([r.offset for r in first], part.oversized, part.next_offset) == ([10], 0, 11)
     for _ in range(1000):  # however often it is asked for
-        again = part.take(10, 600, alone=False)
-        assert (again.records, again.oversized, part.next_offset) == ([], 1500, 11)
-    alone = part.take(10, 600, alone=True)
-    assert ([r.offset for r in alone.records], part.next_offset) == ([11], 12), "nothing else with it"
-    last = part.take(10, 600, alone=False)
-    assert ([r.offset for r in last.records], part.next_offset, part.drained) == ([12], 13, True)
+        again, _ = part.take(10, 600, alone=False)
+        assert (again, part.oversized, part.next_offset) == ([], 1500, 11)
+    alone, _ = part.take(10, 600, alone=True)
+    assert ([r.offset for r in alone], part.next_offset) == ([11], 12), "nothing else with it"
+    last, _ = part.take(10, 600, alone=False)
+    assert ([r.offset for r in last], part.next_offset, part.drained) == ([12], 13, True)
 
 
 def test_alone_admits_the_first_record_only_and_fills_up_where_there_is_room() -> None:
     part = chunk(batch(0, [(None, bytes(10), [])] * 5))
-    taken = part.take(10, 1600, alone=True)
-    assert len(taken.records) == 3
+    taken, _ = part.take(10, 1600, alone=True)
+    assert len(taken) == 3
 
 
 def test_a_damaged_batch_ends_the_decoding_before_it() -> None:
@@ -202,9 +202,9 @@ def test_a_damaged_batch_ends_the_decoding_before_it() -> None:
     bad[-1] ^= 1
     part = chunk(good + bytes(bad) + batch(6, [(None, b"later", [])]))
 
-    taken = part.take(100, 1 << 20, alone=False)
+    taken, _ = part.take(100, 1 << 20, alone=False)
 
-    assert [r.value for r in taken.records] == [b"good"] * 3
+    assert [r.value for r in taken] == [b"good"] * 3
     assert part.next_offset == 3
     assert isinstance(part.error, CorruptRecordException)
     assert not part.drained
@@ -215,9 +215,9 @@ def test_a_batch_that_breaks_in_its_middle_keeps_what_came_before() -> None:
     struct.pack_into(">i", raw, 57, 5)  # it says to hold five records
     part = chunk(with_checksum(raw))
 
-    taken = part.take(100, 1 << 20, alone=False)
+    taken, _ = part.take(100, 1 << 20, alone=False)
 
-    assert [r.value for r in taken.records] == [b"one", b"two"]
+    assert [r.value for r in taken] == [b"one", b"two"]
     assert part.next_offset == 2
     assert isinstance(part.error, CorruptRecordException)
 
@@ -227,7 +227,7 @@ def test_a_codec_that_there_is_none_of_is_named_with_a_way_out() -> None:
     struct.pack_into(">h", raw, ATTRIBUTES_AT, 7)
     part = chunk(with_checksum(raw), start=5)
 
-    assert part.take(1, 1 << 20, alone=False).records == []
+    assert part.take(1, 1 << 20, alone=False) == ([], [])
 
     assert isinstance(part.error, UnsupportedCodecError)
     told = corrupt_record(part.error, HERE, part.next_offset)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
 import socket
 import time
@@ -13,6 +14,7 @@ import anyio
 import pytest
 
 from aioshard.errors import ConnectError, CorruptRecordError
+from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL
 from aioshard.ports import Allowance, Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka_client.members import PATIENCE, Member, settings_for
@@ -266,6 +268,8 @@ async def test_a_fault_does_not_outlive_its_partition(kafka: SharedKafka, topic:
     await one.join(topic)
     await one.poll_until(lambda: bool(one.faults))
     assert isinstance(one.faults[0], Fault)
-    assert one.transport._buffer._retries
-    await one.transport.close()
-    assert not one.transport._buffer._retries
+    buffered, at = one.transport._internals.buffered, one.faults[0].topic_partition  # type: ignore[union-attr]
+    later = buffered[at] = copy.copy(buffered[at])
+    one.transport._buffer.end()
+    await asyncio.sleep(FAULT_INTERVAL + 0.2)
+    assert buffered[at] is later

@@ -34,7 +34,7 @@ from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import producer_identity
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 
 Path = tuple[str, ...]
 
@@ -241,7 +241,7 @@ async def fetched_by_consumer(answer: Any, asked: Asked) -> Collection[TopicPart
     fetcher._preferred_read_replica, fetcher._default_reset_strategy, fetcher._prefetch_backoff = {}, 0, 0
     fetcher._rack_warning_logged = True
     assignment = SimpleNamespace(active=True, state_value=lambda one: states[one])
-    request = SimpleNamespace(topics=answers.by_topic({one: (one.partition, 5, 100) for one in asked}))
+    request = SimpleNamespace(topics=by_topic(asked, lambda one: (one.partition, 5, 100)))
     await fetcher._proc_fetch_request(assignment, 1, request)
     assert all(state.position == 5 for state in states.values())
     return [one for one, state in states.items() if state.highwater is not None]

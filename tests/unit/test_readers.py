@@ -22,6 +22,7 @@ from aioshard.kafka.aiokafka.client import END, BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.aiokafka.transport import commit_without_member
+from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.ports import Committed, GroupHasMembersError, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -147,6 +148,26 @@ async def test_a_member_whose_commit_is_refused_looks_for_its_group_again(code: 
 async def test_members_beside_a_manual_assignment_are_named_before_a_topic_that_is_denied() -> None:
     with pytest.raises(GroupHasMembersError):
         await commit_without_member(internals(stored((0, 29), (1, 82)), generation=-1, member_id=""), BOTH)
+
+
+# Committed offsets ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [88, 29])
+async def test_an_offset_that_a_transaction_may_change_is_an_error_to_a_client_that_wants_stable_ones(
+    code: int,
+) -> None:
+    """The brokers say so only to a client that asks for stable offsets."""
+    parts: list[Any] = [(0, 7, -1, "", 0, {}), (1, 3, -1, "", code, {})]
+    answer = FetchStableOffsets._CLASSES[-1].RESPONSE_TYPE(0, [("orders", parts, {})], 0, {})
+    member = internals(None)
+    member.client.answers["FetchStableOffsets"] = answer
+    member._trusted = member.coordinator._coordinator_dead_fut = None
+
+    with pytest.raises(kafka.KafkaError) as raised:
+        await member.committed_once(BOTH, stable=True)
+
+    assert raised.value.errno == code
 
 
 # Topics ---------------------------------------------------------------------------------

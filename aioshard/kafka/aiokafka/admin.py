@@ -22,7 +22,6 @@ from aioshard.errors import (
     TransportError,
 )
 from aioshard.kafka.aiokafka.answers import (
-    by_topic,
     cause_of,
     error_for,
     existing_topics,
@@ -42,7 +41,7 @@ from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
 from aioshard.ports import Committed, LogRange
-from aioshard.records import PartitionInfo, TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition, by_topic
 from aioshard.settings import Settings
 
 T = TypeVar("T")
@@ -290,18 +289,20 @@ class KafkaAdmin:
     async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
         async def ask() -> dict[TopicPartition, int]:
             known = {topic: await self._partitions(topic) for topic in {partition.topic for partition in times}}
-            wanted: dict[int, dict[TopicPartition, tuple[int, int]]] = {}
-            for (topic, number), time in times.items():
-                info = known[topic].get(number)
+            wanted: dict[int, list[TopicPartition]] = {}
+            for at in times:
+                info = known[at.topic].get(at.partition)
                 if info is None:
-                    count = len(known[topic])
-                    raise TransportError(f"{topic}/{number} does not exist: topic {topic!r} has {count} partitions")
+                    count = len(known[at.topic])
+                    raise TransportError(f"{at} does not exist: topic {at.topic!r} has {count} partitions")
                 if info.leader is None:
-                    raise kafka.StaleMetadata(f"no broker is the leader of {topic}/{number} now")
-                wanted.setdefault(info.leader, {})[TopicPartition(topic, number)] = number, time
+                    raise kafka.StaleMetadata(f"no broker is the leader of {at} now")
+                wanted.setdefault(info.leader, []).append(at)
             offsets: dict[TopicPartition, int] = {}
             for leader, partitions in wanted.items():
-                request = OffsetRequest(-1, _ISOLATION[isolation], by_topic(partitions))
+                request = OffsetRequest(
+                    -1, _ISOLATION[isolation], by_topic(partitions, lambda at: (at.partition, times[at]))
+                )
                 offsets |= log_offsets(await self._client.send(leader, request), partitions)
             return offsets
 
@@ -390,7 +391,7 @@ class KafkaAdmin:
         self, group_id: str, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed | None]:
         """Return the group's committed offset of each of *partitions*, or None; wait for open transactions to end."""
-        request = FetchStableOffsets(group_id, by_topic({partition: partition.partition for partition in partitions}))
+        request = FetchStableOffsets(group_id, by_topic(partitions))
         commits = await self._commits(group_id, request, partitions) if partitions else {}
         return {partition: commits.get(partition) for partition in partitions}
 
@@ -401,8 +402,13 @@ class KafkaAdmin:
     async def _commits(
         self, group_id: str, request: Any, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed]:
-        what = f"return the committed offsets of group {group_id!r}"
-        return await self._ask(what, request, stored_offsets, partitions, group_id=group_id)
+        return await self._ask(
+            f"return the committed offsets of group {group_id!r}",
+            request,
+            stored_offsets,
+            partitions,
+            group_id=group_id,
+        )
 
     async def commit_without_member(
         self, group_id: str, offsets: Mapping[TopicPartition, Committed], *, retry: bool = False
@@ -426,9 +432,7 @@ class KafkaAdmin:
         """
 
         async def send() -> dict[TopicPartition, kafka.KafkaError]:
-            commits = by_topic(
-                {partition: (partition.partition, *committed) for partition, committed in offsets.items()}
-            )
+            commits = by_topic(offsets, lambda partition: (partition.partition, *offsets[partition]))
             request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, commits)
             refused = refused_offsets(await self._send(request, group_id), offsets)
             for error in refused.values():

@@ -1,7 +1,7 @@
 """Parse broker responses, and translate aiokafka's errors."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from aiokafka import errors as kafka
 
@@ -71,8 +71,6 @@ def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset
     return corrupt_batch(reason(error), topic_partition, offset)
 
 
-T = TypeVar("T")
-
 _NO_TOPIC = frozenset({3, 17})
 """Error codes for topics that do not exist and for invalid topic names."""
 _ABSENT = _NO_TOPIC | {29}
@@ -86,15 +84,7 @@ class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
     retriable = True
 
 
-def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
-    """Group values of single partitions by topic, in the form and order that requests need."""
-    grouped: dict[str, list[Any]] = {}
-    for topic_partition in sorted(values):
-        grouped.setdefault(topic_partition.topic, []).append(values[topic_partition])
-    return list(grouped.items())
-
-
-def only_part(parts: Sequence[T], what: str) -> T:
+def only_part(parts: Sequence[Any], what: str) -> Any:
     """Return the only part of a response about one thing, which *what* names."""
     if len(parts) != 1:
         raise IncompleteAnswerError(f"{what} is missing in the answer")
@@ -102,8 +92,7 @@ def only_part(parts: Sequence[T], what: str) -> T:
 
 
 def _refuse_missing(asked: Collection[TopicPartition], answered: Collection[TopicPartition], what: str) -> None:
-    missing = set(asked).difference(answered)
-    if missing:
+    if missing := set(asked).difference(answered):
         raise IncompleteAnswerError(f"the {what} of {min(missing)} is missing in the answer")
 
 

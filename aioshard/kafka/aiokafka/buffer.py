@@ -13,7 +13,7 @@ from aioshard.kafka.aiokafka.answers import cause_of, corrupt_record
 from aioshard.kafka.aiokafka.decoder import Chunk
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.errors import fetch_error
-from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Oversized
+from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 
 RECORDS_PER_POLL = 500
@@ -27,13 +27,13 @@ _ACTIVE = 1.0
 _NUDGE_INTERVAL = 1e-4
 """Least seconds per partition between two checks of the fetcher, each of which costs 10 µs or more per partition."""
 _LONGEST_NUDGE_INTERVAL = 0.1
-_FAULT_INTERVAL = 1.0
+FAULT_INTERVAL = 1.0
 """Seconds until an unreadable partition is tried, and reported, again."""
 
 
 @dataclass(slots=True)
 class PollResult:
-    """The result of one pass over the fetched records."""
+    """The result of one pass over the fetched records, counted against the allowances of all partitions."""
 
     at: float = 0.0
     new: list[FetchedBatch | Fault | Oversized] = field(default_factory=list)
@@ -45,6 +45,18 @@ class PollResult:
     """The largest record limit of any partition."""
     left_over: bool = False
     """Whether fetched records stay behind that will probably be taken soon."""
+
+    def left_of(self, allowance: Allowance) -> Allowance:
+        """Return what is left of an allowance, which was computed before anything was taken in this pass."""
+        limit = min(allowance.records, RECORDS_PER_POLL)
+        self.most = max(self.most, limit)
+        return Allowance(limit, allowance.bytes, allowance.alone).less(self.records, self.bytes)
+
+    def add(self, batch: FetchedBatch) -> None:
+        """Add records taken from a partition."""
+        self.new.append(batch)
+        self.records += len(batch.records)
+        self.bytes += sum(batch.sizes)
 
 
 @dataclass(slots=True)
@@ -79,7 +91,6 @@ class FetchBuffer:
         self._read_committed = read_committed
         self._assignment: Any = None
         self._partitions: dict[TopicPartition, _Partition] = {}
-        self._retries: set[asyncio.TimerHandle] = set()
         self._nudge_at = 0.0
         """When the fetcher checks, or last checked, what it may fetch because we asked for it; loop time."""
 
@@ -109,9 +120,6 @@ class FetchBuffer:
         """Forget the assignment."""
         self._assignment = None
         self._partitions.clear()
-        for retry in self._retries:
-            retry.cancel()
-        self._retries.clear()
 
     # Positions ------------------------------------------------------------------------
 
@@ -148,8 +156,7 @@ class FetchBuffer:
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """Set a position."""
-        partition = self._partitions.get(topic_partition)
-        if partition is not None:
+        if (partition := self._partitions.get(topic_partition)) is not None:
             partition.placed = True
             partition.taken_at = asyncio.get_running_loop().time()
             partition.state.seek(offset)
@@ -203,33 +210,30 @@ class FetchBuffer:
         if chunk.error is not None:
             self._report(partition, chunk.result, poll_result)
             return
-        limit, room, alone = allowance_of(partition.name)
-        if limit <= 0:
+        allowance = allowance_of(partition.name)
+        if allowance.records <= 0:
             self._release_broker(chunk.result)
             poll_result.left_over |= partition.taken_at > poll_result.at - _ACTIVE
             return
-        limit = min(limit, RECORDS_PER_POLL)
-        poll_result.most = max(poll_result.most, limit)
-        limit -= poll_result.records
+        limit, room, alone = poll_result.left_of(allowance)
         if limit <= 0:
             return
-        decoded = chunk.take(limit, room - poll_result.bytes, alone=alone and not poll_result.records)
+        records, sizes = chunk.take(limit, room, alone=alone)
         next_offset = chunk.next_offset
         if next_offset != state.position:
             partition.taken_at = poll_result.at
+            chunk.reported = False
             state.consumed_to(next_offset)
-            poll_result.new.append(FetchedBatch(partition.name, decoded.records, decoded.sizes, next_offset))
-            poll_result.records += len(decoded.records)
-            poll_result.bytes += sum(decoded.sizes)
+            poll_result.add(FetchedBatch(partition.name, records, sizes, next_offset))
         if chunk.drained:
             self._drop(partition)
-        elif decoded.oversized > room:
+        elif chunk.oversized > allowance.bytes:
             self._release_broker(chunk.result)
             (poll_result.repeated if chunk.reported else poll_result.new).append(
-                Oversized(partition.name, decoded.oversized)
+                Oversized(partition.name, chunk.oversized)
             )
             chunk.reported = True
-        elif chunk.error is not None and not decoded.records:
+        elif chunk.error is not None and not records:
             self._report(partition, chunk.result, poll_result)
         else:
             poll_result.left_over = True
@@ -244,9 +248,8 @@ class FetchBuffer:
 
     def _hold_fetches(self, *, left_over: bool = False, idle: bool = False) -> None:
         """Set how long brokers may hold a fetch that has nothing to return; see `fetch_wait`."""
-        usual: int = self._internals.consumer._fetch_max_wait_ms
         self._internals.fetcher._fetch_max_wait_ms = fetch_wait(
-            usual, len(self._partitions), left_over=left_over, idle=idle
+            self._internals.consumer._fetch_max_wait_ms, len(self._partitions), left_over=left_over, idle=idle
         )
 
     def _nudge_fetcher(self) -> None:
@@ -280,12 +283,10 @@ class FetchBuffer:
         poll_result.new.append(Fault(partition.name, self._fault(partition, entry)))
 
         def retry() -> None:
-            self._retries.discard(timer)
             if self._internals.buffered.get(partition.name) is entry:
                 self._drop(partition)
 
-        timer = asyncio.get_running_loop().call_later(_FAULT_INTERVAL, retry)
-        self._retries.add(timer)
+        asyncio.get_running_loop().call_later(FAULT_INTERVAL, retry)
 
     def _fault(self, partition: _Partition, entry: Any) -> TransportError:
         topic_partition, chunk = partition.name, partition.chunk

@@ -23,7 +23,7 @@ from aioshard.kafka.aiokafka.answers import corrupt_record, error_for, log_offse
 from aioshard.kafka.aiokafka.connections import close_client, refuse_useless_connections
 from aioshard.kafka.aiokafka.decoder import Chunk
 from aioshard.kafka.errors import OUT_OF_RANGE
-from aioshard.records import Record, TopicPartition
+from aioshard.records import Record, TopicPartition, by_topic
 
 START, END = -2, -1
 """Which offset of a log `BareClient.log_offset` fetches."""
@@ -140,8 +140,7 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
         Raises:
             KafkaError: The broker did not answer.
         """
-        topic, partition = topic_partition
-        request = OffsetRequest(-1, isolation, [(topic, [(partition, which)])])
+        request = OffsetRequest(-1, isolation, by_topic([topic_partition], lambda at: (at.partition, which)))
         # On a separate connection: on the other one, the request would wait for the fetch in progress.
         answer = await self.send(node, request, group=ConnectionGroup.COORDINATION)
         return log_offsets(answer, [topic_partition])[topic_partition]
@@ -226,6 +225,6 @@ def _decoded(
         return Fetched([], offset, end, incomplete if certain else None)
     part = PartitionRecords(topic_partition, memory, aborted, offset, None, None, True, isolation)  # noqa: FBT003 - aiokafka's
     chunk = Chunk(topic_partition, FetchResult(topic_partition, assignment=None, partition_records=part, backoff=0))
-    decoded = chunk.take(_EVERYTHING, _EVERYTHING, alone=True)
+    records, _ = chunk.take(_EVERYTHING, _EVERYTHING, alone=True)
     error = None if chunk.error is None else corrupt_record(chunk.error, topic_partition, chunk.next_offset)
-    return Fetched(decoded.records, chunk.next_offset, end, error)
+    return Fetched(records, chunk.next_offset, end, error)

@@ -160,10 +160,8 @@ async def _probe(host: str, port: int, options: Mapping[str, Any]) -> _Answer:
     except Exception as error:  # noqa: BLE001 - any error is a valid result
         return address, error
     finally:
-        if connection is not None:
-            closed = connection.close()
-            if closed is not None:
-                await asyncio.wait([closed], timeout=1)
+        if connection is not None and (closed := connection.close()) is not None:
+            await asyncio.wait([closed], timeout=1)
     return address, None
 
 
@@ -335,8 +333,7 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
     closing = []
     for connection in list(client._conns.values()):
         transport = connection._writer and connection._writer.transport
-        closed = connection.close(reason=CloseReason.SHUTDOWN)
-        if closed is not None:
+        if (closed := connection.close(reason=CloseReason.SHUTDOWN)) is not None:
             closing.append((closed, transport))
     client._conns.clear()
     if client._md_update_fut is not None and not client._md_update_fut.done():

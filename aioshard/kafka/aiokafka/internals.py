@@ -30,7 +30,6 @@ from aioshard.core.flow import fetch_limits
 from aioshard.errors import ClientLostError
 from aioshard.kafka.aiokafka.answers import (
     IncompleteAnswerError,
-    by_topic,
     existing_topics,
     led_offsets,
     partition_info,
@@ -42,8 +41,9 @@ from aioshard.kafka.aiokafka.answers import (
 )
 from aioshard.kafka.aiokafka.connections import close_client, end_tasks, refuse_useless_connections
 from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
-from aioshard.records import PartitionInfo, TopicPartition
+from aioshard.records import PartitionInfo, TopicPartition, by_topic
 
 _TICK = 0.05
 _NO_LEADER = (None, -1)
@@ -284,13 +284,12 @@ class Internals:
                 the response as acknowledged.
         """
         coordinator = self.coordinator
-        commits = by_topic({partition: (partition.partition, *committed) for partition, committed in offsets.items()})
         request = OffsetCommitRequest(
             self.group_id,
             coordinator.generation,
             coordinator.member_id,
             RETENTION_MS if without_member else -1,
-            commits,
+            by_topic(offsets, lambda partition: (partition.partition, *offsets[partition])),
         )
         refused = refused_offsets(await coordinator._send_req(request), offsets)
         if not refused:
@@ -304,17 +303,19 @@ class Internals:
             coordinator.reset_generation()
         raise error
 
-    async def committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
+    async def committed_once(
+        self, partitions: Collection[TopicPartition], *, stable: bool = False
+    ) -> dict[TopicPartition, Committed]:
         """Fetch committed offsets once the coordinator is known, with one request; leave out partitions without one.
+
+        With *stable*, those that an open transaction may still change are an error.
 
         aiokafka's own method overlooks a response with a top-level error (see `stored_offsets`).
         """
         await self.coordinator.ensure_coordinator_known()
         await self._wait_for_commits()
-        request = OffsetFetchRequest(
-            self.group_id, by_topic({partition: partition.partition for partition in partitions})
-        )
-        answer = await self.coordinator._send_req(request)
+        kind = FetchStableOffsets if stable else OffsetFetchRequest
+        answer = await self.coordinator._send_req(kind(self.group_id, by_topic(partitions)))
         try:
             commits = stored_offsets(answer, partitions)
             await self._confirm_coordinator()
@@ -379,9 +380,9 @@ class Internals:
         """
         leader_of = self.cluster.leader_for_partition
         unknown = [topic_partition for topic_partition in partitions if leader_of(topic_partition) in _NO_LEADER]
+        for topic_partition in unknown:
+            self.client.add_topic(topic_partition.topic)
         if unknown:
-            for topic_partition in unknown:
-                self.client.add_topic(topic_partition.topic)
             with contextlib.suppress(TimeoutError, kafka.KafkaError):
                 async with asyncio.timeout(patience):
                     await self.client.force_metadata_update()
@@ -419,7 +420,7 @@ class Internals:
     async def _offsets_at(
         self, leader: int, partitions: Collection[TopicPartition], timestamp: int, isolation: int
     ) -> dict[TopicPartition, int]:
-        requested = by_topic({partition: (partition.partition, timestamp) for partition in partitions})
+        requested = by_topic(partitions, lambda at: (at.partition, timestamp))
         return led_offsets(await self.client.send(leader, OffsetRequest(-1, isolation, requested)))
 
     def known_partitions(self, topic: str) -> dict[int, PartitionInfo]:
@@ -429,9 +430,8 @@ class Internals:
 
     async def look_up_topic(self, topic: str) -> dict[int, PartitionInfo]:
         """Fetch the current partitions of a topic; does not subscribe to metadata updates or create the topic."""
-        node = self.client.get_random_node()
-        answer = await self.client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
-        return topic_partitions(answer, topic)
+        request = MetadataRequest([topic], allow_auto_topic_creation=False)
+        return topic_partitions(await self.client.send(self.client.get_random_node(), request), topic)
 
     async def look_up_topics(self) -> frozenset[str]:
         """Fetch the current topics that this user may see, without internal topics."""

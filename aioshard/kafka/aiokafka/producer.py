@@ -24,13 +24,13 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard.errors import AuthorizationError, ClientLostError, MessageTooLargeError, TransportError
-from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, by_topic, cause_of, produced, raise_for, reason
+from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, cause_of, produced, raise_for, reason
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import nothing_acknowledged, publish_error
 from aioshard.ports import RECORD_OVERHEAD, Message, record_size
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, by_topic
 from aioshard.settings import Settings
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
@@ -212,12 +212,12 @@ class KafkaProducer:
             MessageTooLargeError: The message is larger than its topic allows.
             TransportError: The message was not acknowledged for another reason; see `retriable`.
         """
-        call = self._add(message)
+        since = time.monotonic()
         try:
             async with asyncio.timeout(_PATIENCE):
-                offset = await call.acknowledged
+                offset = await self.send(message)
         except TimeoutError:
-            raise self._given_up(call) from None
+            raise self._given_up(message, since) from None
         self._acknowledged_at = time.monotonic()
         return offset
 
@@ -226,17 +226,6 @@ class KafkaProducer:
 
         The future raises the errors of `publish`.
         """
-        return self._add(message).acknowledged
-
-    async def close(self) -> None:
-        """See `Producer.close`; takes at most 2 s."""
-        self._closed = True
-        self._fail_all(_closed_error())
-        await end_tasks(self._tasks)
-        if self._client is not None:
-            await self._client.tear_down()
-
-    def _add(self, message: Message) -> _Call:
         if self._closed:
             raise _closed_error()
         call, size = _Call(message), _size(message)
@@ -247,10 +236,18 @@ class KafkaProducer:
                     f"{_MOST_REQUEST_BYTES} bytes: publish smaller messages"
                 )
             )
-            return call
-        self._topics.setdefault(message.topic, deque()).append(call)
-        self._schedule()
-        return call
+        else:
+            self._topics.setdefault(message.topic, deque()).append(call)
+            self._schedule()
+        return call.acknowledged
+
+    async def close(self) -> None:
+        """See `Producer.close`; takes at most 2 s."""
+        self._closed = True
+        self._fail_all(_closed_error())
+        await end_tasks(self._tasks)
+        if self._client is not None:
+            await self._client.tear_down()
 
     def _schedule(self) -> None:
         """Send soon: messages published in the same iteration of the event loop share a batch."""
@@ -327,9 +324,7 @@ class KafkaProducer:
                 )
                 continue
             name = TopicPartition(topic, number)
-            partition = self._partitions.get(name)
-            if partition is None:
-                partition = self._partitions[name] = _Partition(name)
+            partition = self._partitions.get(name) or self._partitions.setdefault(name, _Partition(name))
             partition.waiting.append(call)
             self._pending[partition] = None
 
@@ -341,11 +336,16 @@ class KafkaProducer:
         for partition in partitions:
             partition.busy = True
             partition.fill_batch(identity, self._codec)
-            batches[partition.name] = partition.name.partition, partition.data
+            batches[partition.name] = partition.data
         results: dict[TopicPartition, tuple[int, kafka.KafkaError | None]] = {}
         failure: kafka.KafkaError = IncompleteAnswerError("a batch is missing in the answer")
         try:
-            request = ProduceRequest(None, -1, round(_REQUEST_TIMEOUT * 1000), by_topic(batches))
+            request = ProduceRequest(
+                None,
+                -1,
+                round(_REQUEST_TIMEOUT * 1000),
+                by_topic(batches, lambda name: (name.partition, batches[name])),
+            )
             results = produced(await client.send(node, request))
         except kafka.KafkaError as error:
             logger.debug("a request to broker %d failed: %s", node, reason(error))
@@ -440,20 +440,18 @@ class KafkaProducer:
             self._start(client.tear_down())
 
     def _unacknowledged(self) -> list[_Call]:
-        queues: list[Iterable[_Call]] = [*self._topics.values()]
-        for partition in self._pending:
-            queues += [partition.batch, partition.waiting]
-        return [call for queue in queues for call in queue]
+        assigned = (queue for partition in self._pending for queue in (partition.batch, partition.waiting))
+        return [*itertools.chain(*self._topics.values(), *assigned)]
 
     def _fail_all(self, error: TransportError) -> None:
         for call in self._unacknowledged():
             call.fail(error)
 
-    def _given_up(self, call: _Call) -> TransportError:
+    def _given_up(self, message: Message, since: float) -> TransportError:
         """Return the error of a message that was not acknowledged in time."""
-        if self._acknowledged_at > call.since:
+        if self._acknowledged_at > since:
             return TransportError(
-                f"a message for topic {call.message.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
+                f"a message for topic {message.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
                 "were: check that its partition has a leader and enough replicas in sync"
             )
         self._drop_client()  # The next one starts over with the bootstrap addresses.

@@ -67,9 +67,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
         topic_partition = item.topic_partition
         if isinstance(item, Fault) and isinstance(item.error, OffsetOutOfRangeError):
             bounds = self._ranges[topic_partition]
-            position = self._buffer.position(topic_partition)
-            first = bounds.start if position is None else position
-            lost = f"{topic_partition}: from offset {first} on, of {bounds.start} to {bounds.end - 1}"
+            lost = f"{topic_partition}: from offset {item.error.position} on, of {bounds.start} to {bounds.end - 1}"
             raise DataLossError([lost], "Make a new plan from the remaining offsets")
         if not isinstance(item, FetchedBatch):
             return item
@@ -78,8 +76,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
             self._buffer.pause([topic_partition])
             kept = sum(record.offset < end for record in records)
             records, sizes = records[:kept], sizes[:kept]
-        finished = self._finished.get(topic_partition)
-        if finished is not None:
+        if (finished := self._finished.get(topic_partition)) is not None:
             unfinished = [index for index, record in enumerate(records) if record.offset not in finished]
             records, sizes = [records[index] for index in unfinished], [sizes[index] for index in unfinished]
         return FetchedBatch(topic_partition, records, sizes, min(item.next_offset, end))

@@ -226,9 +226,9 @@ class KafkaSideTopics:
             failure = ClientLostError(f"a fetch from side topics failed: {reason(error)}")
         try:
             for topic_partition, offset in offsets.items():
-                result = results.get(topic_partition)
-                if result is None:
-                    result = Fetched([], offset, -1, failure or _unknown(client, topic_partition))
+                result = results.get(topic_partition) or Fetched(
+                    [], offset, -1, failure or _unknown(client, topic_partition)
+                )
                 if node is not None or client.leader(topic_partition) is None:
                     self._fetched.append((topic_partition, offset, result))
             self._changed.set()

@@ -1,7 +1,6 @@
 """The aiokafka transport: group membership, records and commits of one consumer."""
 
 import asyncio
-import itertools
 import logging
 import re
 import time
@@ -21,7 +20,8 @@ from aioshard.kafka.aiokafka.buffer import FetchBuffer
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, connected, is_connected
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.options import consumer_options
-from aioshard.kafka.errors import GROUP_CHANGED, commit_error, group_error, named, request_error
+from aioshard.kafka.errors import GROUP_CHANGED, UNSTABLE_OFFSET, commit_error, group_error, named, request_error
+from aioshard.kafka.groupless import manual_membership
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
@@ -50,8 +50,6 @@ _RETRY_BACKOFF = 0.1
 _BACKLOG_TIMEOUT = 0.5
 """Seconds to query the backlogs while the group waits for us; after that, we use our last known offsets."""
 
-_LIVES = itertools.count()
-
 
 class KafkaTransport(ABC):
     """What the transports of both client libraries have in common: its queries go through aiokafka.
@@ -63,6 +61,8 @@ class KafkaTransport(ABC):
     _buffer: Any
     """The positions of the assigned partitions, and their records."""
     last_heartbeat: float | None = None
+    _stable_offsets = False
+    """Whether committed offsets that an open transaction may still change are an error."""
 
     def __init__(self, settings: Settings, group_id: str) -> None:
         """Check the options; connects to nothing yet.
@@ -118,8 +118,7 @@ class KafkaTransport(ABC):
             raise
 
     async def _check_permissions(self, internals: Internals) -> None:
-        denied = sorted(self._topics & internals.cluster.unauthorized_topics)
-        if denied:
+        if denied := sorted(self._topics & internals.cluster.unauthorized_topics):
             raise group_error(cause_of(kafka.TopicAuthorizationFailedError(denied)), self._group_id)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -308,11 +307,12 @@ class KafkaTransport(ABC):
         while partitions:
             internals = self._running()
             try:
-                commits = await internals.committed_once(partitions)
+                commits = await internals.committed_once(partitions, stable=self._stable_offsets)
             except kafka.KafkaError as error:
-                if not error.retriable:
+                cause = cause_of(error)
+                if not cause.retriable or cause.code == UNSTABLE_OFFSET:
                     what = f"return the committed offsets of {named(partitions)}"
-                    raise request_error(cause_of(error), what, self._group_id) from error
+                    raise request_error(cause, what, self._group_id) from error
                 await asyncio.sleep(_RETRY_BACKOFF)
             else:
                 return {topic_partition: commits.get(topic_partition) for topic_partition in partitions}
@@ -378,15 +378,6 @@ class KafkaTransport(ABC):
         if members:
             raise _has_members(self._group_id, named(members))
         return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
-
-
-def manual_membership() -> Membership:
-    """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
-
-    Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
-    keeps an answer requested in one life of the client from being used in the next.
-    """
-    return Membership("", next(_LIVES))
 
 
 async def commit_without_member(internals: Internals, offsets: Mapping[TopicPartition, Committed]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 from confluent_kafka import KafkaError
 
 from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
-from aioshard.kafka.aiokafka.buffer import RECORDS_PER_POLL, PollResult
+from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL, PollResult
 from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.translate import cause_of
 from aioshard.kafka.errors import fetch_error
-from aioshard.ports import RECORD_OVERHEAD, AllowanceOf, Fault, FetchedBatch, Oversized
+from aioshard.ports import RECORD_OVERHEAD, Allowance, AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import Record, TopicPartition
 
 _PATIENCE = 0.25
@@ -20,8 +20,6 @@ _PATIENCE = 0.25
 that the client has prefetched; but while nothing is read, we do not notice rebalances."""
 _SHORT_PATIENCE = 0.02
 """The same while the buffer of another fetched partition is empty."""
-_FAULT_INTERVAL = 1.0
-"""Seconds until an unreadable partition is tried again."""
 _FAILURES = 20
 """Failed attempts, 50 ms each, to change what the client does with a partition before we assume it has given up."""
 
@@ -52,7 +50,6 @@ class _Partition:
     """Consecutive changes that the client could not make."""
     records: list[Record] = dataclasses.field(default_factory=list)
     sizes: list[int] = dataclasses.field(default_factory=list)
-    bytes: int = 0
     full_since: float | None = None
     """Since when the buffer exceeds its share."""
     fault: TransportError | None = None
@@ -60,11 +57,6 @@ class _Partition:
     """When a partition with a fault is tried again."""
     reported: bool = False
     """Whether the record that did not fit was reported."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the engine wants records of it, and they can be read."""
-        return self.position is not None and not self.paused and self.fault is None
 
 
 class Buffers:
@@ -106,8 +98,7 @@ class Buffers:
     def remove(self, partitions: Collection[TopicPartition]) -> None:
         """Remove revoked partitions and drop their buffers."""
         for topic_partition in partitions:
-            partition = self._partitions.pop(topic_partition, None)
-            if partition is not None:
+            if (partition := self._partitions.pop(topic_partition, None)) is not None:
                 self._ready.pop(partition, None)
         self._seek_again()
 
@@ -184,7 +175,7 @@ class Buffers:
             if partition.fault is not None and now >= partition.retry_at:
                 partition.fault = None
                 partition.moved = True
-            wanted = partition.wanted
+            wanted = partition.position is not None and not partition.paused and partition.fault is None
             if wanted and partition.full_since is not None:
                 wanted = partition.fetching and now < partition.full_since + self._patience()
             if wanted and (partition.moved or not partition.fetching):
@@ -263,7 +254,6 @@ class Buffers:
             timestamp = message.timestamp()[1] / 1000
             partition.records.append(_new_record(Record, (topic, number, offset, key, value, headers, timestamp)))
             partition.sizes.append(size)
-            partition.bytes += size
             partition.reach = offset + 1
         if partition is not None:
             self._filled(partition, now)
@@ -275,7 +265,7 @@ class Buffers:
             if partition.end is None or partition.end < partition.reach:
                 partition.end = partition.reach
             self._ready.setdefault(partition)
-            if partition.bytes >= self.share and partition.full_since is None:
+            if partition.full_since is None and sum(partition.sizes) >= self.share:
                 partition.full_since = now
 
     def _accept_error(self, partition: _Partition, message: Any, error: KafkaError, now: float) -> None:
@@ -289,7 +279,7 @@ class Buffers:
             return
         partition.fault = fetch_error(cause_of(error), partition.name, partition.reach)
         partition.broken |= isinstance(partition.fault, OffsetOutOfRangeError)
-        partition.retry_at = now + _FAULT_INTERVAL
+        partition.retry_at = now + FAULT_INTERVAL
         self._ready.setdefault(partition)
 
     # To the engine --------------------------------------------------------------------
@@ -303,52 +293,32 @@ class Buffers:
             if not partition.records:
                 self._pass_over(partition, result)
                 continue
-            limit, room, alone = allowance_of(partition.name)
-            if limit <= 0:
+            allowance = allowance_of(partition.name)
+            if allowance.records <= 0:
                 continue
-            limit = min(limit, RECORDS_PER_POLL)
-            result.most = max(result.most, limit)
-            limit -= result.records
-            if limit <= 0:
+            left = result.left_of(allowance)
+            if left.records <= 0:
                 break
-            self._take_from(partition, result, limit, room, alone=alone and not result.records)
+            self._take_from(partition, result, left, allowance.bytes)
             if result.records >= result.most:
                 break  # The limit is reached for all; calling `allowance_of` costs more than a record.
         return result
 
-    def _take_from(self, partition: _Partition, result: PollResult, limit: int, room: int, *, alone: bool) -> None:
-        room_left = room - result.bytes
-        sizes = partition.sizes
-        if len(sizes) <= limit and partition.bytes <= room_left:
-            count, count_bytes = len(sizes), partition.bytes
-        else:
-            count = count_bytes = 0
-            for size in sizes[:limit]:
-                if count_bytes + size > room_left and not (alone and not count):
-                    break
-                count += 1
-                count_bytes += size
+    def _take_from(self, partition: _Partition, result: PollResult, left: Allowance, most_bytes: int) -> None:
+        count = left.admitted(partition.sizes)
         if not count:
-            size = sizes[0]
-            if size > room:
+            size = partition.sizes[0]
+            if size > most_bytes:
                 (result.repeated if partition.reported else result.new).append(Oversized(partition.name, size))
                 partition.reported = True
             return
-        records = partition.records
-        if count == len(records):
-            partition.records, partition.sizes = [], []
-            partition.position = partition.reach
-        else:
-            partition.records, partition.sizes = records[count:], sizes[count:]
-            records, sizes = records[:count], sizes[:count]
-            partition.position = records[-1].offset + 1
-        partition.bytes -= count_bytes
+        records, partition.records = partition.records[:count], partition.records[count:]
+        sizes, partition.sizes = partition.sizes[:count], partition.sizes[count:]
+        partition.position = records[-1].offset + 1 if partition.records else partition.reach
         partition.reported = False
-        if partition.full_since is not None and partition.bytes < self.share // 2:
+        if partition.full_since is not None and sum(partition.sizes) < self.share // 2:
             partition.full_since = None
-        result.new.append(FetchedBatch(partition.name, records, sizes, partition.position))
-        result.records += count
-        result.bytes += count_bytes
+        result.add(FetchedBatch(partition.name, records, sizes, partition.position))
         self.room.set()
         self._ready.pop(partition, None)
         if partition.records or partition.fault is not None:

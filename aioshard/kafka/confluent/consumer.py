@@ -53,6 +53,37 @@ class Callbacks(NamedTuple):
     failed: Callable[[KafkaError], None]
 
 
+class CallQueue:
+    """Calls that one thread makes for all others, in order."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Queue a call; one that is cancelled before its turn never starts."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(function(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - the future passes it on
+                result.set_exception(error)
+
+        self._calls.put(run)
+        return result
+
+    def end(self) -> None:
+        """Let one `serve` return, after the calls already queued."""
+        self._calls.put(None)
+
+    def serve(self) -> None:
+        """Make queued calls until `end`."""
+        while (call := self._calls.get()) is not None:
+            call()
+
+
 class _Commit(NamedTuple):
     """A commit that was sent but not answered yet."""
 
@@ -106,7 +137,8 @@ class ConsumerThread:
         self._session_timeout = session_timeout
         self._callbacks = callbacks
         self._kip_848 = options.get("group.protocol") == "consumer"
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls = CallQueue()
+        """Each `end` ends one level: a revocation, or the thread."""
         self._closing = False
         self._left: Future[None] = Future()
         self._revoking = False
@@ -129,22 +161,11 @@ class ConsumerThread:
         """
         if self._closing:
             raise ClientLostError("the Kafka client is closed")
-        result: Future[T] = Future()
-
-        def run() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                result.set_result(function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - the future passes it on
-                result.set_exception(error)
-
-        self._calls.put(run)
-        return asyncio.wrap_future(result)
+        return asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
 
     def end_revocation(self) -> None:
         """Let the callback of a revocation return, after the calls already queued."""
-        self._calls.put(None)
+        self._calls.end()
 
     def stop(self) -> Future[None]:
         """Leave the group and close the client, after the calls already queued.
@@ -154,12 +175,12 @@ class ConsumerThread:
         """
         if not self._closing:
             self._closing = True
-            self._calls.put(None)
+            self._calls.end()
         return self._left
 
     def _run(self) -> None:
         self._left.set_running_or_notify_cancel()  # from now on, nobody can cancel it
-        self._serve()
+        self._calls.serve()
         try:
             self._consumer.close()
         except BaseException as error:  # noqa: BLE001 - the future passes it on
@@ -168,11 +189,6 @@ class ConsumerThread:
             self._left.set_result(None)
         if self._unanswered is not None:
             self._unanswered.resolve(ClientLostError("the Kafka client is closed"))
-
-    def _serve(self) -> None:
-        """Make queued calls until a None; each ends one level: a revocation, or the thread."""
-        while (call := self._calls.get()) is not None:
-            call()
 
     # Reading ----------------------------------------------------------------------------
 
@@ -266,7 +282,7 @@ class ConsumerThread:
                     )
             else:
                 self._resend_commit()
-            self._serve()
+            self._calls.serve()
         finally:
             self._revoking = self._lost = False
         self._consumer.incremental_unassign(list(client_partitions))
@@ -310,12 +326,10 @@ class ConsumerThread:
 
     def _commit_at_once(self, offsets: Offsets) -> TransportError | None:
         """Send a commit and wait for the answer; return the error of the commit, if any."""
-        committed: Sequence[Any] = ()
-        overall: KafkaError | None = None
         try:
-            committed = self._consumer.commit(offsets=client_offsets(offsets), asynchronous=False)
+            committed, overall = self._consumer.commit(offsets=client_offsets(offsets), asynchronous=False), None
         except KafkaException as error:
-            overall = error_of(error)
+            committed, overall = [], error_of(error)
         self._note_answer(overall)
         return self._refusal_in(committed, offsets, overall)
 

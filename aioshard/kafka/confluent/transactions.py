@@ -4,24 +4,18 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, Producer
-from confluent_kafka import TopicPartition as ClientPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from aioshard.errors import ClientLostError, CommitError
-from aioshard.kafka.confluent.consumer import client_offsets
+from aioshard.kafka.confluent.consumer import CallQueue, client_offsets
 from aioshard.kafka.confluent.translate import cause_of, commit_error, error_of, reason
-from aioshard.kafka.errors import request_error, undecided
+from aioshard.kafka.errors import request_error
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
-
-T = TypeVar("T")
 
 _MOST_MESSAGE_BYTES = 2_000_000
 """Brokers decide about the size of a message; the engine refuses those above 1,000,000 bytes before."""
@@ -55,8 +49,8 @@ class Transactions:
             group_id: The consumer group.
             timeout: Seconds after which the brokers abort a transaction, and each of our calls gives up.
         """
-        self._connection = dict(options)
-        self._options = self._connection | {
+        self._options = {
+            **options,
             "transactional.id": transactional_id,
             "transaction.timeout.ms": round(timeout * 1000),
             "partitioner": "murmur2_random",
@@ -64,7 +58,6 @@ class Transactions:
         }
         self._group_id = group_id
         self._timeout = timeout
-        self._admin: AdminClient | None = None
         self._producer = self._new_producer()
         self._closed = False
 
@@ -87,63 +80,24 @@ class Transactions:
         """
         await self._call(ProducerThread.ready)
 
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """Return the group's offsets, once no transaction of anybody is about to change them.
-
-        Raises:
-            TransportError: An open transaction holds one of them, or the brokers do not answer.
-        """
-        await self.settle()
-        if self._admin is None:
-            self._admin = AdminClient(self._connection)
-        wanted = ConsumerGroupTopicPartitions(self._group_id, [ClientPartition(*name) for name in partitions])
-        what = f"return the committed offsets of {len(partitions)} partitions"
-        try:
-            asked = self._admin.list_consumer_group_offsets([wanted], require_stable=True)
-            answer = await asyncio.wrap_future(asked[self._group_id])
-        except BaseException as error:
-            self._drop_admin()
-            if not isinstance(error, KafkaException):
-                raise
-            raise request_error(cause_of(error_of(error)), what, self._group_id) from error
-        found: dict[TopicPartition, Committed | None] = {}
-        for place in answer.topic_partitions:
-            name = TopicPartition(place.topic, place.partition)
-            if place.error is not None and place.error.code() == KafkaError.UNSTABLE_OFFSET_COMMIT:
-                raise undecided(name)
-            if place.error is not None:
-                raise request_error(cause_of(place.error), what, self._group_id)
-            found[name] = Committed(place.offset, place.metadata or "") if place.offset >= 0 else None
-        return {name: found.get(name) for name in partitions}
-
-    def _drop_admin(self) -> None:
-        """Use another client for the next request: after a restart of the coordinator, this one may never answer.
-
-        librdkafka keeps the connection object of a coordinator that was missing in the metadata for a moment (its
-        issue 5511). Closing a client takes a while, so a thread of its own does it.
-        """
-        unused, self._admin = [self._admin], None
-        Thread(target=unused.clear, name=f"closes a client of {self._group_id}").start()
-
     async def close(self) -> None:
-        """Let the running call end in its thread, then drop the clients.
+        """Let the running call end in its thread, then drop the client.
 
         It waits for the thread for a while: a client that is dropped while the interpreter ends can crash the process.
         """
         if not self._closed:
             self._closed = True
             self._producer.stop()
-            self._drop_admin()
             await asyncio.to_thread(self._producer.thread.join, 2.0)
 
     def _new_producer(self) -> "ProducerThread":
         return ProducerThread(self._options, self._group_id, self._timeout)
 
-    async def _call(self, function: Callable[["ProducerThread"], T]) -> T:
+    async def _call(self, function: Callable[["ProducerThread"], object]) -> None:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
         producer = self._producer
-        answer = asyncio.wrap_future(producer.submit(function))
+        answer = asyncio.wrap_future(producer.calls.submit(function, producer))
         try:
             while not (await asyncio.wait({answer}, timeout=_SLICE))[0]:
                 if producer.hangs:
@@ -154,7 +108,7 @@ class Transactions:
                         f"a transaction of group {self._group_id!r} failed: the Kafka client does not return from a "
                         "call, and is replaced"
                     )
-            return answer.result()
+            answer.result()
         finally:
             answer.cancel()
 
@@ -175,7 +129,7 @@ class ProducerThread:
         self._call_began: float | None = None
         """When the call to the client began that runs now."""
         self._stopped = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.calls = CallQueue()
         self.thread = Thread(target=self._run, name=f"transactions of {group_id}", daemon=True)
         self.thread.start()
 
@@ -187,31 +141,15 @@ class ProducerThread:
         began = self._call_began
         return began is not None and time.monotonic() - began > self._timeout + _HANGS
 
-    def submit(self, function: Callable[["ProducerThread"], T]) -> "Future[T]":
-        """Queue a call; one that is cancelled before its turn never starts."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                result.set_result(function(self))
-            except BaseException as error:  # noqa: BLE001 - the future passes it on
-                result.set_exception(error)
-
-        self._calls.put(run)
-        return result
-
     def stop(self) -> None:
         """Let the running call end, then drop the client."""
         self._stopped = True
-        self._calls.put(None)
+        self.calls.end()
 
     # Called in the thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        self.calls.serve()
         self._producer = None
 
     def ready(self) -> Producer:

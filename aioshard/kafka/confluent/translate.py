@@ -55,9 +55,11 @@ def cause_of(error: KafkaError | None, topics: Collection[str] = ()) -> errors.C
     """Describe an error of the client, or a missing answer; *topics* are those that it is about."""
     if error is None:
         return errors.Cause(-1, reason(error))
-    code = _CODES.get(error.code(), error.code())
     return errors.Cause(
-        code, reason(error), error.retriable() or error.code() in _RETRIABLE, tuple(sorted(set(topics)))
+        _CODES.get(error.code(), error.code()),
+        reason(error),
+        error.retriable() or error.code() in _RETRIABLE,
+        tuple(sorted(set(topics))),
     )
 
 

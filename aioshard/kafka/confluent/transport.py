@@ -15,12 +15,13 @@ from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, 
 from aioshard.kafka import errors
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.internals import Internals
-from aioshard.kafka.aiokafka.transport import KafkaTransport, manual_membership
+from aioshard.kafka.aiokafka.transport import KafkaTransport
 from aioshard.kafka.confluent.buffers import Buffers
 from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread, membership_of
 from aioshard.kafka.confluent.options import connection_options, consumer_options, share_of_buffer
 from aioshard.kafka.confluent.transactions import Transactions
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
+from aioshard.kafka.groupless import manual_membership
 from aioshard.ports import (
     NOT_A_MEMBER,
     Committed,
@@ -70,13 +71,10 @@ class ConfluentTransport(KafkaTransport):
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
-        queries: dict[str, Any] = {
-            "client": "aiokafka",
-            "client_options": {},
-            "group_protocol": "classic",
-            "processing_guarantee": "at_least_once",
-        }
-        super().__init__(settings.replace(**queries), group_id)
+        queries = settings.replace(
+            client="aiokafka", client_options={}, group_protocol="classic", processing_guarantee="at_least_once"
+        )
+        super().__init__(queries, group_id)
         self._consumer_options = consumer_options(settings, group_id)
         self._buffer = Buffers(0)
         self._consumer: ConsumerThread | None = None
@@ -84,8 +82,10 @@ class ConfluentTransport(KafkaTransport):
         self._transactions: Transactions | None = None
         """Set with exactly-once processing."""
         if settings.processing_guarantee == "exactly_once":
-            connection = connection_options(settings)
-            self._transactions = Transactions(connection, transactional_id, group_id, settings.transaction_timeout)
+            self._stable_offsets = True
+            self._transactions = Transactions(
+                connection_options(settings), transactional_id, group_id, settings.transaction_timeout
+            )
         self._failure: TransportError | None = None
         """The error that ends this life of the client; `poll` raises it."""
         self._readable = asyncio.Event()
@@ -106,7 +106,15 @@ class ConfluentTransport(KafkaTransport):
     async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
         """Join the group. Matches patterns itself, every `metadata_max_age`."""
         self._pattern = None if pattern is None else re.compile(pattern)
-        consumer = self._consumer = self._new_consumer()
+        try:
+            consumer = self._consumer = ConsumerThread(
+                self._consumer_options,
+                self._group_id,
+                self._settings.session_timeout,
+                Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail),
+            )
+        except (KafkaException, ValueError, TypeError) as error:
+            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
         if self._settings.assign is None:
             names = self._subscribed = await self._look_up_topics()
             await consumer.call(consumer.subscribe, names)
@@ -125,17 +133,6 @@ class ConfluentTransport(KafkaTransport):
         """See `Transport.subscribe`; takes effect within a second or two."""
         self._running()
         self._topics, self._looked_up_at = frozenset(topics), -math.inf
-
-    def _new_consumer(self) -> ConsumerThread:
-        try:
-            return ConsumerThread(
-                self._consumer_options,
-                self._group_id,
-                self._settings.session_timeout,
-                Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail),
-            )
-        except (KafkaException, ValueError, TypeError) as error:
-            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
 
     async def _leave(self) -> None:
         if self._consumer is not None:
@@ -168,8 +165,7 @@ class ConfluentTransport(KafkaTransport):
     async def _read(self, consumer: ConsumerThread) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            seconds = self._buffer.crowded(loop.time())
-            if seconds:
+            if seconds := self._buffer.crowded(loop.time()):
                 self._buffer.room.clear()
                 with anyio.move_on_after(seconds):
                     await self._buffer.room.wait()
@@ -309,9 +305,9 @@ class ConfluentTransport(KafkaTransport):
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`; with transactions, only offsets that no open one may change."""
-        if self._transactions is None:
-            return await super().committed(partitions)
-        return await self._transactions.committed(partitions)
+        if self._transactions is not None:
+            await self._transactions.settle()
+        return await super().committed(partitions)
 
     async def _on_assigned(self, partitions: list[TopicPartition], membership: Membership) -> None:
         """Pass our whole current assignment to the engine."""
@@ -332,12 +328,11 @@ class ConfluentTransport(KafkaTransport):
         if self._listener is None or self._closed:
             self._consumer.end_revocation()
             return
-        if lost:
-            self._membership = NOT_A_MEMBER
         self._released.clear()
         self._buffer.pause(partitions)
         try:
             if lost:
+                self._membership = NOT_A_MEMBER
                 self._listener.lost(partitions)
             else:
                 await self._listener.revoked(partitions)
