@@ -188,6 +188,7 @@ SettingsDict = TypedDict(  # noqa: UP013 - one statement
         "group_protocol": Literal["classic", "consumer"],
         "assignor": Literal["range", "roundrobin", "sticky", "fair", "lag"],
         "reassignment_delay": float,
+        "balance_interval": float,
         "assign": Mapping[str, Iterable[int]] | str | None,
         "client_options": Mapping[str, Any],
         "session_timeout": float,
@@ -279,6 +280,9 @@ class Settings(BaseSettings):
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
     """How long the partitions of a member that left or died stay unread while they wait for its replacement. 0 assigns
     them to other members immediately. For the assignors `sticky` and `lag` of aiokafka."""
+    balance_interval: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), "seconds"] = 0.0
+    """How often the leader of the group looks for members with much more backlog than others; if it finds them twice in
+    a row, and a rebalance would relieve them, it asks for one. 0 never looks. For the assignor `lag`."""
     assign: Assign = None
     """Manual assignment, such as `{"orders": [0, 1, 2]}`, or as text `orders:0-2,payments:1`: the app does not join the
     group, still uses its commits, and never loses a partition. None: the group assigns partitions."""
@@ -505,7 +509,13 @@ def _contradictions(settings: Settings) -> Iterator[str]:
 
 def _check_manual_assignment(settings: Settings) -> Iterator[str]:
     """Refuse settings that only a member of a group has."""
-    unset = {"group_instance_id": None, "group_protocol": "classic", "assignor": "sticky", "reassignment_delay": 0.0}
+    unset = {
+        "group_instance_id": None,
+        "group_protocol": "classic",
+        "assignor": "sticky",
+        "reassignment_delay": 0.0,
+        "balance_interval": 0.0,
+    }
     names = settings.model_fields_set & {"session_timeout", "heartbeat_interval", "rebalance_timeout"}
     names |= {name for name, default in unset.items() if getattr(settings, name) != default}
     for name in sorted(names):
@@ -536,6 +546,11 @@ def _check_group(settings: Settings) -> Iterator[str]:
         yield (
             f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky' and 'lag' of "
             "client='aiokafka' know the previous owners; set assignor='sticky', or remove it"
+        )
+    if settings.balance_interval and assignor != "lag":
+        yield (
+            f"balance_interval={settings.balance_interval:g} s has no effect here: only the assignor 'lag' balances "
+            "backlogs; set assignor='lag', or remove it"
         )
     if confluent and classic and assignor != "sticky":
         yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"

@@ -26,6 +26,8 @@ NO_GENERATION = -1
 _NOISE = 100
 """A member's share of the backlog divided by this is noise. Partitions whose backlogs add up to less count as fully
 read, and no move is made for a smaller gain."""
+_PAYS, _LEAST_GAIN = 1.5, 1_000
+"""A rebalance pays if it makes the longest backlog of a member so many times shorter, and by so many records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,24 @@ def assign_backlog(members: Members, partitions: Partitions) -> Assignment:
     homes = {at: name for at, name in homes.items() if at not in weights}
     # The empty partitions even out the number of partitions per member, including those with a backlog.
     return _as_assignment(members, best | spread(members, empty, homes, Counter(best.values())))
+
+
+def pays(members: Members, partitions: Partitions) -> bool:
+    """Whether assigning the backlogs again would clearly relieve the member that has most to do.
+
+    Example:
+        >>> had = {TopicPartition("t", 0): 9_000, TopicPartition("t", 1): 8_000}
+        >>> members = {"a": Member(frozenset({"t"}), had.keys(), 1, had), "b": Member(frozenset({"t"}))}
+        >>> pays(members, {"t": range(2)})
+        True
+    """
+    homes = owners(members, partitions)
+    remaining = backlogs(members, partitions, homes)
+    longest, shortened = (
+        max(sum(remaining[partition] for partition in held) for held in assignment.values())
+        for assignment in (_as_assignment(members, homes), assign_backlog(members, partitions))
+    )
+    return longest >= _PAYS * shortened and longest - shortened >= _LEAST_GAIN
 
 
 ASSIGNORS: Mapping[str, Callable[[Members, Partitions], Assignment]] = {

@@ -11,7 +11,7 @@ from aiokafka.cluster import ClusterMetadata
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignorUserDataV1
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
-from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions
+from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions, pays
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.assignors")
@@ -38,8 +38,10 @@ class ConsumerAssignor:
         self.name = name
         self._instance = instance
         self._delayed = DelayedReassignment(delay)
-        self._leads = False
+        self.leads = False
         """Whether this consumer computed the latest assignment."""
+        self._group: tuple[Mapping[str, Member], Partitions] = {}, {}
+        """The members of that assignment, with what it gave them, and the partitions."""
         self.owned: Sequence[TopicPartition] = ()
         """The partitions that the consumer has, or had last."""
         self.generation = NO_GENERATION
@@ -52,7 +54,7 @@ class ConsumerAssignor:
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """Build the metadata that the consumer sends when it joins."""
-        self._leads = False
+        self.leads = False
         return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,14 +68,24 @@ class ConsumerAssignor:
         if unknown := [topic for topic, partitions in known.items() if not partitions]:
             logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
-        self._leads = True
+        self.leads = True
         names = self._lasting_names(members)
         assignment = ASSIGNORS[self.name](
             {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
+        self._group = (
+            {name: Member(report.topics, assignment[names[name]], 1) for name, report in reports.items()},
+            partitions,
+        )
         return {
-            name: ConsumerProtocolMemberAssignment(_VERSION, by_topic(assignment[names[name]]), b"") for name in members
+            name: ConsumerProtocolMemberAssignment(_VERSION, by_topic(member.owned), b"")
+            for name, member in self._group[0].items()
         }
+
+    def would_pay(self, backlogs: Mapping[TopicPartition, int]) -> bool:
+        """Whether a rebalance would pay now, judged by the leader from the current backlogs of all partitions."""
+        members, partitions = self._group
+        return pays({name: replace(member, backlogs=backlogs) for name, member in members.items()}, partitions)
 
     def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
         """Map member ids to the names that members are sorted by: a static member gets a new id at each restart."""
@@ -101,7 +113,7 @@ class ConsumerAssignor:
 
     def on_assignment(self, assignment: Any) -> None:
         """Remember the consumer's new partitions."""
-        if not self._leads:
+        if not self.leads:
             self._delayed.forget()
         self.owned = tuple(
             TopicPartition(partition.topic, partition.partition) for partition in assignment.partitions()

@@ -217,6 +217,37 @@ async def test_who_joins_a_group_that_is_behind_gets_a_share_of_the_backlog(
     assert [len(held(one)) for one in rest] == [3, 3], "the leader has asked for what nobody has"
 
 
+async def test_a_backlog_that_stays_unequal_moves_and_an_equal_one_does_not(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    await kafka.create_topic(topic, partitions=4)
+    members = [member(assignor="lag", balance_interval=0.5) for _ in range(2)]
+    for number, one in enumerate(members, start=1):
+        one.at_revoke = committing(one, 0)
+        await one.transport.start([topic], None, one)
+        await settle(*members[:number], partitions=4)
+    first, second = members
+    behind = sorted(at.partition for at in held(first))
+    generation = first.transport.membership().generation
+
+    for partition in range(4):
+        await kafka.produce(topic, [(None, b"v")] * 1_500, partition=partition)
+    await asyncio.sleep(2.5)  # four checks
+    assert first.transport.membership().generation == generation, "both have the same backlog"
+
+    for partition in behind:
+        await kafka.produce(topic, [(None, b"v")] * 6_000, partition=partition)
+    async with asyncio.timeout(PATIENCE):
+        while not {at.partition for at in held(second)} & set(behind):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.05)
+    await settle(*members, partitions=4)
+
+    assert [len({at.partition for at in held(one)} & set(behind)) for one in members] == [1, 1]
+    moved = first.transport.membership().generation
+    await asyncio.sleep(2.5)
+    assert first.transport.membership().generation == moved, "once is enough"
+
+
 def committing(member: Member, offset: int) -> Callable[[Collection[TopicPartition], bool], Awaitable[None]]:
     async def commit(partitions: Collection[TopicPartition], _: bool) -> None:
         await member.transport.commit({at: Committed(offset, "") for at in partitions}, member.transport.membership())

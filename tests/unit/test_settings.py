@@ -279,6 +279,7 @@ def test_what_is_not_built_is_refused_not_ignored(values: dict[str, Any], advice
         ({"client": "confluent", "assignor": "lag"}, "'lag' is not available with client='confluent'"),
         ({"assignor": "fair", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
         ({"client": "confluent", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
+        ({"balance_interval": 60}, "balance_interval=60 s has no effect here"),
         ({"client": "confluent", "rebalance_timeout": 30}, "raise rebalance_timeout to 45 s"),
         (CONSUMER | {"session_timeout": 45}, "session_timeout=45 s has no effect under group_protocol='consumer'"),
         (CONSUMER | {"heartbeat_interval": 3}, "it belongs to the broker"),

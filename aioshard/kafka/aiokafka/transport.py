@@ -429,6 +429,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             may_wait_longer="fetch_max_wait" not in settings.model_fields_set,
         )
         self._listener_failure: Exception | None = None
+        self._balancing: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -457,6 +458,26 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             internals.watch_session(self._settings.session_timeout, self._lose)
             self.subscribe(self._topics, pattern)
         self._watch_tasks(internals)
+        if self._settings.balance_interval:
+            self._balancing = asyncio.create_task(self._balance(internals), name=f"balance of {self._group_id}")
+
+    async def _balance(self, internals: Internals) -> None:
+        """Ask for a rebalance, as the leader, where the backlogs have been lopsided for two checks."""
+        seen = False
+        while True:
+            await asyncio.sleep(self._settings.balance_interval)
+            assignor, before = internals.assignor, seen
+            seen = assignor.leads and assignor.would_pay(await self._backlogs(internals))
+            if before and seen:
+                logger.info("the members of group %r have unequal backlogs: it rebalances", self._group_id)
+                internals.coordinator.request_rejoin()
+                seen = False
+
+    async def _tear_down(self) -> None:
+        if self._balancing is not None:
+            self._balancing.cancel()
+            await asyncio.gather(self._balancing, return_exceptions=True)
+        await super()._tear_down()
 
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
         """See `Transport.subscribe`."""
