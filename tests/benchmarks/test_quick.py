@@ -27,11 +27,12 @@ CONTESTANTS = {
     "p13": {"aioshard", "aioshard, processes"},
     "p15": {"aioshard, at least once", "aioshard, exactly once"},
     "p16": {"aioshard, processes", "aioshard, threads"},
+    "p17": {"aioshard, lag", "aioshard, range"},
     "p18": {"aioshard"},
     "p19": {"aioshard run"},
 }
 """Who takes part in a quick run at least."""
-LONG = {"p1", "p5", "p8", "p10", "p11", "p12", "p13", "p15", "p16", "p18"}
+LONG = {"p1", "p5", "p8", "p10", "p11", "p12", "p13", "p15", "p16", "p17", "p18"}
 """Their quick runs take ten seconds and more."""
 
 
