@@ -469,6 +469,8 @@ class App(Router):
                 observe=observe,
                 exactly_once=exactly_once,
             )
+            if self._journal is not None:
+                self._engine.rebalance.log.on_end = self._journal.rebalanced
             watch_loop = not replay and precise(self._loop.time) is time.monotonic  # not virtual
             self._watch = Watch(self._engine, explain_partition, sample, watch_loop=watch_loop)
             await self._engine.start(self._watch.run())

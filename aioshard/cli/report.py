@@ -100,6 +100,19 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
 
 
 @command.command()
+@click.option(
+    "--moments", type=click.IntRange(1), metavar="N", default=12, show_default=True, help="Number of intervals."
+)
+@_on_journal
+def progress(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
+    """Show how many records of JOURNAL finished over time, with rebalances and stalls.
+
+    A stall is an interval in which nothing finished; its cause is the rebalance that took longest of it.
+    """
+    _report("progress", path, handler, master, as_json=as_json, moments=moments)
+
+
+@command.command()
 @click.option("--out", type=click.Path(dir_okay=False), default="report.html", show_default=True, help="File to write.")
 @click.option("--title", metavar="TEXT", help="Title of the page.")
 @_on_journal

@@ -761,6 +761,8 @@ class RebalanceLog:
         self._drains = {kind: Histogram() for kind in get_args(RebalanceKind)}
         self._replayed_before = 0
         """Value of `replayed` when the latest rebalance began."""
+        self.on_end: Callable[[RebalanceReport], object] = lambda _: None
+        """Called with the report of each rebalance that is over."""
 
     def reports(self) -> tuple[RebalanceReport, ...]:
         """The latest rebalances, oldest first; the last one may be in progress. Safe from any thread."""
@@ -871,6 +873,7 @@ class RebalanceLog:
             self._timed_at = self._clock()
             if phase == "over":
                 self._spent = self.seconds, None
+                self.on_end(report)
         return report
 
 

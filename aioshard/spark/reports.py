@@ -5,6 +5,7 @@ content. The suffix of a name tells its unit: `_us` is microseconds, `_share` is
 """
 
 import html
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +61,7 @@ class Journal(NamedTuple):
             start, and `total_us` the sum.
         start_us: Arrival of the first record, in microseconds since the epoch.
         wall_us: Microseconds from the first arrival to the last completion.
+        rebalances: Those of all its members, the oldest first.
     """
 
     spark: "SparkSession"
@@ -67,6 +69,7 @@ class Journal(NamedTuple):
     rows: "DataFrame"
     start_us: int
     wall_us: int
+    rebalances: list[dict[str, Any]]
 
     def query(self, sql: str, **frames: Any) -> list[dict[str, Any]]:
         """Return the rows of a query, which names the journal `{rows}`."""
@@ -107,7 +110,8 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
     uri = path if SCHEME.match(path) else Path(path).absolute().as_uri()
     rows = spark.read.parquet(uri).selectExpr(*_COLUMNS).selectExpr(*_DERIVED)
     found = spark.sql(
-        "SELECT handler, min(arrived_us), max(finished_us) FROM {rows} GROUP BY handler ORDER BY count(*) DESC",
+        """SELECT handler, min(arrived_us), max(finished_us) FROM {rows} WHERE handler IS NOT NULL
+        GROUP BY handler ORDER BY count(*) DESC""",
         rows=rows,
     )
     handlers = {row[0]: row for row in found.collect()}
@@ -117,8 +121,15 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
     if handler not in handlers:
         raise SettingsError(f"the journal {path} has no rows of handler {handler!r}, only of {', '.join(handlers)}")
     _, start, end = handlers[handler]
+    rebalances = spark.sql(
+        """SELECT started_us - {start} AS at_us, service_us AS for_us, member, attempts AS revoked, error_type AS kind,
+            error AS cause FROM {rows} WHERE status = 'rebalance' ORDER BY started_us""",
+        rows=rows,
+        start=start,
+    )
+    told = [row.asDict() for row in rebalances.collect()]
     rows = rows.where(functions.col("handler") == handler).cache()
-    return Journal(spark, handler, rows, start, max((end or start) - start, 1))
+    return Journal(spark, handler, rows, start, max((end or start) - start, 1), told)
 
 
 def skew(journal: Journal, top: int = 10) -> Report:
@@ -251,6 +262,48 @@ def lag(journal: Journal, moments: int = 12) -> Report:
     return {"handler": journal.handler, **journal.query(errors)[0], "most": [*most.values()], "moments": times}
 
 
+def progress(journal: Journal, moments: int = 12) -> Report:
+    """Count the records that finished in equal intervals, with the rebalances and the stalls among them.
+
+    A stall is an interval, or several, in which no record of the handler finished. Its cause is the rebalance that
+    took longest of it; without one it is unknown, and the records that ran then are the ones to look at.
+
+    Args:
+        journal: The journal to analyze.
+        moments: Number of intervals; the last one ends with the journal.
+    """
+    step = -(-journal.wall_us // moments)
+    counts = """SELECT partition_name AS name, least(div(finished_us - {start}, {step}), {last}) AS slot,
+            count(*) AS finished
+        FROM {rows} WHERE service_us IS NOT NULL GROUP BY ALL ORDER BY name, slot"""
+    times: list[dict[str, Any]] = [
+        {"at_us": slot * step, "finished": 0, "per_s": 0.0, "partitions": {}} for slot in range(moments)
+    ]
+    for row in journal.query(counts, start=journal.start_us, step=step, last=moments - 1):
+        at = times[row["slot"]]
+        at["partitions"][row["name"]] = row["finished"]
+        at["finished"] += row["finished"]
+        at["per_s"] = at["finished"] * 1e6 / step
+    stalls = []
+    for finishes, slots in itertools.groupby(times, key=lambda at: at["finished"] > 0):
+        if not finishes:
+            begin = next(slots)["at_us"]
+            stall = {"at_us": begin, "for_us": step * (1 + sum(1 for _ in slots))}
+            stalls.append(stall | {"cause": _cause_of(stall, journal.rebalances)})
+    return {"handler": journal.handler, "rebalances": journal.rebalances, "stalls": stalls, "moments": times}
+
+
+def _cause_of(stall: Mapping[str, int], rebalances: Sequence[Mapping[str, Any]]) -> str | None:
+    """The cause of the rebalance that overlaps most of a stall."""
+
+    def shared(rebalance: Mapping[str, Any]) -> int:
+        ends = [one["at_us"] + one["for_us"] for one in (stall, rebalance)]
+        return int(min(ends) - max(stall["at_us"], rebalance["at_us"]))
+
+    longest = max(rebalances, key=shared, default=None)
+    return longest["cause"] if longest is not None and shared(longest) > 0 else None
+
+
 # For people ---------------------------------------------------------------------------
 
 
@@ -285,10 +338,18 @@ def report_page(journal: Journal, *, title: str | None = None) -> str:
     title = _escaped(title or f"Journal of {journal.handler}")
     began = datetime.fromtimestamp(journal.start_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     parts = [f"<h1>{title}</h1><p>Since {began}.</p>"]
-    for report, content in (("Tail", tail(journal)), ("Skew", skew(journal)), ("Lag", lag(journal, 60))):
+    reports = {
+        "Progress": progress(journal, _INTERVALS),
+        "Tail": tail(journal),
+        "Skew": skew(journal),
+        "Lag": lag(journal, _INTERVALS),
+    }
+    for report, content in reports.items():
         parts.append(f"<h2>{report}</h2>")
+        if report == "Progress":
+            parts.append(_progress_figure(content, journal.wall_us))
         if report == "Lag":
-            parts.append(_plot(content["moments"]))
+            parts.append(_lag_figure(content["moments"]))
         for name, headings, rows in as_tables(content):
             head = "".join(f"<th>{_escaped(heading)}</th>" for heading in headings)
             body = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -299,20 +360,49 @@ def report_page(journal: Journal, *, title: str | None = None) -> str:
     return _PAGE.format(title=title, body="\n".join(parts))
 
 
-def _plot(moments: Sequence[Mapping[str, Any]]) -> str:
-    """Plot the lag over time as an SVG element."""
-    most = max(moment["unfinished"] for moment in moments)
+def _progress_figure(report: Report, wall_us: int) -> str:
+    """Plot the finished records of all partitions together, and of those that finished last, over the rebalances."""
+    moments = report["moments"]
+    last = {name: slot for slot, moment in enumerate(moments) for name in moment["partitions"]}
+    series = {"all partitions": [moment["finished"] for moment in moments]}
+    for name in sorted(last, key=lambda name: (-last[name], name))[:_TAIL]:
+        series[name] = [moment["partitions"].get(name, 0) for moment in moments]
+    bands = []
+    for kind in ("stalls", "rebalances"):
+        for one in report[kind]:
+            left, width = (_WIDTH * one[name] / wall_us for name in ("at_us", "for_us"))
+            cause = _escaped(one["cause"] or "without a rebalance")
+            place = f'x="{left:.1f}" width="{width:.1f}" height="{_HEIGHT}"'
+            bands.append(f'<rect class="{kind}" {place}><title>{cause}</title></rect>')
+    most = max(series["all partitions"]) * len(moments) * 1e6 / wall_us
+    caption = f"Finished records over time, at most {most:,.0f}/s, of all partitions and of those that finished last"
+    legend = '<span class="rebalances">rebalances</span><span class="stalls">stalls</span>'
+    return _figure(caption, series, "".join(bands), legend)
+
+
+def _lag_figure(moments: Sequence[Mapping[str, Any]]) -> str:
+    """Plot the lag over time."""
+    series = {
+        "unfinished": [moment["unfinished"] for moment in moments],
+        "of them in flight": [moment["in_flight"] for moment in moments],
+    }
+    return _figure(f"Records over time: at most {max(series['unfinished']):,}", series)
+
+
+def _figure(caption: str, series: Mapping[str, Sequence[int]], behind: str = "", legend: str = "") -> str:
+    """Plot series over time, the largest first, as an SVG element; *behind* are other elements of it."""
+    most = max(*next(iter(series.values())), 1)
     lines = []
-    for name in ("unfinished", "in_flight"):
+    for number, (name, values) in enumerate(series.items()):
         points = " ".join(
-            f"{_WIDTH * slot / (len(moments) - 1):.1f},{_HEIGHT * (1 - moment[name] / max(most, 1)):.1f}"
-            for slot, moment in enumerate(moments)
+            f"{_WIDTH * slot / max(len(values) - 1, 1):.1f},{_HEIGHT * (1 - value / most):.1f}"
+            for slot, value in enumerate(values)
         )
-        lines.append(f'<polyline class="{name}" points="{points}"/>')
+        lines.append(f'<polyline class="line{number}" points="{points}"/>')
+        legend += f'<span class="line{number}">{_escaped(name)}</span>'
     return (
-        f"<figure><figcaption>Records over time: at most {most:,}</figcaption>"
-        f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(lines)}</svg>'
-        '<span class="unfinished">unfinished</span><span class="in_flight">of them in flight</span></figure>'
+        f'<figure><figcaption>{caption}</figcaption><svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">'
+        f"{behind}{''.join(lines)}</svg>{legend}</figure>"
     )
 
 
@@ -321,7 +411,7 @@ def _escaped(text: str) -> str:
     return html.escape("".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text))
 
 
-_WIDTH, _HEIGHT = 700, 200
+_WIDTH, _HEIGHT, _INTERVALS, _TAIL = 700, 200, 60, 3
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -330,9 +420,11 @@ _PAGE = """<!DOCTYPE html>
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-:root {{ --text: #1c2430; --faint: #97a1ae; --page: #ffffff; --one: #2f6fde; --two: #e07b1f; }}
+:root {{ --text: #1c2430; --faint: #97a1ae; --page: #ffffff; --one: #2f6fde; --two: #e07b1f; --three: #1f9d6b;
+  --four: #9a5bd0; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --text: #e4e8ee; --faint: #707b8a; --page: #14181e; --one: #6da2ff; --two: #f5a24f; }}
+  :root {{ --text: #e4e8ee; --faint: #707b8a; --page: #14181e; --one: #6da2ff; --two: #f5a24f; --three: #4cc894;
+    --four: #c08df0; }}
 }}
 body {{ margin: 0 auto; max-width: 56rem; padding: 1rem; background: var(--page); color: var(--text);
   font: 16px/1.5 system-ui, sans-serif; }}
@@ -344,8 +436,15 @@ tbody tr {{ border-top: 1px solid var(--faint); }}
 figure {{ margin: 0.75rem 0; }}
 svg {{ display: block; width: 100%; height: auto; border-bottom: 1px solid var(--faint); }}
 polyline {{ fill: none; stroke: currentColor; stroke-width: 2; }}
-.unfinished {{ color: var(--one); margin-right: 1rem; }}
-.in_flight {{ color: var(--two); }}
+figure span {{ margin-right: 1rem; }}
+.line0 {{ color: var(--one); }}
+.line1 {{ color: var(--two); }}
+.line2 {{ color: var(--three); }}
+.line3 {{ color: var(--four); }}
+rect.rebalances {{ fill: var(--two); opacity: 0.35; }}
+rect.stalls {{ fill: var(--faint); opacity: 0.3; }}
+span.rebalances, span.stalls {{ border-bottom: 0.35em solid var(--faint); }}
+span.rebalances {{ border-color: var(--two); }}
 </style>
 </head>
 <body>

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from aioshard.errors import MissingExtraError, SettingsError
-from aioshard.observe import JournalStatistics
+from aioshard.observe import JournalStatistics, RebalanceReport
 
 try:
     import pyarrow as pa
@@ -328,6 +328,11 @@ class Journal:
         self._chunks.put(_Chunk(flat, size, time.time() - self._loop.time()))
         if behind:
             time.sleep(_LOCK_RELEASE)
+
+    def rebalanced(self, report: RebalanceReport) -> None:
+        """Add a row for a rebalance that is over, if it took something away."""
+        if report.revoked:
+            self._rows.add_rebalance(report.at - (time.time() - self._loop.time()), report)
 
     async def close(self) -> None:
         """Write the remaining rows, complete the last file and end the thread; give up after 3 s."""

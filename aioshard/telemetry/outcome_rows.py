@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from aioshard.core.sharding import ShardKey, key_hash
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Completed, Handler
 from aioshard.engine.outcomes import PROCESSED, Outcome
+from aioshard.observe import RebalanceReport
 from aioshard.records import Record
 from aioshard.serde.payloads import encoded_result
 from aioshard.serde.side_records import as_text
@@ -28,6 +30,7 @@ collector scans repeatedly for as long as the row waits.
 """
 
 _NO_RUN = (math.nan, math.nan, None)
+_NO_HANDLER = types.SimpleNamespace(name=None, shards=None)
 _RETURNED = Outcome.RETURNED  # in Python 3.11 each access to an enum member costs a call
 
 
@@ -129,6 +132,12 @@ class OutcomeRows:
         )
         if len(flat) >= self._values or self._size >= self._max_bytes:
             self._full()
+
+    def add_rebalance(self, began: float, report: RebalanceReport) -> None:
+        """Add a rebalance, which began at loop time *began*, as a row without a handler and a record."""
+        trouble = Trouble("rebalance", report.kind, report.cause, None)
+        times = (None, began, began, began + report.seconds)
+        self._flat += (_NO_HANDLER, None, None, None, None, *times, None, None, report.revoked, trouble)
 
     def _trouble_of(self, delivery: Delivery) -> Trouble:
         failure = delivery.failure

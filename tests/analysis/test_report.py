@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from aioshard.cli.main import main
 from tests.support.chromium import ChromiumUnavailableError, browser, dump_page, take_screenshot
-from tests.support.journals import Row, seeded_rows, write_journal
+from tests.support.journals import Row, rebalance, seeded_rows, write_journal
 from tests.support.provision import in_ci
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine starts Spark slowly
@@ -27,6 +27,7 @@ VOCABULARIES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = seeded_rows(2, RECORDS, rate=100, show_keys=True)
     rows.append(Row(offset=RECORDS, key=DANGEROUS, key_hash=1, shard=1, duration=30.0))
+    rows += [rebalance(0.5, 0.25, "somebody came"), rebalance(6.0, 12.0, "<b>somebody</b> went")]
     return write_journal(tmp_path_factory.mktemp("journal"), rows)
 
 
@@ -68,6 +69,24 @@ def test_json_has_everything(spark: SparkSession, journal: Path, capsys: pytest.
     assert [len(moment["partitions"]) for moment in lag["moments"]] == [4, 4, 4, 4]
 
 
+def test_a_stall_is_told_with_the_rebalance_that_it_was(
+    spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spark.version
+    found = answered(capsys, "progress", str(journal), "--moments", "6")
+
+    assert [moment["finished"] for moment in found["moments"]] == [RECORDS, 0, 0, 0, 0, 1]
+    assert found["moments"][0]["per_s"] == pytest.approx(RECORDS / 5, rel=0.01)
+    assert found["moments"][5]["partitions"] == {"orders/0": 1}
+    step = found["moments"][1]["at_us"]
+    assert found["stalls"] == [{"at_us": step, "for_us": 4 * step, "cause": "<b>somebody</b> went"}]
+    assert [(one["for_us"], one["kind"], one["revoked"]) for one in found["rebalances"]] == [
+        (250_000, "revoked", 4),
+        (12_000_000, "revoked", 4),
+    ]
+    assert answered(capsys, "tail", str(journal))["records"] == RECORDS + 1, "a rebalance is no record"
+
+
 def test_tables_are_for_people(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spark.version
     code, out, _ = asked(capsys, "tail", str(journal))
@@ -82,11 +101,14 @@ def test_the_page_fetches_nothing(page: Path) -> None:
 
     assert set(re.findall(r"https?://[^\"'\s)<]+", text)) <= VOCABULARIES
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", text)
-    assert text.count("<svg") == 1
+    assert text.count("<svg") == 2
+    assert text.count('<rect class="rebalances"') == 2
+    assert '<rect class="stalls"' in text
 
 
 def test_what_somebody_has_sent_stays_text(page: Path) -> None:
     assert "&lt;script&gt;" in page.read_text()
+    assert "<title>&lt;b&gt;somebody&lt;/b&gt; went</title>" in page.read_text()
     assert "Orders &amp; returns" in page.read_text()
 
 

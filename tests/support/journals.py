@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +35,25 @@ class Row:
     key_hash: int | None = None
     key: bytes | None = None
     result: bytes | None = None
+
+
+def rebalance(after: float, seconds: float, cause: str) -> Row:
+    """The row of a rebalance that began so many seconds after `BEGIN`."""
+    nothing: Any = None
+    return Row(
+        topic=nothing,
+        partition=nothing,
+        offset=nothing,
+        handler=nothing,
+        status="rebalance",
+        attempts=4,
+        error_type="revoked",
+        error=cause,
+        timestamp=nothing,
+        arrived=BEGIN + after,
+        started=BEGIN + after,
+        duration=seconds,
+    )
 
 
 def seeded_rows(

@@ -37,8 +37,14 @@ Rows = list[dict[str, Any]]
 
 def read(directory: Path) -> Rows:
     """All rows, by topic, partition and offset."""
-    rows: Rows = pyarrow.dataset.dataset(directory, schema=SCHEMA).to_table().to_pylist()
+    rows = [row for row in everything(directory) if row["status"] != "rebalance"]
     return sorted(rows, key=lambda row: (row["topic"], row["partition"], row["offset"]))
+
+
+def everything(directory: Path) -> Rows:
+    """All rows, those of rebalances too."""
+    rows: Rows = pyarrow.dataset.dataset(directory, schema=SCHEMA).to_table().to_pylist()
+    return rows
 
 
 def names(directory: Path) -> list[str]:
@@ -108,6 +114,36 @@ def test_each_way_in_which_a_record_ends_has_a_row(tmp_path: Path) -> None:
         else:
             assert row["duration"] == pytest.approx(2.0)
             assert row["started"] >= row["arrived"]
+
+
+def test_a_rebalance_has_a_row_without_a_record(tmp_path: Path) -> None:
+    app = App("shop", journal=str(tmp_path))
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        """Nothing to be done."""
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            await client.revoke("orders", 0)
+            await client.assign("orders", 0)
+            await client.settle()
+
+    began = time.time()
+    run(scenario())
+
+    rows = everything(tmp_path)
+    rebalances = [row for row in rows if row["status"] == "rebalance"]
+    assert len(rows) - len(rebalances) == 1
+    assert [row["error_type"] for row in rebalances] == ["revoked", "revoked"]
+    for row in rebalances:
+        assert (row["topic"], row["partition"], row["offset"], row["handler"], row["key_hash"]) == (None,) * 5
+        assert row["attempts"] >= 3, "how many partitions were revoked"
+        assert "have changed" in row["error"]
+        assert abs(row["started"] - began) < 60
+        assert row["duration"] >= 0
 
 
 def test_moments_are_of_the_day(tmp_path: Path) -> None:
