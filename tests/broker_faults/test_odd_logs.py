@@ -245,16 +245,17 @@ async def test_retention_that_overtakes_the_position_is_passed_and_told(
     app.consume(topic, concurrency=8)(ledger.handle)
     async with app:
         ledger.hold(lambda record: record.offset == 0)
-        sent = [(b"alone", b"alone"), *messages(2999, keys=50, padding=1000)]  # more than the client fetches ahead
+        # Far more than the client fetches ahead: whole batches of 512 KiB.
+        sent = [(b"alone", b"alone"), *messages(11_999, keys=50, padding=1000)]
         await kafka.produce(topic, sent)
         await ledger.until_more_than(20)
         ledger.hold()
         await until(lambda: partition_of(app, 0).paused, app.explain)
         epoch = partition_of(app, 0).epoch
 
-        await kafka.delete_records(topic, before={0: 2900})
+        await kafka.delete_records(topic, before={0: 11_900})
         ledger.hold(lambda record: record.offset == 0)
-        await ledger.until_finished(sent[2900:], SOON)
+        await ledger.until_finished(sent[11_900:], SOON)
         assert (await kafka.committed(group, topic))[0] == 0
         ledger.release()
 
@@ -263,11 +264,11 @@ async def test_retention_that_overtakes_the_position_is_passed_and_told(
         assert partition_of(app, 0).epoch == epoch
         assert app.statistics().replayed == 0
     assert ledger.duplicates == []
-    taken_in = sum(offset < 2900 for offset in ledger.offsets(0))
-    assert ledger.offsets(0) == [*range(taken_in), *range(2900, 3000)]
+    taken_in = sum(offset < 11_900 for offset in ledger.offsets(0))
+    assert ledger.offsets(0) == [*range(taken_in), *range(11_900, 12_000)]
     ledger.assert_in_order()
     told = [r.getMessage() for r in caplog.records if r.name.startswith("aioshard")]
-    assert any("retention" in sentence and f"{taken_in} to 2899 of {topic}/0" in sentence for sentence in told), told
+    assert any("retention" in one and f"{taken_in} to 11899 of {topic}/0" in one for one in told), (taken_in, told)
 
 
 async def test_retention_that_overtakes_what_was_given_back_leaves_a_hole(
