@@ -105,7 +105,7 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
 )
 @_on_journal
 def progress(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
-    """Show how many records of JOURNAL finished over time, with rebalances and stalls.
+    """Show the records of JOURNAL that finished over time, and stalls.
 
     A stall is an interval in which nothing finished; its cause is the rebalance that took longest of it.
     """
