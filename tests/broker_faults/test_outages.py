@@ -41,9 +41,9 @@ def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) ->
     return app, ledger
 
 
-@pytest.mark.parametrize("client", ["confluent", pytest.param("aiokafka", marks=pytest.mark.chaos)], indirect=True)
+@pytest.mark.parametrize("client", ["confluent", "aiokafka"], indirect=True)
 @pytest.mark.usefixtures("client")
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
     own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,6 +50,7 @@ ATTRIBUTES = {
         "_md_update_fut",
         "_sync_task",
     },
+    "cluster": {"_partitions"},
     "connection": {"_versions", "_writer"},
     "coordinator": {
         "_closing",
@@ -156,6 +157,7 @@ async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str,
     found = {
         "consumer": internals.consumer,
         "client": internals.client,
+        "cluster": internals.client.cluster,
         "connection": next(iter(internals.client._conns.values())),
         "coordinator": internals.coordinator,
         "fetcher": internals.fetcher,

@@ -69,6 +69,7 @@ def names(directory: Path) -> list[str]:
     return sorted(found.name for found in directory.rglob("*"))
 
 
+@pytest.mark.chaos
 async def test_dead_letters_of_a_run_are_run_again_from_its_rows(
     begin: Callable[[str], HistoryRun], kafka: SharedKafka, tmp_path: Path
 ) -> None:

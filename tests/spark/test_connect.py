@@ -18,7 +18,7 @@ from tests.support.kafka_libs import PROJECT
 from tests.support.provision import in_ci
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them
 
 NEEDED = ("grpc", "grpc_status", "google.rpc", "yaml", "zstandard")
 """What the extra `connect` installs."""
@@ -106,7 +106,6 @@ async def test_reads_and_drains_through_spark_connect(
         assert sorted((row["partition"], row["offset"]) for row in rows) == sorted(places)
 
 
-@pytest.mark.chaos
 async def test_the_example_runs_as_a_declarative_pipeline(kafka: SharedKafka, topic: str, tmp_path: Path) -> None:
     await kafka.create_topic(topic, partitions=2)
     orders = [(f"c{n % 3}", n % 2 + 1) for n in range(30)]

@@ -204,7 +204,7 @@ async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(sendi
     sending.check_that_it_may_be_handed_over()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_the_command_of_the_hand_over_sends_them_first(sending: Sending) -> None:
     """The group may have moved, by another test."""
     run = sending.run

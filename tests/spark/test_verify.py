@@ -276,6 +276,7 @@ async def test_a_run_that_followed_the_log_is_verified_as_far_as_it_went(drained
     assert found.ends == {drained.topic: {"0": 30, "1": 30}}
 
 
+@pytest.mark.chaos
 async def test_retention_that_overtakes_the_reader_is_no_error(
     run: HistoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
