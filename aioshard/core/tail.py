@@ -13,7 +13,7 @@ _MOST = 0.9
 
 
 class Tail(NamedTuple):
-    """What is left to process, and until when."""
+    """The records left to process, and how long they take."""
 
     lag: int
     """Of all partitions."""
@@ -34,7 +34,7 @@ def tail_of(now: Mapping[TopicPartition, int], before: Mapping[TopicPartition, i
 
     Args:
         now: The lag of each partition.
-        before: The lag *elapsed* seconds earlier. What has shrunk since is net of new records.
+        before: The lag *elapsed* seconds earlier, so that new records since then count against the pace.
         elapsed: Above 0 if *before* has partitions.
 
     Example:

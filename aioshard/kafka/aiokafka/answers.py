@@ -187,7 +187,7 @@ def led_offsets(answer: Any) -> dict[TopicPartition, int]:
 
 
 def partition_info(partition: int, leader: int, replicas: Iterable[int], in_sync: Iterable[int]) -> PartitionInfo:
-    """What Kafka says of a partition, where leader -1 is none."""
+    """Describe a partition as a broker does, for which leader -1 is none."""
     return PartitionInfo(partition, None if leader < 0 else leader, tuple(replicas), tuple(in_sync))
 
 
