@@ -63,7 +63,7 @@ async def fill(kafka: SharedKafka, topic: str, values: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("share", "pairs"),
     [
-        pytest.param(20, 1, marks=pytest.mark.slow),
+        pytest.param(20, 1),
         *(pytest.param(share, 5, marks=pytest.mark.chaos) for share in (2, 5, 20)),
     ],
 )

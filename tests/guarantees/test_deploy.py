@@ -20,10 +20,9 @@ def start_load(scenario: Scenario) -> None:
     ("client", "form"),
     [
         ("aiokafka", "context"),
-        ("aiokafka", "record"),
-        ("cooperative", "context"),
+        pytest.param("aiokafka", "record", marks=pytest.mark.chaos),
         *(pytest.param(client, "process", marks=pytest.mark.chaos) for client in ("aiokafka", "cooperative")),
-        ("KIP-848", "context"),
+        *(pytest.param(client, "context", marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848")),
     ],
 )
 async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: str) -> None:
@@ -95,7 +94,7 @@ async def test_versions_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenar
         await scenario.verify(*DEPLOYED)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 async def test_members_that_come_and_go_one_upon_the_other_lose_and_repeat_nothing(scenario: Scenario) -> None:
     await come_and_go(scenario, seed=6, departures=8)

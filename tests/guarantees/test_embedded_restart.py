@@ -133,7 +133,7 @@ async def shop(own_kafka: KafkaBroker, postgresql_url: str, tmp_path: Path) -> A
         shop.close()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(240)
 async def test_two_processes_are_replaced_under_load_and_nobody_notices(shop: Shop) -> None:
     """What the example's README promises of a restart, with the probes and hooks of Kubernetes."""

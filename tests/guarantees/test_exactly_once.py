@@ -19,13 +19,12 @@ OUTAGES = (0.0, 5.0, 10.0)
 """Seconds: within `commit_timeout`, beyond it, and beyond `transaction_timeout`."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("park", [pytest.param("0", marks=pytest.mark.chaos), "0.5"])
 async def test_killed_processes_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path, park: str) -> None:
-    """Three processes, one of which is killed at a random moment and replaced, five times."""
+    """Three processes, one of which is killed at a random moment and replaced, three times."""
     chance = random.Random(13)
-    group, records, kills = Group(kafka, tmp_path, poison=MORE_POISON, park=park), 10_000, 5
+    group, records, kills = Group(kafka, tmp_path, poison=MORE_POISON, park=park), 6_000, 3
     await group.create(records)
     try:
         for _ in range(3):
@@ -107,7 +106,7 @@ async def restart(broker: KafkaBroker, group: Group, outage: float) -> None:
     group.check_alive()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 async def test_members_that_come_and_go_under_kip_848_publish_everything_exactly_once(
     kafka: SharedKafka, tmp_path: Path
@@ -128,7 +127,6 @@ async def test_members_that_come_and_go_under_kip_848_publish_everything_exactly
         await group.end()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_nothing_of_a_process_frozen_beyond_its_session_becomes_visible(
     kafka: SharedKafka, tmp_path: Path
@@ -147,7 +145,7 @@ async def test_nothing_of_a_process_frozen_beyond_its_session_becomes_visible(
         await group.end()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_a_kill(
     kafka: SharedKafka, tmp_path: Path

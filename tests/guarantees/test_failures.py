@@ -77,6 +77,7 @@ def says_why(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> boo
     return right and named == (scenario.group, "with_context", ATTEMPTS)
 
 
+@pytest.mark.chaos
 @SIZES
 @pytest.mark.parametrize(
     "shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)]
@@ -130,6 +131,7 @@ async def let_go(scenario: Scenario) -> None:
         scenario.start(name, ROOM_TO_HALT, **TROUBLED)
 
 
+@pytest.mark.chaos
 @SIZES
 async def test_skipped_records_let_their_keys_go_on(scenario: Scenario, records: int, kills: int) -> None:
     await scenario.create(PARTITIONS, recourse="skip")

@@ -19,11 +19,9 @@ WITHOUT_PROGRESS = SESSION + SHORT["rebalance_timeout"] + 5.0
 """Seconds for which nothing may finish at most, while a member lives that long."""
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "client", ["aiokafka", *(pytest.param(client, marks=pytest.mark.chaos) for client in CLIENTS[1:])]
-)
+@pytest.mark.parametrize("client", CLIENTS)
 async def test_a_quarter_of_a_minute_of_chaos_loses_reorders_and_stops_nothing(scenario: Scenario) -> None:
     await chaos(scenario, seed=1, seconds=15, records=5_000)
 

@@ -20,7 +20,13 @@ BOUND = 400
 MARGIN = 3.0
 """Seconds beyond the drain for the heartbeat that tells of the rebalance, the commit and the new assignment."""
 
-FORMS = pytest.mark.parametrize("form", ["context", "thread"], ids=["swallows its cancellation", "is a thread"])
+FORMS = pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("context", id="swallows its cancellation"),
+        pytest.param("thread", marks=pytest.mark.chaos, id="is a thread"),
+    ],
+)
 
 
 async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> list[Place]:
@@ -46,6 +52,7 @@ def not_committed(scenario: Scenario, hanging: list[Place]) -> list[Place]:
     return [place for place in scenario.produced if place[0] in first and place[1] >= first[place[0]]]
 
 
+@pytest.mark.chaos
 @FORMS
 @pytest.mark.timeout(180)
 async def test_other_keys_go_on_and_a_rebalance_does_not_wait_for_the_run_that_hangs(
@@ -125,6 +132,7 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing_and_free
     )
 
 
+@pytest.mark.chaos
 async def test_a_run_that_a_rebalance_cancels_completes_nothing_and_runs_again(scenario: Scenario) -> None:
     hanging = await hang(scenario, "context", hangs="until cancelled")
     first = scenario.members["a"]

@@ -94,12 +94,12 @@ async def fill(kafka: SharedKafka, topic: str, records: int) -> None:
         await kafka.produce(topic, [(b"p%d-k%d" % (partition, n), b"%100d" % n) for n in range(share)], partition)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("records", "hangs", "stuck_after"),
     [
         pytest.param(30_000, 6.0, 7.0, marks=pytest.mark.timeout(300), id="6 s among 30,000"),
-        pytest.param(200_000, 60.0, 60.0, marks=[pytest.mark.chaos, pytest.mark.timeout(900)], id="60 s among 200,000"),
+        pytest.param(200_000, 60.0, 60.0, marks=pytest.mark.timeout(900), id="60 s among 200,000"),
     ],
 )
 async def test_one_record_that_hangs_costs_the_others_nothing_and_is_named(
@@ -137,7 +137,7 @@ def check_what_was_told(consumption: Consumption, topic: str, caplog: pytest.Log
     assert told.head is not None
     assert (told.head.offset, told.head.state) == (HANGING[1], "running")
     assert str(told.head.stack and told.head.stack.place) == place
-    assert told.behind > KEPT * told.window > 1_000, "almost everything else is done, and waits for it"
+    assert told.behind > told.window / 2 > 500, "most of the rest is done, and waits for it"
     held_up = [text for text in caplog.messages if text.startswith("almost everything waits for one record")]
     assert len(held_up) == 1
     assert place in held_up[0]

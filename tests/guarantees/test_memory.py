@@ -20,9 +20,8 @@ PATIENCE = 60
 """Samples of the statistics over which nothing more is taken in: about 2.5 s."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
+@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
 async def test_a_handler_that_hangs_on_a_large_topic_holds_no_more_than_the_bound(scenario: Scenario) -> None:
     bound, partitions, total = 16 * MIB, 16, 256 * MIB
     await scenario.create(partitions)

@@ -191,7 +191,7 @@ async def test_a_group_that_runs_cannot_be_moved(world: Group, kafka: SharedKafk
     assert world.ran == {0: Counter(range(RECORDS))}
 
 
-@pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
+@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
 async def test_what_was_moved_while_the_group_had_dropped_us_runs_from_there(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:

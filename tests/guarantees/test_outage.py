@@ -104,7 +104,7 @@ async def alone(own_kafka: KafkaBroker, topic: str, group: str, tmp_path: Path) 
         yield scenario
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
     alone: Scenario, own_kafka: KafkaBroker
@@ -131,11 +131,12 @@ async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
     await alone.until(lambda: member.statistics["trouble"] is None, "the trouble is over", 60)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(8.0, marks=[pytest.mark.slow, pytest.mark.timeout(240)], id="8 s"),
-        pytest.param(30.0, marks=[pytest.mark.chaos, pytest.mark.timeout(400)], id="30 s"),
+        pytest.param(8.0, marks=pytest.mark.timeout(240), id="8 s"),
+        pytest.param(30.0, marks=pytest.mark.timeout(400), id="30 s"),
     ],
 )
 async def test_a_back_end_that_is_down_diverts_no_more_than_a_window_and_all_goes_on_by_itself(

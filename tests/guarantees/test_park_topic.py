@@ -101,7 +101,11 @@ async def cleanup_policy(scenario: Scenario) -> str:
             {"side": {"cleanup.policy": "delete"}},
             "has cleanup.policy=delete, so old entries would be deleted",
         ),
-        ({"side_partitions": 2}, "has 2 partitions and needs 4, as many as the topic whose records it keeps: add 2"),
+        pytest.param(
+            {"side_partitions": 2},
+            "has 2 partitions and needs 4, as many as the topic whose records it keeps: add 2",
+            marks=pytest.mark.chaos,
+        ),
     ],
     ids=["not compacted", "too few partitions"],
 )

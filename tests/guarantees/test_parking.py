@@ -35,7 +35,6 @@ async def ask_to_release(scenario: Scenario, *places: Place) -> None:
         await scenario.kafka.produce(scenario.side_topic, [(one.key, one.value) for one in asked], partition)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_released_during_a_rebalance(
     scenario: Scenario,
@@ -90,14 +89,9 @@ async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_rel
     await scenario.verify(*safe_when_parked(scenario.failing))
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param(2_000, marks=pytest.mark.slow, id="2000 keys"),
-        pytest.param(10_000, marks=pytest.mark.chaos, id="10000 keys"),
-    ],
-)
+@pytest.mark.parametrize("keys", [2_000, 10_000])
 @pytest.mark.parametrize("how", ["released", "after their delay"])
 async def test_very_many_parked_keys_are_restored_and_go_on(scenario: Scenario, keys: int, how: str) -> None:
     """Two records of each key: what is second waits for the first one."""

@@ -31,9 +31,10 @@ def on_failure(lane: Scenario, recourse: Recourse) -> Any:
     return recourse
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("shards", [None, 3], ids=["on demand", "fixed shards"])
+@pytest.mark.parametrize(
+    "shards", [pytest.param(None, id="on demand"), pytest.param(3, marks=pytest.mark.chaos, id="fixed shards")]
+)
 @pytest.mark.parametrize("recourse", ["halt", "skip", "letters", "parked"])
 async def test_a_record_that_cannot_be_handled_has_an_outcome_and_ends_no_worker(
     scenario: Scenario, recourse: Recourse, shards: int | None

@@ -18,17 +18,20 @@ from tests.guarantees.checks import (
     TakenInOnce,
 )
 from tests.guarantees.observations import Kind
-from tests.guarantees.scenario import CLIENTS, Scenario, even_keys, skewed_keys
+from tests.guarantees.scenario import Scenario, even_keys, skewed_keys
 
-on_all_clients = pytest.mark.parametrize("client", CLIENTS)
+on_all_clients = pytest.mark.parametrize(
+    "client", ["aiokafka", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848"))]
+)
 on_one_client = pytest.mark.parametrize(
     "client", ["cooperative", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("aiokafka", "KIP-848"))]
 )
 """The other clients are among the long tests."""
-on_the_second_too = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
+on_the_second_too = pytest.mark.parametrize(
+    "client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)]
+)
 
 
-@pytest.mark.slow
 @on_one_client
 @pytest.mark.timeout(180)
 async def test_a_rolling_restart_under_load_loses_repeats_and_reorders_nothing(scenario: Scenario) -> None:
@@ -61,7 +64,7 @@ async def roll(scenario: Scenario, *, records: int, restarts: int) -> None:
     await scenario.verify(*SAFE, NoDuplicates())
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @on_one_client
 @pytest.mark.timeout(180)
 async def test_kill_9_at_any_moment_loses_and_reorders_nothing(scenario: Scenario) -> None:

@@ -12,7 +12,9 @@ from tests.guarantees.scenario import Scenario
 CLEAN = (NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), LagZero())
 
 
-@pytest.mark.parametrize("form", ["context", "record", "thread"])
+@pytest.mark.parametrize(
+    "form", ["context", *(pytest.param(form, marks=pytest.mark.chaos) for form in ("record", "thread"))]
+)
 async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenario, form: str) -> None:
     await scenario.create(partitions=4)
     rarely = {"commit_interval": 600, "commit_records": None}
@@ -40,8 +42,11 @@ async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenar
 
 @pytest.mark.parametrize(
     ("form", "hangs"),
-    [("context", "until cancelled"), ("context", "until released"), ("thread", "until released")],
-    ids=["awaits for ever", "swallows its cancellation", "is a thread"],
+    [
+        pytest.param("context", "until cancelled", marks=pytest.mark.chaos, id="awaits for ever"),
+        pytest.param("context", "until released", id="swallows its cancellation"),
+        pytest.param("thread", "until released", marks=pytest.mark.chaos, id="is a thread"),
+    ],
 )
 async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_ends_in_time(
     scenario: Scenario, form: str, hangs: str
