@@ -43,18 +43,24 @@ _LONGEST = 64
 """Maximum number of frames of one stack."""
 _DEEPEST = 4
 """Maximum number of levels of tasks awaiting tasks in `waits_for`."""
-_GENERATORS: dict[type, tuple[str, str]] = {
-    CoroutineType: ("cr_frame", "cr_await"),
-    GeneratorType: ("gi_frame", "gi_yieldfrom"),
-    AsyncGeneratorType: ("ag_frame", "ag_await"),
+_GENERATORS: dict[type, Callable[[Any], tuple[FrameType | None, object]]] = {
+    CoroutineType: lambda one: (one.cr_frame, None if one.cr_running else one.cr_await),
+    GeneratorType: lambda one: (one.gi_frame, None if one.gi_running else one.gi_yieldfrom),
+    AsyncGeneratorType: lambda one: (one.ag_frame, _inside(one)),
 }
-_WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
+"""Return the frame, and what it awaits.
+
+Before CPython 3.13, the awaitable of a frame that is executing may be a pointer to nothing, which ends the process: its
+next instruction is guessed from what may be a counter. No other thread runs between the two attributes. An asynchronous
+generator does not say whether it is executing.
+"""
+_WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable", "FutureIter")
 """Objects between a coroutine and its awaitable that do not expose the awaitable; the garbage collector knows it."""
 _NOWHERE = Stack(frames=(), place=None, waits_in=None, executing=False, thread=None)
 
 
 class ThreadRun:
-    """Identifies the thread that runs a handler; our coroutine keeps one as a local variable while it waits for it."""
+    """Identifies the thread that runs a handler; `run_in_thread` has one as a local variable meanwhile."""
 
     ident: int | None = None
 
@@ -161,11 +167,10 @@ def _walk(awaited: object) -> _Walk:
     for _ in range(2 * _LONGEST):
         if awaited is None or _is_future(awaited):
             break
-        if (names := _GENERATORS.get(type(awaited))) is None:
+        if (read := _GENERATORS.get(type(awaited))) is None:
             awaited = _inside(awaited)
             continue
-        frame: FrameType | None = getattr(awaited, names[0])
-        awaited = getattr(awaited, names[1])
+        frame, awaited = read(awaited)
         if frame is not None:
             frames.append(frame)
             if awaited is None and (called := _called_from(frame)) is not None:
@@ -174,8 +179,8 @@ def _walk(awaited: object) -> _Walk:
 
 
 def _inside(wrapper: object) -> object:
-    """Return the awaitable of a wrapper that does not expose it; None if the garbage collector does not know it."""
-    for referent in gc.get_referents(wrapper):
+    """Return the awaitable of what does not expose it: the last one that the garbage collector knows."""
+    for referent in reversed(gc.get_referents(wrapper)):
         kind = type(referent)
         if kind in _GENERATORS or kind.__name__ in _WRAPPERS or _is_future(referent):
             return referent
@@ -237,7 +242,7 @@ def _is_task(awaited: object) -> TypeGuard["asyncio.Task[Any]"]:
 def _thread_of(walk: _Walk) -> int | None:
     """Return the thread that runs the handler for one of our coroutines."""
     for frame in walk.frames:
-        if frame.f_code.co_filename.startswith(_AIOSHARD):
+        if frame.f_code.co_name == "run_in_thread" and frame.f_code.co_filename.startswith(_AIOSHARD):
             for value in tuple(frame.f_locals.values()):
                 if type(value) is ThreadRun and value.ident is not None:
                     return value.ident

@@ -291,10 +291,10 @@ def test_what_a_full_text_says_is_missing_can_be_taken_in() -> None:
 def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
     """Patterns that are hard to note, at the border of what is admitted."""
     chosen = random.Random(3)
-    for span, incomplete in ((1, 1), (40_000, 20_000), (100_000, 1_000), (3_000_000, 1_500)):
+    for span, incomplete in ((1, 1), (40_000, 20_000), (100_000, 1_000), (1_000_000, 1_500)):
         more = records_with_room(span, incomplete, 3_900)
         end, count = span + more, incomplete + more
-        for share in (1.0, 0.5, 0.1):
+        for share in (1.0, 0.1):
             stuck = {0, *chosen.sample(range(1, end), max(int(count * share) - 1, 0))}
             finished = runs_of(set(range(end)) - stuck)
             text = CommitMetadata(first=FirstCommit(512, 1 << 31), finished=finished)

@@ -32,7 +32,7 @@ class Member:
         self._directory = Path(behaviour.directory)
         self._log = self._directory / f"{self.process}.log"
         self._orders = 0
-        environment = os.environ | {VARIABLE: behaviour.json(), "PYTHONPATH": str(PROJECT)}
+        environment = os.environ | {VARIABLE: behaviour.json(), "PYTHONPATH": str(PROJECT), "PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, "-m", "aioshard", "run", "tests.guarantees.member:app"]
         self.began = time.monotonic_ns()
         with self._log.open("ab") as log:

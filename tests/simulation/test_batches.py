@@ -8,7 +8,7 @@ from tests.simulation.batching import BatchWorld, FailingBatchWorld
 from tests.simulation.failing import POLICIES
 from tests.simulation.world import live
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "40"))
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20"))
 CHUNK = min(SEEDS, 100)
 
 

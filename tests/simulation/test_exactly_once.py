@@ -13,7 +13,7 @@ from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_parke
 from tests.simulation.batching import BatchWorld
 from tests.simulation.world import TOPIC, Process, World, live
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "40")) // 5
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20")) // 5
 CHUNK = min(SEEDS, 100)
 OUT, DEAD, SIDE = "out", "dead", "side"
 

@@ -8,7 +8,7 @@ import pytest
 from aioshard import RateLimit
 from tests.simulation.world import World, live
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "40")) // 10
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20")) // 10
 CHUNK = min(SEEDS, 50)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.failing import POLICIES, FailingWorld
 from tests.simulation.world import World, live
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "40"))
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20"))
 CHUNK = min(SEEDS, 100)
 
 
@@ -71,10 +71,10 @@ def test_a_seed_repeats_its_run_whatever_the_hashes_of_strings_are() -> None:
     program = "import logging; from tests.simulation.test_interleavings import digest; logging.disable(); "
     found = [
         subprocess.check_output(
-            [sys.executable, "-c", f"{program}print(digest(1, 2, 4, 5, 7))"],
+            [sys.executable, "-c", f"{program}print(digest(1, 2))"],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
             text=True,
         )
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]
     assert len(set(found)) == 1

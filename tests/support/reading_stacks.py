@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+import types
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
 
 from aioshard.engine.stack import stack_above, stack_of, waits_for
@@ -91,11 +92,61 @@ async def fork_meanwhile(times: int) -> Questions:
     return questions
 
 
+class Asked:
+    """Reads the stack of what asks for its property.
+
+    The interpreter tries to specialize each place that gets it, and fails; what it counts there has had every value
+    after a few thousand reads.
+    """
+
+    def __init__(self) -> None:
+        self.of: object = None
+        self.times = 0
+
+    @property
+    def now(self) -> None:
+        self.times += 1
+        stack_of(self.of)
+
+
+async def coroutine(asked: Asked, times: int) -> None:
+    for _ in range(times):
+        asked.now  # noqa: B018 - reads
+
+
+@types.coroutine
+def generator(asked: Asked, times: int) -> Generator[None, None, None]:
+    for _ in range(times):
+        asked.now  # noqa: B018 - reads
+    yield
+
+
+async def async_generator(asked: Asked, times: int) -> AsyncGenerator[None, None]:
+    for _ in range(times):
+        asked.now  # noqa: B018 - reads
+    yield
+
+
+async def read_oneself(times: int) -> Questions:
+    """Stacks of what is executing are read at every state of the interpreter's counters."""
+    questions = Questions()
+    kinds: tuple[Callable[[Asked, int], Any], ...] = (coroutine, generator, async_generator)
+    for number, kind in enumerate(kinds):
+        asked = Asked()
+        asked.of = awaited = kind(asked, times)
+        await (anext(awaited) if kind is async_generator else awaited)
+        questions.asked[number] = asked.times
+    return questions
+
+
 def main() -> None:
-    """Arguments: `read` and seconds, or `fork` and how often; prints how often each thread has read everything."""
+    """Arguments: `read` and seconds, or `fork` or `oneself` and how often.
+
+    Prints how often each thread, or each kind of coroutine, has read everything.
+    """
     sys.setswitchinterval(5e-5)
     gc.set_threshold(20, 3, 3)
-    run = read_stacks if sys.argv[1] == "read" else fork_meanwhile
+    run = {"read": read_stacks, "fork": fork_meanwhile, "oneself": read_oneself}[sys.argv[1]]
     questions = asyncio.run(run(int(sys.argv[2])))
     assert questions.failures == []
     assert gc.isenabled()
