@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compiled test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
+.PHONY: help demo test test-fast test-compiled test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no 
 
 test: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests on a real broker; ARGS="-k order" chooses
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-fast: $(VENV)/.dev ## run the tests that need no server and take no seconds, with few seeds
+	@AIOSHARD_TEST_SEEDS=2 $(BIN)/python -m pytest -n $(WORKERS) -m "not chaos and not slow" \
+		tests/unit tests/properties tests/engine tests/simulation $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
 	@$(BIN)/ruff check .

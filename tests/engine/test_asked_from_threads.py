@@ -109,6 +109,7 @@ async def use(app: App, client: TestClient) -> None:
                 pass
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hurried")
 async def test_everything_can_be_asked_at_any_moment() -> None:
     app = make_app()

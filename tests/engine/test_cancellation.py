@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 
+import pytest
+
 from aioshard import App, Record, Retry
 from aioshard.errors import AioshardError
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
@@ -86,6 +88,7 @@ def cancel_at(step: int) -> bool:
     return bool(cancelled)
 
 
+@pytest.mark.slow
 def test_a_cancelled_app_leaves_everything_to_the_next() -> None:
     """A cancel at each step: while it joins, fetches, runs handlers, retries, commits, rebalances and stops."""
     points = 0

@@ -288,6 +288,7 @@ def test_what_a_full_text_says_is_missing_can_be_taken_in() -> None:
     assert intake.limit(partition) is None
 
 
+@pytest.mark.slow
 def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
     """Patterns that are hard to note, at the border of what is admitted."""
     chosen = random.Random(3)

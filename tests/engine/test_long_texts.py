@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
+
 from aioshard import App, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.engine.committer import Committer
@@ -16,6 +18,8 @@ from aioshard.testing import InMemoryBroker, InMemoryTransport
 from tests.engine.deliveries import make_partition
 from tests.engine.running import until
 from tests.support.offsets import runs_of
+
+pytestmark = pytest.mark.slow
 
 PARTITIONS = 40
 SPAN = 62_000

@@ -34,6 +34,7 @@ def drawn(record: Record, below: int) -> int:
     return random.Random(f"{record.partition}/{record.offset}").randrange(below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [32, 320])
 def test_ten_times_the_local_queues_do_the_work_of_32_partitions_in_a_tenth_of_the_time(shards: int) -> None:
     """At 0 to 19 ms a record, 9.5 on average, 32 queues do 3,368 records/s at most; the fullest one is the last."""

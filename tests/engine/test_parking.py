@@ -393,13 +393,13 @@ def test_many_parked_keys_go_on() -> None:
     async def test() -> None:
         broker = InMemoryBroker(partitions=2)
         async with TestClient(app, broker=broker) as client:
-            ledger.broken.update(f"k{number}".encode() for number in range(2_000))
-            for number in range(4_000):
-                await client.publish("orders", b"", key=f"k{number % 2_000}", partition=number % 2)
+            ledger.broken.update(f"k{number}".encode() for number in range(500))
+            for number in range(1_000):
+                await client.publish("orders", b"", key=f"k{number % 500}", partition=number % 2)
             await client.settle(timeout=100.0)
-            assert client.committed("orders", 0) == 2_000
+            assert client.committed("orders", 0) == 500
             ledger.broken.clear()
-            await until(lambda: sum(map(len, ledger.done.values())) == 4_000)
+            await until(lambda: sum(map(len, ledger.done.values())) == 1_000)
             await until(lambda: not parked_now(broker))
 
     run(test())

@@ -23,6 +23,8 @@ from aioshard.errors import DecodeError, NotDrainedError, StartError, StateError
 from aioshard.processes import Processes
 from aioshard.testing import InMemoryBroker, TestClient, run
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 30.0
 PROJECT = Path(__file__).parents[2]
 

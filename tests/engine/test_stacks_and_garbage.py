@@ -13,6 +13,8 @@ import pytest
 from aioshard.engine.stack import stack_above, stack_of, waits_for
 from tests.support.reading_stacks import READERS
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments: str) -> list[int]:
     """How often each thread has read everything."""

@@ -15,9 +15,9 @@ def test_most_of_the_lag_in_few_partitions_is_a_finding_with_its_end() -> None:
             await asyncio.sleep(0.1)
 
         async with TestClient(app, broker=InMemoryBroker(partitions=8)) as client:
-            for number in range(800):
+            for number in range(1_500):
                 await client.publish("orders", b"x", partition=0 if number % 100 else number // 100 % 8)
-            await asyncio.sleep(20.0)
+            await asyncio.sleep(70.0)
 
             (finding,) = [one for one in app.diagnose().findings if one.kind == "tail"]
             statistics = app.statistics()

@@ -15,6 +15,7 @@ PATIENCE = 30.0
 HEALTHY = 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", [DeadLetter("side", breaker=None), Park("side", delay=1_000.0)], ids=str)
 def test_healthy_keys_go_on_while_more_failed_ones_than_workers_wait_to_be_written(
     on_failure: OnFailure, monkeypatch: pytest.MonkeyPatch

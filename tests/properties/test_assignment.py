@@ -240,6 +240,7 @@ def seconds(name: str, total: int, topics: int, owners: int, joining: int) -> fl
     return spent
 
 
+@pytest.mark.slow
 @EVERY_ASSIGNOR
 @pytest.mark.parametrize(("topics", "owners", "joining"), [(1, 1, 1), (20, 10, 10)])
 def test_eight_times_the_partitions_do_not_take_much_more_than_eight_times_as_long(

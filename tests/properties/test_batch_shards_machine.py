@@ -373,6 +373,6 @@ class FixedBatchShardMachine(BatchShardsMachine):
 
 
 TestBatchShards = BatchShardsMachine.TestCase
-TestBatchShards.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestBatchShards.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestFixedBatchShard = FixedBatchShardMachine.TestCase
 TestFixedBatchShard.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -6,7 +6,7 @@ import time
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, FirstCommit
@@ -54,6 +54,7 @@ def test_what_is_written_is_read(case: tuple[CommitMetadata, int]) -> None:
     assert CommitMetadata.read(text + "\0", offset) == metadata, "librdkafka appends a NUL"
 
 
+@pytest.mark.slow
 @settings(max_examples=25)  # each writes a full text
 @given(offset=offsets, seed=st.integers(), sparse=st.integers(1, 8), first=markers)
 def test_what_does_not_fit_is_left_out_from_the_highest_on(
@@ -138,6 +139,7 @@ def test_a_hundred_thousand_finished_records_have_room(finished: list[int], *, w
     assert (CommitMetadata.read(text, 7) == metadata) == whole
 
 
+@pytest.mark.slow
 def test_what_has_no_room_is_not_searched_for_long() -> None:
     chosen = random.Random(5)
     metadata = CommitMetadata(finished=runs_of(chosen.sample(range(1, 1_000_000), 300_000)))

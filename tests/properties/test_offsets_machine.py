@@ -74,4 +74,4 @@ class TrackerMachine(RuleBasedStateMachine):
 
 
 TestTracker = TrackerMachine.TestCase
-TestTracker.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestTracker.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

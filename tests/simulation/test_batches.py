@@ -1,15 +1,11 @@
 """Handlers of batches under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
 
-import os
-
 import pytest
 
 from tests.simulation.batching import BatchWorld, FailingBatchWorld
 from tests.simulation.failing import POLICIES
+from tests.simulation.seeds import with_seeds
 from tests.simulation.world import live
-
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20"))
-CHUNK = min(SEEDS, 100)
 
 
 def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> BatchWorld:
@@ -29,10 +25,10 @@ def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> Ba
     return worlds[0]
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK))
-def test_guarantees_hold_after_every_step(first: int) -> None:
+@with_seeds(2)
+def test_guarantees_hold_after_every_step(seeds: range) -> None:
     largest = 0
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         world = simulate(seed)
         assert world.runs > 0
         largest = max(largest, world.largest)
@@ -40,16 +36,16 @@ def test_guarantees_hold_after_every_step(first: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("first", range(0, max(SEEDS // 10, CHUNK), CHUNK))
-def test_guarantees_hold_when_attempts_are_used_up(first: int, policy: str) -> None:
-    for seed in range(first, first + CHUNK):
+@with_seeds(4)
+def test_guarantees_hold_when_attempts_are_used_up(seeds: range, policy: str) -> None:
+    for seed in seeds:
         world = simulate(seed, policy=policy)
         assert world.runs > 0
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
-def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
+@with_seeds(4)
+def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> None:
     """I12: a batch that was waiting for more when its partition left ran once, here or there."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         world = simulate(seed, clean=True)
         assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"

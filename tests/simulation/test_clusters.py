@@ -144,7 +144,8 @@ def test_the_scenario_notices_a_client_with_the_mistake(
         play(scenario, reset)
 
 
-@pytest.mark.parametrize("mistake", [mistake for _, mistake in MISTAKES])
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [Credulous, AllOrNothing, pytest.param(Unaware, marks=pytest.mark.chaos)])
 def test_the_random_worlds_notice_a_client_with_the_mistake(
     mistake: type[ClusterTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:

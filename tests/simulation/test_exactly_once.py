@@ -1,6 +1,5 @@
 """I13: transactions under seeded interleavings, checked after every step as a `read_committed` reader sees them."""
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,10 +10,9 @@ from aioshard import BatchContext, Context, DeadLetter, Park, Record, Retry
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_parked, release
 from tests.simulation.batching import BatchWorld
+from tests.simulation.seeds import with_seeds
 from tests.simulation.world import TOPIC, Process, World, live
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20")) // 5
-CHUNK = min(SEEDS, 100)
 OUT, DEAD, SIDE = "out", "dead", "side"
 
 
@@ -177,11 +175,11 @@ class ParkingBatchWorld(ExactlyOnceBatchWorld, ParkingWorld):
 WORLDS: list[type[ExactlyOnceWorld]] = [ExactlyOnceWorld, ParkingWorld, ExactlyOnceBatchWorld, ParkingBatchWorld]
 
 
-@pytest.mark.parametrize("first", range(0, max(SEEDS, CHUNK), CHUNK))
+@with_seeds(5)
 @pytest.mark.parametrize("kind", WORLDS)
-def test_a_reader_sees_every_message_exactly_once(kind: type[ExactlyOnceWorld], first: int) -> None:
+def test_a_reader_sees_every_message_exactly_once(kind: type[ExactlyOnceWorld], seeds: range) -> None:
     visible = parked = 0
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         worlds: list[ExactlyOnceWorld] = []
 
         async def life(seed: int = seed, worlds: list[ExactlyOnceWorld] = worlds) -> None:

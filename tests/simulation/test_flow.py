@@ -1,15 +1,10 @@
 """The engine with rate limits and few or many workers, under seeded interleavings."""
 
-import os
 from typing import Any
 
-import pytest
-
 from aioshard import RateLimit
+from tests.simulation.seeds import with_seeds
 from tests.simulation.world import World, live
-
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20")) // 10
-CHUNK = min(SEEDS, 50)
 
 
 class FlowWorld(World):
@@ -40,15 +35,15 @@ def simulate(seed: int, *, clean: bool) -> FlowWorld:
     return worlds[0]
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_guarantees_hold_after_every_step(first: int) -> None:
-    for seed in range(first, first + CHUNK):
+@with_seeds(10)
+def test_guarantees_hold_after_every_step(seeds: range) -> None:
+    for seed in seeds:
         simulate(seed, clean=False)
 
 
-@pytest.mark.parametrize("first", range(0, max(SEEDS // 4, CHUNK), CHUNK))
-def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
+@with_seeds(10)
+def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> None:
     """I12, with limits under which a drain is soon done."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         world = simulate(seed, clean=True)
         assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"

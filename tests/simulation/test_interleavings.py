@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from tests.simulation.failing import POLICIES, FailingWorld
+from tests.simulation.seeds import with_seeds
 from tests.simulation.world import World, live
-
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20"))
-CHUNK = min(SEEDS, 100)
 
 
 def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> World:
@@ -31,17 +29,17 @@ def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> Wo
     return worlds[0]
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_guarantees_hold_after_every_step(first: int) -> None:
-    for seed in range(first, first + CHUNK):
+@with_seeds()
+def test_guarantees_hold_after_every_step(seeds: range) -> None:
+    for seed in seeds:
         world = simulate(seed)
         assert world.runs > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("first", range(0, max(SEEDS // 8, CHUNK), CHUNK))
-def test_guarantees_hold_when_attempts_are_used_up(first: int, policy: str) -> None:
-    for seed in range(first, first + CHUNK):
+@with_seeds(2)
+def test_guarantees_hold_when_attempts_are_used_up(seeds: range, policy: str) -> None:
+    for seed in seeds:
         world = simulate(seed, policy=policy)
         assert world.runs > 0
 
@@ -52,10 +50,10 @@ def test_a_partition_without_a_leader_leaves_the_others_room(seed: int) -> None:
     simulate(seed, policy="halt")
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
-def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
+@with_seeds(4)
+def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> None:
     """I12: members come, go and rebalance; no handler fails or outlasts a drain."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         world = simulate(seed, clean=True)
         assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"
 
@@ -67,6 +65,7 @@ def digest(*seeds: int) -> str:
     return hashlib.sha256(repr(([world.runs for world in worlds], commits)).encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_its_run_whatever_the_hashes_of_strings_are() -> None:
     program = "import logging; from tests.simulation.test_interleavings import digest; logging.disable(); "
     found = [

@@ -13,6 +13,8 @@ import pytest
 
 from aioshard.settings import Settings, SettingsDict
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).parents[2]
 USES = PROJECT / "tests/unit/typed_uses.py"
 WRONG = {number for number, line in enumerate(USES.read_text().splitlines(), 1) if "# wrong" in line}

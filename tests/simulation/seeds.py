@@ -1,0 +1,17 @@
+"""How many seeds each simulation has: few, and thousands in a long run."""
+
+import itertools
+import os
+
+import pytest
+
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20"))
+CHUNK = 50
+"""Seeds of one test."""
+
+
+def with_seeds(divisor: int = 1) -> pytest.MarkDecorator:
+    """Give a test its `seeds`, a range: all of them, or a fraction where one seed takes long."""
+    last = max(SEEDS // divisor, 1)
+    borders = [*range(0, last, CHUNK), last]
+    return pytest.mark.parametrize("seeds", [range(*border) for border in itertools.pairwise(borders)], ids=str)
