@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from aioshard import App, Record
 from aioshard.testing import InMemoryBroker, TestClient, run
 
 
+@pytest.mark.slow
 def test_most_of_the_lag_in_few_partitions_is_a_finding_with_its_end() -> None:
     async def life() -> None:
         app = App("orders", commit_interval=0.5)
@@ -15,7 +18,7 @@ def test_most_of_the_lag_in_few_partitions_is_a_finding_with_its_end() -> None:
             await asyncio.sleep(0.1)
 
         async with TestClient(app, broker=InMemoryBroker(partitions=8)) as client:
-            for number in range(1_500):
+            for number in range(3_000):
                 await client.publish("orders", b"x", partition=0 if number % 100 else number // 100 % 8)
             await asyncio.sleep(70.0)
 
