@@ -18,7 +18,7 @@ from benchmarks.stage import ContestantFailedError, Stage, Topic
 from tests.support.provision import skip_or_fail
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # jars may be fetched
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(700)]  # jars may be fetched
 
 RECORDS, KEYS, PARTITIONS = 300, 20, 2
 CONCURRENCY = 8

@@ -43,6 +43,14 @@ def on_both_clients(test: T) -> T:
     return marked
 
 
+def on_aiokafka_at_least(test: T) -> T:
+    """Runs a test on aiokafka, and on confluent-kafka under the mark `chaos`."""
+    clients = ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)]
+    twice = pytest.mark.parametrize("client", clients, indirect=True)
+    marked: T = pytest.mark.usefixtures("client")(twice(test))
+    return marked
+
+
 def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:
     """An app that commits, notices rebalances and looks up topics within a fraction of a second."""
     bootstrap = cluster if isinstance(cluster, str) else cluster.bootstrap

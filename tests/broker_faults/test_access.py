@@ -126,7 +126,7 @@ async def test_a_listener_with_tls_that_is_spoken_to_without_is_named(
 
 async def _refusal_without_tls(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> str:
     """Nobody said no: the app goes on trying until `start_timeout`, as brokers may only be starting."""
-    app = _guarded(kafka, group, user, security_protocol="SASL_PLAINTEXT", ssl_cafile=None, start_timeout=4)
+    app = _guarded(kafka, group, user, security_protocol="SASL_PLAINTEXT", ssl_cafile=None, start_timeout=2)
     app.consume(topic)(Ledger().handle)
     async with asyncio.timeout(8):
         with pytest.raises(StartError) as refused:
@@ -183,6 +183,7 @@ async def test_a_group_that_is_not_allowed_is_named(
     assert repr(group) in await _refusal(_guarded(kafka, group, user), topic)
 
 
+@pytest.mark.chaos
 async def test_a_topic_that_is_forbidden_while_the_app_runs_is_told_until_it_is_allowed_again(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
@@ -212,6 +213,7 @@ async def test_a_topic_that_is_forbidden_while_the_app_runs_is_told_until_it_is_
     assert ledger.duplicates == []
 
 
+@pytest.mark.chaos
 async def test_a_group_that_is_forbidden_while_the_app_runs_is_told_until_it_is_allowed_again(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:

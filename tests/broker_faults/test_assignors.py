@@ -27,7 +27,7 @@ async def until_shared(*apps: App) -> None:
     await until(shared, lambda: [app.explain() for app in apps])
 
 
-@pytest.mark.parametrize("assignor", ["fair", "sticky"])
+@pytest.mark.parametrize("assignor", ["fair", pytest.param("sticky", marks=pytest.mark.chaos)])
 async def test_members_come_and_go_while_records_flow(
     kafka: SharedKafka, topic: str, group: str, assignor: str
 ) -> None:

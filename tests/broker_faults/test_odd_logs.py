@@ -12,6 +12,7 @@ from tests.broker_faults.support import (
     commit_from_outside,
     handler_of,
     messages,
+    on_aiokafka_at_least,
     on_both_clients,
     partition_of,
     quick_app,
@@ -27,7 +28,7 @@ SOON = 15.0
 # Topics ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["earliest", "latest"])
+@pytest.mark.parametrize("policy", [pytest.param("earliest", marks=pytest.mark.chaos), "latest"])
 async def test_new_partitions_are_read_from_their_beginning(
     kafka: SharedKafka, topic: str, group: str, policy: str
 ) -> None:
@@ -53,8 +54,15 @@ async def test_new_partitions_are_read_from_their_beginning(
         assert {p.partition for p in app.statistics().partitions} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("policy", ["earliest", "latest"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (3, 1)], ids=["as many", "more", "fewer"])
+@pytest.mark.parametrize("policy", [pytest.param("earliest", marks=pytest.mark.chaos), "latest"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(2, 2, id="as many", marks=pytest.mark.chaos),
+        pytest.param(2, 4, id="more"),
+        pytest.param(3, 1, id="fewer", marks=pytest.mark.chaos),
+    ],
+)
 async def test_a_topic_made_anew_is_read_from_its_beginning(
     kafka: SharedKafka, topic: str, group: str, policy: str, before: int, after: int
 ) -> None:
@@ -82,13 +90,13 @@ async def test_a_topic_made_anew_is_read_from_its_beginning(
         assert {p.partition for p in app.statistics().partitions} == set(range(after))
 
 
-@on_both_clients
+@on_aiokafka_at_least
 async def test_a_topic_made_anew_between_two_look_ups_is_read_from_its_beginning(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The client may never see it missing: only its positions, which the new log does not have, tell."""
     await kafka.create_topic(topic)
-    app, ledger = quick_app(kafka, group, metadata_max_age=3), Ledger()
+    app, ledger = quick_app(kafka, group, metadata_max_age=2), Ledger()
     app.consume(topic)(ledger.handle)
     async with app:
         old = messages(30)
@@ -112,7 +120,7 @@ def _values(sent: list[Message]) -> set[bytes | None]:
     return {value for _, value in sent}
 
 
-@on_both_clients
+@on_aiokafka_at_least
 async def test_transactions_are_read_as_they_ended(kafka: SharedKafka, topic: str, group: str) -> None:
     """I10: markers and aborted records are offsets without a record; what is open holds the end, until it ends."""
     await kafka.create_topic(topic)
@@ -170,7 +178,7 @@ async def test_read_uncommitted_takes_what_was_aborted_and_what_is_open(
     assert ledger.duplicates == []
 
 
-@on_both_clients
+@on_aiokafka_at_least
 async def test_an_aborted_end_of_the_log_leaves_no_lag(kafka: SharedKafka, topic: str, group: str) -> None:
     """Nothing comes after it that could carry the position over the hole."""
     await kafka.create_topic(topic)
@@ -205,7 +213,7 @@ async def test_until_caught_up_ends_at_the_last_stable_offset(kafka: SharedKafka
     assert await kafka.committed(group, topic) == {0: 5}
 
 
-@on_both_clients
+@on_aiokafka_at_least
 async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -234,7 +242,7 @@ async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
 
 
 @on_both_clients
-@pytest.mark.parametrize("policy", ["earliest", "latest"])
+@pytest.mark.parametrize("policy", ["earliest", pytest.param("latest", marks=pytest.mark.chaos)])
 async def test_retention_that_overtakes_the_position_is_passed_and_told(
     kafka: SharedKafka, topic: str, group: str, policy: Literal["earliest", "latest"], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from tests.broker_faults.support import (
     Ledger,
     commit_from_outside,
     messages,
+    on_aiokafka_at_least,
     on_both_clients,
     partition_of,
     quick_app,
@@ -79,7 +80,7 @@ async def test_earliest_begins_at_the_start_of_the_log(kafka: SharedKafka, topic
     assert ledger.offsets(0) == [4, 5, 6, 7, 8, 9]
 
 
-@on_both_clients
+@on_aiokafka_at_least
 async def test_latest_delivers_what_comes_after_the_start_and_skips_nothing_of_it(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -151,7 +152,9 @@ async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
 
 
 @on_both_clients
-@pytest.mark.parametrize("policy", ["earliest", "latest", None])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(one, marks=pytest.mark.chaos) for one in ("earliest", None)), "latest"]
+)
 @pytest.mark.parametrize(("committed", "why"), [(2, "below the start"), (50, "above the end")])
 async def test_an_offset_outside_the_log_goes_on_at_its_start(
     kafka: SharedKafka, topic: str, group: str, committed: int, why: str, policy: Policy | None

@@ -86,14 +86,13 @@ async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
     ledger.assert_in_order()
 
 
-@pytest.mark.slow
 async def test_a_broker_that_is_killed_under_load_loses_nothing(own_kafka: KafkaBroker, topic: str, group: str) -> None:
     await own_kafka.create_topic(topic, partitions=4)
-    sent = _large(6000)
+    sent = _large(3000)
     await own_kafka.produce(topic, sent)
     app, ledger = _loaded(own_kafka, group, topic)
     async with app:
-        await ledger.until_more_than(1000)
+        await ledger.until_more_than(300)
 
         await own_kafka.kill()
         assert len(ledger.finished) < len(sent)
@@ -106,7 +105,7 @@ async def test_a_broker_that_is_killed_under_load_loses_nothing(own_kafka: Kafka
     ledger.assert_in_order()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_broker_that_hangs_is_told_of_and_waited_for(own_kafka: KafkaBroker, topic: str, group: str) -> None:
     """Connections stay open and nothing answers: only the deadline of a commit finds out."""
     await own_kafka.create_topic(topic)
@@ -134,25 +133,23 @@ async def test_a_broker_that_hangs_is_told_of_and_waited_for(own_kafka: KafkaBro
 
 
 async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -> None:
-    app = quick_app("127.0.0.1:9", group, start_timeout=3)
+    app = quick_app("127.0.0.1:9", group, start_timeout=1)
     app.consume("orders")(Ledger().handle)
     began = asyncio.get_running_loop().time()
 
     with pytest.raises(StartError, match=r"127\.0\.0\.1:9") as refused:
         await app.serve()
 
-    assert asyncio.get_running_loop().time() - began < 6
+    assert asyncio.get_running_loop().time() - began < 4
     assert "bootstrap_servers" in str(refused.value)
     assert app.statistics().state in ("failed", "stopped")
 
 
+@pytest.mark.chaos
 @on_both_clients
 @pytest.mark.parametrize(
     ("delay", "away"),
-    [
-        pytest.param(0.3, 6.0, marks=pytest.mark.slow),
-        *(pytest.param(number / 5, 20.0, marks=pytest.mark.chaos) for number in range(10)),
-    ],
+    [(0.3, 6.0), *((number / 5, 20.0) for number in range(10))],
 )
 async def test_two_members_start_while_the_broker_is_restarted(
     own_kafka: KafkaBroker, topic: str, group: str, delay: float, away: float
@@ -180,6 +177,7 @@ async def test_two_members_start_while_the_broker_is_restarted(
         await own_kafka.produce(topic, sent)
 
 
+@pytest.mark.chaos
 async def test_an_app_may_start_before_its_broker_and_its_topic(tmp_path: Path, topic: str, group: str) -> None:
     """`start_timeout=None`: degraded and not ready at first, and all by itself well later."""
     broker = KafkaBroker(tmp_path)

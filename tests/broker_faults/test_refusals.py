@@ -91,7 +91,7 @@ async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_agai
 async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedKafka, topic: str, group: str) -> None:
     """It takes its heartbeats for answered, but none arrives: the group drops it and says so to the next request."""
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=3)
+    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=2)
     async with app.started(meddler):
         first = messages(20)
         await kafka.produce(topic, first)
@@ -123,7 +123,7 @@ async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=3), Ledger()
+    app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=2), Ledger()
     meddler = Meddler(transport_of(app))
     blocked: list[Record] = []
 
@@ -131,7 +131,7 @@ async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing
     async def blocks_once(record: Record) -> None:
         if record.value == b"5" and not blocked:
             blocked.append(record)
-            time.sleep(5)  # noqa: ASYNC251 - the fault that is tested
+            time.sleep(3.5)  # noqa: ASYNC251 - the fault that is tested
         await ledger.handle(record)
 
     async with app.started(meddler):
@@ -249,7 +249,9 @@ async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
     assert [r.levelno for r in told] == [logging.ERROR]
 
 
-@pytest.mark.parametrize("task", ["fetching", "group membership", "looking up topics"])
+@pytest.mark.parametrize(
+    "task", ["fetching", "group membership", pytest.param("looking up topics", marks=pytest.mark.chaos)]
+)
 async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
     kafka: SharedKafka, topic: str, group: str, task: str
 ) -> None:
@@ -266,6 +268,7 @@ async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
         await _goes_on_after(kafka, topic, app, ledger, meddler, group=group)
 
 
+@pytest.mark.chaos
 async def test_a_client_that_cannot_be_rebuilt_at_once_is_tried_again_with_longer_pauses(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:

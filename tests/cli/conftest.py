@@ -51,24 +51,26 @@ Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
 
 @pytest.fixture
 async def publish(kafka: SharedKafka) -> AsyncIterator[Publish]:
-    """Publishes messages one after the other and returns partition and offset of each."""
+    """Publishes messages, those of a partition in this order, and returns partition and offset of each."""
     producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, acks="all")
 
     async def send(*messages: Message) -> list[tuple[int, int]]:
-        places = []
+        storing = []
         async with asyncio.timeout(DEADLINE):
             for message in messages:
                 timestamp = None if message.timestamp is None else round(message.timestamp * 1000)
-                stored = await producer.send_and_wait(
-                    message.topic,
-                    message.value,
-                    key=message.key,
-                    partition=message.partition,
-                    timestamp_ms=timestamp,
-                    headers=list(message.headers),
+                storing.append(
+                    await producer.send(
+                        message.topic,
+                        message.value,
+                        key=message.key,
+                        partition=message.partition,
+                        timestamp_ms=timestamp,
+                        headers=list(message.headers),
+                    )
                 )
-                places.append((stored.partition, stored.offset))
-        return places
+            stored = await asyncio.gather(*storing)
+        return [(one.partition, one.offset) for one in stored]
 
     async with asyncio.timeout(DEADLINE):
         await producer.start()

@@ -109,8 +109,15 @@ app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earlies
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("handler", ["held", "held without uvloop"])
+@pytest.mark.parametrize(
+    ("handler", "number"),
+    [
+        ("held", signal.SIGTERM),
+        ("held without uvloop", signal.SIGINT),
+        pytest.param("held", signal.SIGINT, marks=pytest.mark.chaos),
+        pytest.param("held without uvloop", signal.SIGTERM, marks=pytest.mark.chaos),
+    ],
+)
 async def test_the_first_signal_drains_commits_and_ends_with_0(
     kafka: SharedKafka, start: Start, group: str, topic: str, *, number: signal.Signals, handler: str
 ) -> None:
@@ -127,7 +134,16 @@ async def test_the_first_signal_drains_commits_and_ends_with_0(
     assert "ended cleanly" in app.errors
 
 
-@pytest.mark.parametrize("handler", ["endless", "ignoring", "thread", "blocking", "blocking without uvloop"])
+@pytest.mark.parametrize(
+    "handler",
+    [
+        pytest.param("endless", marks=pytest.mark.chaos),
+        "ignoring",
+        pytest.param("thread", marks=pytest.mark.chaos),
+        "blocking",
+        pytest.param("blocking without uvloop", marks=pytest.mark.chaos),
+    ],
+)
 async def test_the_second_signal_leaves_at_once_with_130(
     kafka: SharedKafka, start: Start, group: str, topic: str, handler: str
 ) -> None:
@@ -165,7 +181,7 @@ async def test_a_signal_while_no_broker_answers_ends_with_0(start: Start) -> Non
 # Exit codes
 
 
-@pytest.mark.parametrize("handler", ["endless", "ignoring", "thread"])
+@pytest.mark.parametrize("handler", [pytest.param("endless", marks=pytest.mark.chaos), "ignoring", "thread"])
 async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
     kafka: SharedKafka, start: Start, group: str, topic: str, handler: str
 ) -> None:
@@ -181,6 +197,7 @@ async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
     assert (await kafka.committed(group, topic)).get(0, 0) == 0
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
     own_kafka: KafkaBroker, start: Start, group: str, topic: str, client: str
@@ -192,14 +209,14 @@ async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
     assert await own_kafka.committed(group, topic) == {0: 1}
 
 
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+@pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
 async def test_a_last_commit_that_is_never_acknowledged_ends_with_4_and_names_the_partition(
     own_kafka: KafkaBroker, start: Start, topic: str, client: str
 ) -> None:
-    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=8)
+    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=2)
     began = asyncio.get_running_loop().time()
     assert await app.ends() == 4
-    assert asyncio.get_running_loop().time() - began < 8 + 2
+    assert asyncio.get_running_loop().time() - began < 2 + 2
     assert f"{topic}/0 (1)" in app.errors
     ending = json.loads(app.output.splitlines()[-1])
     assert (ending["exit_code"], ending["records"], ending["uncommitted"]) == (4, [], {f"{topic}/0": 1})
@@ -220,13 +237,14 @@ async def frozen_while_the_last_record_runs(
     return app
 
 
+@pytest.mark.chaos
 async def test_a_wrong_address_is_an_error_that_names_it_and_ends_with_1(start: Start) -> None:
-    app = await start("quick", NOWHERE, start_timeout=2)
+    app = await start("quick", NOWHERE, start_timeout=1)
     async with asyncio.timeout(10):
         assert await app.ends() == 1
     error = app.errors[app.errors.index("Error: ") :]
     assert NOWHERE in error
-    assert "start_timeout=2 s" in error
+    assert "start_timeout=1 s" in error
     assert "Traceback" not in app.errors
 
 
@@ -234,8 +252,8 @@ async def test_a_wrong_address_is_an_error_that_names_it_and_ends_with_1(start: 
     ("arguments", "sentence"),
     [
         (["--no-such-option"], "No such option"),
-        (["--health-port", "70000"], "70000 is not in the range"),
-        (["--log-level", "loud"], "'loud' is not one of"),
+        pytest.param(["--health-port", "70000"], "70000 is not in the range", marks=pytest.mark.chaos),
+        pytest.param(["--log-level", "loud"], "'loud' is not one of", marks=pytest.mark.chaos),
         (["--app-dir", "/no/such/place"], "does not exist"),
         (["--bootstrap-servers", "kafka://a:1"], "without a scheme"),
     ],
@@ -336,6 +354,7 @@ async def test_health_while_running_and_while_draining(
     assert await kafka.committed(group, topic) == {0: 1}
 
 
+@pytest.mark.chaos
 async def test_an_outage_changes_neither_answer_and_is_told(own_kafka: KafkaBroker, start: Start, topic: str) -> None:
     await own_kafka.create_topic(topic)
     app = await start("quick", own_kafka.bootstrap, "--health-port", "0", session_timeout=6, heartbeat_interval=1)

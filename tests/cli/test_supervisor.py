@@ -52,7 +52,7 @@ async def test_a_worker_that_stops_reporting_is_killed_and_followed_by_another(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stopped process reports nothing and does not drain."""
-    monkeypatch.setattr(module, "_UNHEALTHY_AFTER", 3.0)
+    monkeypatch.setattr(module, "_UNHEALTHY_AFTER", 1.0)
     supervisor._drain_timeout = 0.5
     running = asyncio.create_task(supervisor.run(Signals()), name="supervise")
     (worker,) = supervisor.workers

@@ -133,7 +133,7 @@ def finished(app: Running) -> set[tuple[int, int]]:
 # Kept running -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
@@ -179,7 +179,7 @@ async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
     }
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_static_members_are_told_apart_and_a_killed_one_gets_its_partitions_back(
     kafka: SharedKafka, start: Start, topic: str
 ) -> None:
@@ -213,6 +213,7 @@ async def test_each_worker_listens_on_its_own_port(start: Start) -> None:
     assert await app.ends() == 0
 
 
+@pytest.mark.chaos
 async def test_a_worker_that_cannot_start_is_tried_again(start: Start) -> None:
     crashing = "import os, sys\nif os.environ.get('AIOSHARD_WORKER') == '1': os._exit(1)\n"
     app = await start(NOWHERE, before=crashing, start_timeout=600)
@@ -240,7 +241,7 @@ async def test_without_their_supervisor_the_workers_drain_and_end(
     await kafka.create_topic(topic, partitions=2)
     for partition in (0, 1):
         await kafka.produce(topic, [(b"k", b"v")], partition=partition)
-    app = await start(kafka.bootstrap, seconds=2.0)
+    app = await start(kafka.bootstrap, seconds=1.0)
     await app.says("began")
     pids = children_of(app)
     assert len(pids) >= 2
@@ -253,6 +254,7 @@ async def test_without_their_supervisor_the_workers_drain_and_end(
     assert sum(committed.values()) == began, "and was committed"
 
 
+@pytest.mark.chaos
 async def test_the_second_signal_kills_the_workers(kafka: SharedKafka, start: Start, topic: str) -> None:
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, [(b"k", b"v")], partition=0)
@@ -266,6 +268,7 @@ async def test_the_second_signal_kills_the_workers(kafka: SharedKafka, start: St
     await gone(pids)
 
 
+@pytest.mark.chaos
 async def test_a_signal_to_all_of_them_at_once_is_one_signal(kafka: SharedKafka, start: Start, topic: str) -> None:
     """As systemd does it: the supervisor and the workers get it, and the workers are asked beside that."""
     await kafka.create_topic(topic, partitions=2)
@@ -310,7 +313,7 @@ async def test_workers_that_have_caught_up_end_and_are_not_started_again(
         (["--reload"], {}, "--reload cannot be combined with --workers"),
         (["--assign", "orders:0"], {}, "--workers cannot be combined with manually assigned partitions"),
         ([], {"assign": {"orders": [0]}}, "--workers cannot be combined with manually assigned partitions"),
-        (["--workers", "0"], {}, "0 is not in the range"),
+        pytest.param(["--workers", "0"], {}, "0 is not in the range", marks=pytest.mark.chaos),
     ],
     ids=["reload", "assign-option", "assign-setting", "none"],
 )

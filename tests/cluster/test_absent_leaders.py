@@ -12,8 +12,9 @@ SOON = 10.0
 """Seconds within which partitions with a leader resume after a rebalance."""
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["confluent", pytest.param("aiokafka", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("client", ["confluent", "aiokafka"])
 async def test_partitions_with_a_leader_resume_while_another_has_none(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:

@@ -80,9 +80,9 @@ async def own_brokers(tmp_path: Path) -> AsyncIterator[ThreeBrokers]:
         await cluster.end()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 async def test_a_quarter_of_a_minute_of_chaos_loses_reorders_and_repeats_nothing(
     brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client
 ) -> None:

@@ -14,7 +14,7 @@ PARTITIONS, RECORDS = 4, 200
 AWAY = 8.0
 SETTINGS = {"client_id": "a", "session_timeout": 30, "rebalance_timeout": 60, "shutdown_timeout": 25}
 
-on_each_client = pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+on_each_client = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 
 
 async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBrokers) -> tuple[Member, list[Rule]]:
@@ -32,7 +32,7 @@ async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBro
     return member, rules
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @on_each_client
 async def test_a_coordinator_that_is_away_for_a_while_repeats_nothing(
     scenario: Scenario, brokers: ThreeBrokers

@@ -61,7 +61,7 @@ def test_the_builder_gets_what_is_copied_and_nothing_else() -> None:
     assert re.search(r"^\*$", ignore, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_what_the_dockerfile_says_ends_in_a_process_that_consumes_and_stops_on_sigterm(tmp_path: Path) -> None:
     try:
         image = await asyncio.to_thread(build, DOCKERFILE, PROJECT, tmp_path)

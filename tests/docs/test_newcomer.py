@@ -20,7 +20,7 @@ STEP = 60.0
 TERMINALS = ("first", "second", "third")
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_each_command_of_getting_started_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "aioshard").symlink_to(PROJECT)

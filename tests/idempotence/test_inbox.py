@@ -26,7 +26,7 @@ def publish(broker: InMemoryBroker, count: int, customers: int) -> list[Record]:
 
 
 async def test_a_crash_after_any_prefix_and_at_any_await_leaves_the_effects_of_a_single_run(store: Store) -> None:
-    history = publish(InMemoryBroker(partitions=1), count=5, customers=2)
+    history = publish(InMemoryBroker(partitions=1), count=3, customers=2)
 
     await replay_prefixes(
         app_of(store, "customers"), history, reset=store.reset, effects=store.customers, timeout=PATIENCE
@@ -41,11 +41,11 @@ async def test_what_two_processes_have_in_hand_at_the_same_time_counts_once(stor
     old, new = app_of(store, "old"), app_of(store, "new")
 
     async with TestClient(old, broker=broker) as one, TestClient(new, broker=broker) as other:
-        records = publish(broker, count=300, customers=20)
+        records = publish(broker, count=100, customers=10)
         await asyncio.gather(one.settle(PATIENCE), other.settle(PATIENCE))
 
     assert store.customers() == expected(records)
-    assert [app.statistics().handlers[0].processed for app in (old, new)] == [300, 300]
+    assert [app.statistics().handlers[0].processed for app in (old, new)] == [100, 100]
 
 
 async def test_everything_that_is_delivered_again_late_changes_nothing(store: Store) -> None:

@@ -63,6 +63,11 @@ async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize(
+    "store",
+    ["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.chaos])],
+    indirect=True,
+)
 async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(orders: Group) -> None:
     await orders.produce(400)
     with orders.start(commit_interval=600, commit_records=None) as first:
@@ -79,7 +84,7 @@ async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(
     await orders.verify()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> None:
     count, rounds = 2_000, 6
@@ -101,7 +106,7 @@ async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> No
     await orders.verify()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("store", [pytest.param("postgresql", marks=pytest.mark.postgresql)], indirect=True)
 async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(orders: Group) -> None:

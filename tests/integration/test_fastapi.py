@@ -123,7 +123,7 @@ async def test_the_socket_closes_requests_end_and_then_the_app_drains_without_th
     assert "closed after the app was stopped\n" in server.log, server.tail
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     server.send(signal.SIGTERM)
@@ -135,7 +135,6 @@ async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None
     await api.finish()
 
 
-@pytest.mark.slow
 async def test_a_forced_end_skips_the_drain_and_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=60.0) as client:

@@ -135,6 +135,7 @@ async def test_restart_keeps_address_data_and_committed_offsets(own_kafka: Kafka
     assert await own_kafka.committed(group, topic) == {0: 1}
 
 
+@pytest.mark.chaos
 async def test_a_frozen_broker_answers_nothing_until_it_is_thawed(own_kafka: KafkaBroker, topic: str) -> None:
     await own_kafka.create_topic(topic)
 
@@ -229,6 +230,7 @@ async def test_the_super_user_needs_no_acl(kafka: SharedKafka, topic: str) -> No
     assert await kafka.end_offsets(topic) == {0: 1}
 
 
+@pytest.mark.chaos
 async def test_a_broker_ends_with_the_process_it_belongs_to(tmp_path: Path, kafka: SharedKafka) -> None:
     """A test process that is killed leaves no broker behind."""
     assert kafka.bootstrap

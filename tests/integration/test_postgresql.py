@@ -68,10 +68,11 @@ async def test_a_server_ends_with_the_process_it_belongs_to(postgresql: Postgres
 @pytest.mark.parametrize(
     ("environment", "code", "said"),
     [
-        ({"CI": ""}, 0, "NO POSTGRESQL"),
-        ({"CI": "true"}, 1, "no PostgreSQL, which CI must have: neither PATH nor /nowhere has"),
+        pytest.param({"CI": ""}, 0, "NO POSTGRESQL", id="skipped", marks=pytest.mark.chaos),
+        pytest.param(
+            {"CI": "true"}, 1, "no PostgreSQL, which CI must have: neither PATH nor /nowhere has", id="failed in CI"
+        ),
     ],
-    ids=["skipped", "failed in CI"],
 )
 def test_without_a_server_tests_are_skipped_and_fail_in_ci(
     tmp_path: Path, environment: Mapping[str, str], code: int, said: str

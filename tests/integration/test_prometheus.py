@@ -63,6 +63,7 @@ def test_the_page_follows_the_rules_of_prometheus() -> None:
     promtool("check", "metrics", page=generate_latest(registry))
 
 
+@pytest.mark.chaos
 async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_grows(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path
 ) -> None:

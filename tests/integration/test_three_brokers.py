@@ -17,17 +17,18 @@ from tests.support.three_brokers import NODES, ThreeBrokers
 
 @asynccontextmanager
 async def connected(
-    brokers: ThreeBrokers, node: int = 1, client_id: str = "asking"
+    brokers: ThreeBrokers, node: int = 1, client_id: str = "asking", patience: int = 4_000
 ) -> AsyncIterator[AIOKafkaConnection]:
-    """A connection through a proxy."""
+    """A connection through a proxy, on which a request is given up after *patience* milliseconds."""
     port = brokers.nodes[node].ports.proxy
-    connection = await create_conn("127.0.0.1", port, client_id=client_id, request_timeout_ms=4_000)
+    connection = await create_conn("127.0.0.1", port, client_id=client_id, request_timeout_ms=patience)
     try:
         yield connection
     finally:
         connection.close()
 
 
+@pytest.mark.chaos
 async def test_a_coordinator_moves_from_node_to_node_and_no_node_ends(
     brokers: ThreeBrokers, topic: str, group: str
 ) -> None:
@@ -127,7 +128,7 @@ async def test_a_held_request_arrives_when_it_is_released(brokers: ThreeBrokers,
 
 
 async def test_a_black_hole_answers_nothing_and_lets_go_of_its_connections_at_the_end(brokers: ThreeBrokers) -> None:
-    async with connected(brokers) as asking, connected(brokers, client_id="other") as other:
+    async with connected(brokers, patience=1_000) as asking, connected(brokers, client_id="other") as other:
         hole = brokers.proxies.swallow(client_id="asking")
         with pytest.raises(TimeoutError):
             await asking.send(MetadataRequest([]))

@@ -152,7 +152,14 @@ when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect
 """For what is so in rebalances that take every partition from everybody; tests/confluent has the others."""
 
 
-@pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=pytest.mark.kafka)])
+CONFLUENT = [pytest.mark.kafka]
+also_on_confluent = pytest.mark.parametrize(
+    "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
+)
+"""For what the client on confluent-kafka does with code of its own; a plain run leaves out its other tests here."""
+
+
+@pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos])])
 def unprepared(request: pytest.FixtureRequest) -> Harness:
     """Not async: the broker's fixture is not."""
     made: Harness = request.param(request)
@@ -178,6 +185,7 @@ async def started(harness: Harness, *, opening: bool = True) -> tuple[Transport,
 # Assignment ------------------------------------------------------------------------------
 
 
+@also_on_confluent
 async def test_the_first_assignment_names_all_partitions_and_the_membership(harness: Harness) -> None:
     client, listener, membership = await started(harness)
 
@@ -217,6 +225,7 @@ async def test_a_closed_client_gives_nothing_and_is_no_member(harness: Harness) 
         await client.poll(unlimited, 5.0)
 
 
+@also_on_confluent
 async def test_a_seek_inside_assigned_decides_the_first_record(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     client, _, _ = await started(harness, opening=False)
@@ -244,6 +253,7 @@ async def test_a_batch_has_its_records_in_order_their_sizes_and_the_position_aft
     assert client.position(harness.one) == 2
 
 
+@also_on_confluent
 async def test_the_position_passes_offsets_without_a_record(harness: Harness) -> None:
     """With them, or in a batch without records: else the lag never reaches 0 (I10)."""
     await harness.publish(harness.one, b"a")
@@ -274,6 +284,7 @@ async def test_a_hole_that_comes_later_moves_the_position_without_records(harnes
     assert found[-1].next_offset == 3
 
 
+@also_on_confluent
 async def test_no_more_records_than_allowed_and_none_twice(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     client, _, _ = await started(harness)
@@ -398,6 +409,7 @@ async def test_a_waiting_poll_returns_when_a_record_comes(harness: Harness) -> N
     assert [record.value for record in batch.records] == [b"a"]
 
 
+@also_on_confluent
 async def test_a_cancelled_poll_loses_nothing(harness: Harness) -> None:
     client, _, _ = await started(harness)
     polling = asyncio.ensure_future(poll_batches(client, timeout=60.0))
@@ -411,6 +423,7 @@ async def test_a_cancelled_poll_loses_nothing(harness: Harness) -> None:
     assert [record.value for record in came_first or await take(client, 1)] == [b"a"]
 
 
+@also_on_confluent
 async def test_a_paused_partition_hands_out_nothing_and_goes_on_where_it_was(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
@@ -435,6 +448,7 @@ async def test_a_seek_back_hands_out_again(harness: Harness) -> None:
     assert [record.value for record in await take(client, 1)] == [b"b"]
 
 
+@also_on_confluent
 async def test_a_position_outside_the_log_is_a_fault_of_that_partition_alone(harness: Harness) -> None:
     await harness.publish(harness.two, b"b")
     client, _, _ = await started(harness, opening=False)
@@ -493,6 +507,7 @@ async def test_topics_are_told_and_offsets_by_time(harness: Harness) -> None:
     assert await client.offset_at(harness.two, 0.0) is None
 
 
+@also_on_confluent
 async def test_a_commit_is_stored_with_its_metadata(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     client, _, membership = await started(harness)
@@ -502,6 +517,7 @@ async def test_a_commit_is_stored_with_its_metadata(harness: Harness) -> None:
     assert await client.committed([harness.one, harness.two]) == {harness.one: Committed(1, "note"), harness.two: None}
 
 
+@also_on_confluent
 @pytest.mark.parametrize("wrong", ["generation", "member"])
 async def test_a_commit_under_another_membership_is_refused(harness: Harness, wrong: str) -> None:
     client, _, (member_id, generation) = await started(harness)
@@ -567,6 +583,7 @@ async def test_after_a_rebalance_a_partition_is_paused_again(harness: Harness) -
     assert await client.poll(unlimited, 0.01) == []
 
 
+@also_on_confluent
 async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) -> None:
     client, listener, old = await started(harness)
     await harness.rebalance()
@@ -576,6 +593,7 @@ async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) 
         await client.commit({harness.one: Committed(0, "")}, old)
 
 
+@also_on_confluent
 async def test_a_lost_membership_is_told_and_nothing_can_be_committed(harness: Harness) -> None:
     client, listener, before = await started(harness)
     await harness.forget(before.member_id)

@@ -69,7 +69,7 @@ def test_without_the_marker(aioshard_client):
     [
         ["-p", "no:asyncio", "-p", "no:anyio"],
         ["-o", "asyncio_mode=auto", *SCOPE],
-        ["-o", "asyncio_mode=strict", *SCOPE],
+        pytest.param(["-o", "asyncio_mode=strict", *SCOPE], marks=pytest.mark.chaos),
     ],
 )
 def test_the_fixture_and_the_marker_need_no_import(tmp_path: Path, options: list[str]) -> None:

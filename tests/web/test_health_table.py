@@ -619,7 +619,7 @@ def check(row: Row, found: Found, logged: Collection[str]) -> None:
         assert told == []
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_lost_broker_is_told_as_promised(
     own_kafka: KafkaBroker, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:

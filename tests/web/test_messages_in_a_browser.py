@@ -46,7 +46,6 @@ async def read(browser: Browser, address: str) -> Watched:
     return watched
 
 
-@pytest.mark.slow
 async def test_messages(
     browser: Browser, kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:

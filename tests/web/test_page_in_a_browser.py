@@ -213,7 +213,6 @@ TOO_PALE = """() => {
 }"""
 
 
-@pytest.mark.slow
 async def test_the_page_in_a_browser(
     kafka: SharedKafka, topic: str, group: str, browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ from tests.support.screenshots import load, shop, trouble
 HIGHEST = 4_000
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_the_page_on_a_phone(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
     app = shop()
