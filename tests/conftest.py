@@ -20,7 +20,7 @@ from tests.support.kafka_libs import BrokerUnavailableError
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 from tests.support.provision import in_ci
 from tests.support.shared_kafka import SharedKafka, alone, begin_run, end_run, shared_kafka, shared_three_brokers
-from tests.support.spark import spark_session
+from tests.support.spark import spark_session, start_java_quickly
 from tests.support.three_brokers import ThreeBrokers
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has its background jobs ignore it, and so would the processes that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    start_java_quickly()
     if not hasattr(config, "workerinput"):
         begin_run()
 

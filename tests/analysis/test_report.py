@@ -55,6 +55,7 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.chaos
 def test_json_has_everything(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spark.version
     skew = answered(capsys, "skew", str(journal), "--top", "1")
@@ -87,6 +88,7 @@ def test_a_stall_is_told_with_the_rebalance_that_it_was(
     assert answered(capsys, "tail", str(journal))["records"] == RECORDS + 1, "a rebalance is no record"
 
 
+@pytest.mark.chaos
 def test_tables_are_for_people(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spark.version
     code, out, _ = asked(capsys, "tail", str(journal))
@@ -112,6 +114,7 @@ def test_what_somebody_has_sent_stays_text(page: Path) -> None:
     assert "Orders &amp; returns" in page.read_text()
 
 
+@pytest.mark.chaos
 def test_a_real_browser_opens_the_page_offline(page: Path, tmp_path: Path) -> None:
     try:
         browser()

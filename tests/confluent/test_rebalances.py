@@ -10,12 +10,24 @@ from confluent_kafka import KafkaError, KafkaException
 from aioshard.errors import ClientLostError, CommitRefusedError, TransportError
 from aioshard.ports import NOT_A_MEMBER, NOTHING, Allowance, Committed
 from aioshard.records import TopicPartition
+from tests.confluent.conftest import BY_THE_BROKER, COOPERATIVE
 from tests.kafka_client.members import PATIENCE, Member
 from tests.support.shared_kafka import SharedKafka
 
 Join = Callable[..., Member]
 
 RECORDS = 400
+
+
+COOPERATIVE_QUICKLY = pytest.mark.parametrize(
+    "protocol",
+    [
+        pytest.param(COOPERATIVE, id="cooperative"),
+        pytest.param(BY_THE_BROKER, id="KIP-848", marks=pytest.mark.chaos),
+    ],
+    indirect=True,
+)
+"""Both protocols; only the first one is in the plain run."""
 
 
 def one_by_one(_: TopicPartition) -> Allowance:
@@ -103,6 +115,7 @@ def keep_kept(one: Member) -> None:
     one.at_assign = open_new
 
 
+@COOPERATIVE_QUICKLY
 async def test_what_another_member_leaves_comes_in_addition(kafka: SharedKafka, topic: str, member: Join) -> None:
     await fill(kafka, topic, 4)
     one, two = member(), member()
@@ -166,6 +179,7 @@ async def test_closing_while_the_engine_drains_waits_for_its_commit(
     await until(lambda: len(held(two)) == 2, two)
 
 
+@COOPERATIVE_QUICKLY
 async def test_two_members_with_one_instance_id_are_told_so(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, 2)
     first, second = member(group_instance_id="one"), member(group_instance_id="one")

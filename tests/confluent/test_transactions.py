@@ -212,7 +212,7 @@ async def test_a_client_that_hangs_is_replaced(
     assert (broker.visible, broker.clients) == ([b"2", b"3"], 2)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_transaction_succeeds_after_the_coordinator_of_the_group_was_away() -> None:
     """On librdkafka's mock cluster: the client would wait without a limit, even when the coordinator is back."""
     process = await asyncio.create_subprocess_exec(

@@ -17,15 +17,21 @@ from tests.support.shared_kafka import SharedKafka
 
 RECORDS = 50
 
+AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
+COOPERATIVE: dict[str, Any] = {"client": "confluent"}
+BY_THE_BROKER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
+
 CLIENTS = pytest.mark.parametrize(
     "client",
-    [
-        {"client": "aiokafka", "assignor": "sticky"},
-        {"client": "confluent"},
-        {"client": "confluent", "group_protocol": "consumer"},
-    ],
+    [AIOKAFKA, pytest.param(COOPERATIVE, marks=pytest.mark.chaos), BY_THE_BROKER],
     ids=["aiokafka", "cooperative", "KIP-848"],
 )
+ONE_CLIENT_QUICKLY = pytest.mark.parametrize(
+    "client",
+    [AIOKAFKA, *(pytest.param(client, marks=pytest.mark.chaos) for client in (COOPERATIVE, BY_THE_BROKER))],
+    ids=["aiokafka", "cooperative", "KIP-848"],
+)
+"""The same clients; only the first one is in the plain run."""
 
 
 class Process:
@@ -67,7 +73,7 @@ async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
         await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)], partition)
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_a_partition_goes_on_where_it_was_asked_to(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
@@ -94,7 +100,7 @@ async def test_a_partition_goes_on_where_it_was_asked_to(
     assert process.done.total() == 3 * RECORDS + 10
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so_where_it_does_not(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
@@ -149,7 +155,7 @@ async def test_a_pattern_takes_in_a_topic_that_appears_from_its_start(
     assert process.done.total() == 3 * RECORDS
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_the_lag_of_a_paused_partition_grows(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,8 +90,13 @@ class Ages:
         await asyncio.to_thread(self._thread.join)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.chaos] if case.seconds > SESSION else [])
+        for name, case in CASES.items()
+    ],
+)
 async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
     kafka: SharedKafka, topic: str, group: str, case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,6 +30,8 @@ from tests.support.kafka_libs import PROJECT
 from tests.support.shared_kafka import SharedKafka
 
 CLIENTS = pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+ONE_CLIENT_QUICKLY = pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
+"""The same clients; only the first one is in the plain run."""
 MEMBERS = pytest.mark.parametrize(
     "protocol", [{}, {"client": "confluent", "group_protocol": "consumer"}], ids=["classic", "KIP-848"]
 )
@@ -99,7 +101,7 @@ async def test_only_what_was_given_is_read_and_committed_and_the_group_stays_emp
     assert sorted(hand.processed) == [(0, offset) for offset in range(6)] + [(2, offset) for offset in range(5)]
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_the_next_one_goes_on_where_the_commits_are(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
@@ -129,7 +131,7 @@ async def test_a_partition_or_topic_that_there_is_not_ends_the_start(
         await hand.app.serve()
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_without_a_limit_for_the_start_it_waits_for_what_there_is_not(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
@@ -142,7 +144,7 @@ async def test_without_a_limit_for_the_start_it_waits_for_what_there_is_not(
         await hand.until_committed({0: 1})
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 @MEMBERS
 async def test_a_group_with_members_ends_the_start(
     kafka: SharedKafka, topic: str, group: str, client: str, protocol: dict[str, Any]
@@ -221,7 +223,7 @@ def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterato
         process.kill()
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 @MEMBERS
 async def test_members_that_come_later_end_the_process_with_its_next_commit(
     kafka: SharedKafka, topic: str, group: str, start: Start, client: str, protocol: dict[str, Any]
@@ -243,7 +245,7 @@ async def test_members_that_come_later_end_the_process_with_its_next_commit(
     assert "Traceback" not in process.log
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_a_last_commit_that_is_refused_is_told_to_who_stopped_it(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
@@ -260,7 +262,7 @@ async def test_a_last_commit_that_is_refused_is_told_to_who_stopped_it(
             await asyncio.wait_for(serving, 20)
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_after_a_kill_only_what_was_not_finished_runs_again(
     kafka: SharedKafka, topic: str, group: str, start: Start, client: str
 ) -> None:
@@ -318,6 +320,7 @@ async def test_a_client_that_is_lost_is_built_anew_with_the_same_partitions(
     assert hand.processed == [(1, offset) for offset in range(5)]
 
 
+@pytest.mark.chaos
 @CLIENTS
 @pytest.mark.timeout(120)
 async def test_a_broker_that_was_restarted_is_read_and_committed_to_again(

@@ -62,7 +62,7 @@ async def test_an_app_may_be_run_again(broker: EmbeddedBroker, topic: str, group
     """The mock lets a group that somebody left wait for a session time-out; the broker's settings make that short."""
     await broker.create_topic(topic, partitions=1)
     seen: list[int] = []
-    for number in range(3):
+    for number in range(2):
         async with producer_of(broker) as producer:
             await producer.send_and_wait(topic, b"v")
         app = App(group, **broker.settings, auto_offset_reset="earliest")

@@ -236,6 +236,7 @@ async def sparing(kafka: SharedKafka, tmp_path: Path) -> AsyncIterator[KafkaBrok
         await broker.kill()
 
 
+@pytest.mark.chaos
 async def test_offsets_are_committed_where_no_text_is_stored(sparing: KafkaBroker, topic: str, group: str) -> None:
     await sparing.create_topic(topic)
     await sparing.produce(topic, [(None, b"x")] * 20)

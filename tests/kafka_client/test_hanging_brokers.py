@@ -10,6 +10,7 @@ import pytest
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.structs import BrokerMetadata
 
+from aioshard.kafka.aiokafka import connections
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, START_TIMEOUT, find_broker, why_unreachable
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.aiokafka.producer import KafkaProducer
@@ -86,7 +87,10 @@ async def test_a_producer_starts_although_an_advertised_broker_hangs(
         await producer.close()
 
 
-async def test_the_hint_names_the_broker_that_hangs_and_not_the_listeners(kafka: SharedKafka, hanging: str) -> None:
+async def test_the_hint_names_the_broker_that_hangs_and_not_the_listeners(
+    kafka: SharedKafka, hanging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "CONNECT_TIMEOUT", 1.0)
     settings, options = options_of(kafka.bootstrap)
     addresses = [
         (host, int(port)) for host, _, port in (one.partition(":") for one in (kafka.bootstrap.split(",")[0], hanging))

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import uvloop
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka_errors
 from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import CommitError, ConnectError, TransportError
+from aioshard.kafka.aiokafka import producer as producing
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected as connect
@@ -21,7 +23,7 @@ from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka_client.members import Member, settings_for
-from tests.support.loops import LOOPS, NewLoop, run_on
+from tests.support.loops import NewLoop, run_on
 from tests.support.shared_kafka import SharedKafka
 
 Connected = Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]]
@@ -48,7 +50,8 @@ async def reading(settings: Settings) -> AsyncIterator[Any]:
 async def sending(settings: Settings) -> AsyncIterator[Any]:
     producer = KafkaProducer(settings)
     try:
-        with contextlib.suppress(TransportError):
+        with pytest.MonkeyPatch.context() as patched, contextlib.suppress(TransportError):
+            patched.setattr(producing, "_TOPIC_TIMEOUT", 0.3)
             await producer.publish(Message("some-topic", b"v", partition=1_000))
         yield producer._client
     finally:
@@ -73,6 +76,11 @@ async def administering(settings: Settings) -> AsyncIterator[Any]:
         yield administration._client
 
 
+LOOPS = pytest.mark.parametrize(
+    "new_loop",
+    [pytest.param(asyncio.new_event_loop, marks=pytest.mark.chaos), uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
+)
 CLIENTS = pytest.mark.parametrize("connected", [reading, sending, consuming, administering])
 """Every way in which a client of aiokafka's is started here."""
 

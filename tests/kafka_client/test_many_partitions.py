@@ -80,7 +80,7 @@ async def measured(turns: dict[str, float]) -> AsyncIterator[Callable[[str], Non
         del turns["before"]
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("no_collection")
 async def test_no_rebalance_of_a_thousand_partitions_holds_the_loop(kafka: SharedKafka, topic: str, group: str) -> None:

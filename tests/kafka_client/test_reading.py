@@ -373,6 +373,7 @@ async def test_a_position_outside_the_log_is_a_fault_of_its_partition_alone(
     assert reader.offsets(gone) == list(range(60, 100))
 
 
+@pytest.mark.chaos
 async def test_a_fault_is_told_about_once_a_second_and_not_without_end(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
@@ -455,6 +456,7 @@ async def test_a_fetch_brings_large_batches_of_many_partitions(kafka: SharedKafk
     assert fetches < 32
 
 
+@pytest.mark.chaos
 async def test_drained_partitions_make_the_fetcher_check_its_partitions_rarely(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:

@@ -352,7 +352,12 @@ async def test_a_batch_that_cannot_be_read_is_told_and_not_skipped(
 
 
 @pytest.mark.parametrize(
-    "code", [kafka_errors.NotLeaderForPartitionError, kafka_errors.UnknownError, kafka_errors.KafkaStorageError]
+    "code",
+    [
+        kafka_errors.NotLeaderForPartitionError,
+        pytest.param(kafka_errors.UnknownError, marks=pytest.mark.chaos),
+        pytest.param(kafka_errors.KafkaStorageError, marks=pytest.mark.chaos),
+    ],
 )
 async def test_a_change_of_leader_is_no_failure(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, code: type[kafka_errors.BrokerResponseError]
@@ -471,6 +476,7 @@ async def test_where_nobody_listens_everything_says_so(make: Make) -> None:
                 await asking
 
 
+@pytest.mark.chaos
 async def test_an_outage_is_told_and_nothing_is_left_out(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,6 +509,7 @@ async def test_an_outage_is_told_and_nothing_is_left_out(
     assert await side_topics.end(at) == 2
 
 
+@pytest.mark.chaos
 async def test_a_long_outage_makes_the_client_anew(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,6 +555,7 @@ async def test_a_client_whose_task_ended_is_replaced(
     assert await client_of(side_topics) is not client
 
 
+@pytest.mark.chaos
 async def test_closing_does_not_wait_for_a_broker_that_hangs(own_kafka: KafkaBroker, topic: str, make: Make) -> None:
     await own_kafka.create_topic(topic)
     side_topics = make(own_kafka.bootstrap)

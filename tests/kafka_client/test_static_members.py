@@ -22,8 +22,8 @@ OPTIONS = pytest.mark.parametrize(
     "options",
     [
         {"client": "aiokafka"} | QUICK,
-        {"client": "confluent"} | QUICK,
-        {"client": "confluent", "group_protocol": "consumer"},
+        pytest.param({"client": "confluent"} | QUICK, marks=pytest.mark.chaos),
+        pytest.param({"client": "confluent", "group_protocol": "consumer"}, marks=pytest.mark.chaos),
     ],
     ids=["aiokafka", "cooperative", "KIP-848"],
 )

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from aioshard import App, Record
-from tests.kafka_client.test_apps import CLIENTS, Process, until
+from tests.kafka_client.test_apps import ONE_CLIENT_QUICKLY, Process, until
 from tests.support.shared_kafka import SharedKafka
 
 RECORDS = 40
@@ -17,7 +17,7 @@ async def fill(kafka: SharedKafka, topic: str, name: bytes) -> set[bytes]:
     return sent
 
 
-@CLIENTS
+@ONE_CLIENT_QUICKLY
 async def test_a_running_app_takes_a_topic_and_gives_it_up(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
 
 PARTITIONS = 4
-RECORDS = 400
+RECORDS = 300
 BATCH = 120
 
 NOTING = """
@@ -148,6 +148,7 @@ async def test_every_offset_has_one_row_and_no_batch_is_larger_than_asked(scenar
     scenario.assert_each_offset_has_one_row()
 
 
+@pytest.mark.chaos
 @with_handler(PLAIN)
 async def test_it_stops_at_a_border_and_goes_on_without_a_call_twice(scenario: Scenario) -> None:
     await scenario.run.plan(max_rows_per_batch=BATCH)
@@ -168,6 +169,30 @@ async def test_it_stops_at_a_border_and_goes_on_without_a_call_twice(scenario: S
     assert len(scenario.calls) == RECORDS
 
 
+@with_handler(PLAIN)
+async def test_a_run_that_follows_takes_later_records_until_it_is_stopped(scenario: Scenario) -> None:
+    run = scenario.run
+    await run.plan(max_rows_per_batch=RECORDS)
+
+    async def until_called(calls: int) -> None:
+        async with asyncio.timeout(100):
+            while len(scenario.calls) < calls:  # noqa: ASYNC110 - the handler writes a file
+                await asyncio.sleep(0.02)
+
+    thread = asyncio.to_thread(history.follow, run.spark, run.directory, trigger="0.1 seconds")
+    following = asyncio.create_task(thread, name="follow")
+    try:
+        await until_called(RECORDS)
+        await run.kafka.produce(run.topic, [(b"k", b"later")] * 7)  # beyond the planned end
+        await until_called(RECORDS + 7)
+    finally:
+        history.stop(run.directory)
+        await following
+
+    scenario.assert_each_offset_has_one_row(RECORDS + 7)
+    assert len(scenario.calls) == RECORDS + 7
+
+
 HALTING = """
 @app.consume({topic!r}, retry=Retry(attempts=2, initial=0.01))
 async def handle(record: Record) -> None:
@@ -177,6 +202,7 @@ async def handle(record: Record) -> None:
 """
 
 
+@pytest.mark.chaos
 @with_handler(HALTING)
 async def test_a_poison_record_ends_it_by_name_and_after_the_fix_it_goes_on(scenario: Scenario) -> None:
     run = scenario.run
@@ -214,7 +240,11 @@ async def handle(record: Record) -> None:
 @with_handler(FAILING)
 @pytest.mark.parametrize(
     ("on_failure", "status"),
-    [(None, "dead_lettered"), ("skip", "skipped"), ("dead-letter:other", "dead_lettered")],
+    [
+        (None, "dead_lettered"),
+        pytest.param("skip", "skipped", marks=pytest.mark.chaos),
+        pytest.param("dead-letter:other", "dead_lettered", marks=pytest.mark.chaos),
+    ],
 )
 async def test_what_follows_a_failure_can_be_chosen_for_one_run(
     scenario: Scenario, on_failure: str | None, status: str
@@ -241,6 +271,7 @@ async def handle(record: Record) -> None:
 """
 
 
+@pytest.mark.chaos
 @with_handler(SPENT)
 async def test_an_open_circuit_breaker_ends_it_as_a_halt_does(scenario: Scenario) -> None:
     await scenario.run.plan()
@@ -281,7 +312,7 @@ async def handle(record: Record) -> None:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @with_handler(SLOW)
 async def test_a_driver_that_dies_costs_one_micro_batch(scenario: Scenario, spark_modules: Path) -> None:
     run = scenario.run
@@ -309,6 +340,7 @@ async def test_a_driver_that_dies_costs_one_micro_batch(scenario: Scenario, spar
     assert len(scenario.calls) <= RECORDS + BATCH
 
 
+@pytest.mark.chaos
 @with_handler(PLAIN)
 async def test_records_that_retention_deletes_meanwhile_end_it_by_name(scenario: Scenario) -> None:
     run = scenario.run
@@ -344,6 +376,7 @@ async def handle(record: Record) -> object:
 """
 
 
+@pytest.mark.chaos
 @with_handler(COUNTING)
 async def test_the_total_concurrency_is_that_of_the_whole_job(scenario: Scenario) -> None:
     await scenario.run.plan(total_concurrency=6)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
 
 PARTITIONS, KEYS = 3, 50
-FIRST, SECOND = 4_000, 2_000
+FIRST, SECOND = 2_000, 1_000
 """Records that are there before the app starts, and those that come after it has ended."""
 STUCK = 7
 PATIENCE = 120.0
@@ -135,7 +135,6 @@ async def stop(process: subprocess.Popen[bytes]) -> int:
     return await asyncio.to_thread(process.wait, PATIENCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.chaos), "killed"])
 async def test_an_app_then_spark_then_the_app_publish_every_record_once(run: Publishing, how: str) -> None:
     """The first app ends with records finished beyond the committed offset, the killed one in a transaction."""
@@ -181,7 +180,7 @@ async def test_an_app_then_spark_then_the_app_publish_every_record_once(run: Pub
     assert how == "stopped" or len(everything) > FIRST + SECOND, "no transaction was cut: the test shows nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_micro_batch_that_runs_again_publishes_again_under_the_same_id(run: Publishing, tmp_path: Path) -> None:
     await run.produce(range(20))
     told: list[str] = []

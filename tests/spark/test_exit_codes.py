@@ -8,6 +8,7 @@ from aioshard.errors import (
     DataLossError,
     GroupBusyError,
     GroupMovedError,
+    HaltedError,
     NotVerifiedError,
     PlanError,
     StartError,
@@ -18,6 +19,7 @@ from aioshard.errors import (
     ("error", "code"),
     [
         (PlanError("no"), 2),
+        (HaltedError(["orders/0/3"]), 3),
         (NotVerifiedError("no"), 3),
         (GroupBusyError("orders", ["member 'a'"], 2.0), 4),
         (GroupMovedError("orders", ["orders/0: then 3, now 6"]), 4),

@@ -68,6 +68,7 @@ def _file(app: AppModule, offsets: Any) -> str:
     return str(path)
 
 
+@pytest.mark.chaos
 async def test_a_busy_group_and_one_that_has_moved_end_with_4(
     app: AppModule, kafka: SharedKafka, group: str, topic: str
 ) -> None:
@@ -86,6 +87,7 @@ async def test_a_busy_group_and_one_that_has_moved_end_with_4(
     assert await kafka.committed(group, topic) == {0: 10}
 
 
+@pytest.mark.chaos
 async def test_lost_records_end_with_5_and_what_makes_no_sense_with_2(
     app: AppModule, kafka: SharedKafka, topic: str
 ) -> None:

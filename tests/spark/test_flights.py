@@ -21,7 +21,7 @@ from tests.support.kafka_libs import PROJECT
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
 
 FLIGHTS = 30_000
 LATER = 500

@@ -402,6 +402,7 @@ async def test_a_member_that_was_killed_is_named_and_waited_for(drained: Run7) -
     assert any("victim" in sentence for sentence in drained.told)
 
 
+@pytest.mark.chaos
 async def test_a_killed_member_of_the_newer_protocol_is_waited_for(drained: Run7) -> None:
     await _set_session(drained.kafka, drained.group, session=2.0, heartbeat=0.2)
     await killed_member(drained, **{"group.protocol": "consumer"})

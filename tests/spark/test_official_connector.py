@@ -18,7 +18,7 @@ from tests.support.kafka_libs import PROJECT
 from tests.support.provision import skip_or_fail
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched
 
 TIMEOUT = 1000.0
 HANDLER = """
@@ -40,7 +40,6 @@ def jars() -> str:
         skip_or_fail("Spark with its Kafka connector", str(missing))
 
 
-@pytest.mark.chaos
 async def test_both_give_the_same_rows_for_offsets_and_for_times(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jars: str
 ) -> None:

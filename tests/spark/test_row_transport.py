@@ -104,6 +104,7 @@ def test_waiting_for_rows_is_not_being_stuck(work: Any) -> None:
     assert len(outcomes(told, rows())) == len(module.seen) == 11
 
 
+@pytest.mark.chaos
 def test_a_record_that_hangs_is_told_although_more_rows_could_come(work: Any) -> None:
     told, _ = work(
         "@app.consume('orders')\nasync def handle(record: Record):\n"

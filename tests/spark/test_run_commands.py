@@ -8,16 +8,20 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from aioshard import spark
+from aioshard.cli.main import main
 from tests.spark.apps import AppModule, write_app
 from tests.support.kafka_libs import PROJECT
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.timeout(600)
 
 RECORDS = 90
 
@@ -34,6 +38,13 @@ async def handle(record: Record) -> None:
         raise LookupError("no such customer")
     await asyncio.sleep({seconds})
 """
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest) -> "SparkSession":
+    """The fixture `spark`, whose name is that of a module here."""
+    found: SparkSession = request.getfixturevalue("spark")
+    return found
 
 
 async def make_run(
@@ -81,6 +92,7 @@ async def ended(app: AppModule, *words: str) -> tuple[int | None, str, str]:
         return process.returncode, output.decode(), errors.decode()
 
 
+@pytest.mark.chaos
 async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +121,37 @@ async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
     assert await kafka.committed(group, topic) == {0: RECORDS}
 
 
+def test_run_and_verify_in_this_process(
+    session: "SparkSession",
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same with the session of the other tests: no Java starts."""
+    monkeypatch.setattr(session, "stop", lambda: None)
+
+    def said(*words: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["spark", *words, "--master", "local[2,4]", f"--app-dir={tmp_path}", "--json"])
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out, printed.err
+
+    _, run = asyncio.run(make_run(kafka, topic, group, tmp_path, monkeypatch))
+    code, output, errors = said("run", str(run))
+    assert (code, output) == (3, ""), errors
+    assert f"{topic}/0/80 (key k, LookupError: no such customer)" in errors
+
+    (tmp_path / "flag").touch()
+    code, output, errors = said("run", str(run))
+    assert (code, json.loads(output)["state"]) == (0, "finished"), errors
+    code, output, errors = said("verify", str(run))
+    assert (code, json.loads(output)["ok"]) == (0, True), errors
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("how", ["signal", "command"])
 async def test_it_is_stopped_at_a_border(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -134,6 +177,7 @@ async def test_it_is_stopped_at_a_border(
     assert ("Stopping after the current micro-batch" in errors.decode()) == (how == "signal")
 
 
+@pytest.mark.chaos
 async def test_what_follows_has_no_end_but_a_stop(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +219,7 @@ def is_spark(process: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processes of this system are not told by files")
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.chaos), 2])
 async def test_a_signal_while_spark_starts_leaves_no_java_behind(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:

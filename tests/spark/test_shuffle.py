@@ -87,6 +87,7 @@ async def test_what_a_function_brings_together_is_in_order_across_partitions(
     assert disorders(without_order.rows()) > 100
 
 
+@pytest.mark.chaos
 async def test_offsets_of_a_partition_stay_in_order_where_the_clocks_of_its_producers_disagree(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
@@ -184,6 +185,7 @@ async def handle(record: Record, context: Context):
 """
 
 
+@pytest.mark.chaos
 async def test_failures_of_handlers_and_of_sharding_functions_end_as_they_do_live(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
@@ -208,6 +210,7 @@ async def test_failures_of_handlers_and_of_sharding_functions_end_as_they_do_liv
     assert rows[5]["headers"] == [{"key": "h", "value": b"1"}, {"key": "n", "value": None}]
 
 
+@pytest.mark.chaos
 async def test_a_record_that_halts_ends_the_drain_and_the_next_one_goes_on_there(
     kafka: SharedKafka, topic: str, begin: Begin, tmp_path: Path
 ) -> None:
@@ -234,6 +237,7 @@ async def test_a_record_that_halts_ends_the_drain_and_the_next_one_goes_on_there
     assert places(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(50)]
 
 
+@pytest.mark.chaos
 async def test_handlers_that_need_no_shuffle_share_the_tasks_of_one_that_does(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
@@ -263,6 +267,7 @@ async def test_handlers_that_need_no_shuffle_share_the_tasks_of_one_that_does(
     assert found == [one for one in expected for _ in range(40)]
 
 
+@pytest.mark.chaos
 async def test_the_records_of_a_key_in_several_topics_come_together_where_that_is_asked_for(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
@@ -296,6 +301,7 @@ async def test_what_the_group_recorded_as_finished_is_not_run_again(
     assert places(run.rows()) == [(0, offset) for offset in (2, 3, 4, 7, 8, 9)]
 
 
+@pytest.mark.chaos
 async def test_a_worker_that_is_killed_costs_its_task_and_no_record(
     kafka: SharedKafka, topic: str, begin: Begin, tmp_path: Path
 ) -> None:

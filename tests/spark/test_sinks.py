@@ -88,7 +88,7 @@ def test_a_task_that_fails_leaves_nothing_of_its_rows(spark: "SparkSession", tab
 # A run --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_once_after_a_crash_too(
     spark: "SparkSession",
     spark_modules: Path,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from aioshard.errors import PlanError
 from aioshard.records import Record
 from aioshard.spark.source import OUTCOME_COLUMNS, AioshardSource
 from tests.spark.apps import write_app
@@ -40,7 +41,7 @@ def as_record(row: "Row") -> Record:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_it_is_found_by_name_and_says_what_is_missing() -> None:
     script = (
         "from aioshard.spark.session import local_session\n"
@@ -141,11 +142,17 @@ async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
         ({"plan": "nowhere"}, "nowhere contains no plan.json"),
     ],
 )
-def test_a_wrong_option_is_a_sentence(spark: "SparkSession", options: dict[str, str], sentence: str) -> None:
-    with pytest.raises(Exception, match=sentence):
-        spark.read.format("aioshard").options(bootstrap_servers="127.0.0.1:1", **options).load().collect()
+def test_a_wrong_option_is_a_sentence(options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        AioshardSource({"bootstrap_servers": "127.0.0.1:1"} | options).reader(OUTCOME_COLUMNS)
 
 
+def test_spark_shows_the_sentence_about_a_wrong_option(spark: "SparkSession") -> None:
+    with pytest.raises(Exception, match="has no option 'topic'"):
+        spark.read.format("aioshard").options(bootstrap_servers="127.0.0.1:1", topic="orders").load().collect()
+
+
+@pytest.mark.chaos
 async def test_with_an_app_it_gives_outcome_rows_and_a_halt_is_an_error(
     spark: "SparkSession",
     kafka: SharedKafka,

@@ -157,7 +157,7 @@ async def test_rows_outside_the_planned_range_are_named(drained: HistoryRun) -> 
     assert found.outside == {f"{drained.topic}/0": one, "another/0": one}
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_run_that_was_stopped_before_its_end_is_not_verified(run: HistoryRun) -> None:
     await run.plan(max_rows_per_batch=30)
 
@@ -174,6 +174,7 @@ async def test_a_run_that_was_stopped_before_its_end_is_not_verified(run: Histor
     assert (await run.verify()).ok
 
 
+@pytest.mark.chaos
 async def test_markers_and_aborted_records_are_holes(run: HistoryRun) -> None:
     await run.kafka.produce_transaction(run.topic, [(None, b"kept")] * 3, 0, transactional_id=run.topic)
     await run.kafka.produce_transaction(run.topic, [(None, b"not")] * 4, 1, abort=True, transactional_id=run.topic)
@@ -187,7 +188,7 @@ async def test_markers_and_aborted_records_are_holes(run: HistoryRun) -> None:
     assert found.records == 65
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_what_compaction_has_taken_out_before_the_drain_is_a_hole(
     run: HistoryRun, topic: str, group: str, spark_modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ async def test_what_compaction_has_taken_out_before_the_drain_is_a_hole(
     assert found.records < plan.records
 
 
+@pytest.mark.chaos
 async def test_what_retention_has_deleted_since_is_counted_and_no_error(run: HistoryRun) -> None:
     await run.plan()
     await run.drain()
@@ -225,6 +227,7 @@ async def test_what_retention_has_deleted_since_is_counted_and_no_error(run: His
     assert found.records == 30
 
 
+@pytest.mark.chaos
 async def test_what_the_group_had_finished_before_counts_as_done(run: HistoryRun, group: str) -> None:
     noted = CommitMetadata(finished=(Run(12, 15),)).text(10)
     async with KafkaAdmin(Settings(bootstrap_servers=run.kafka.bootstrap)) as brokers:
@@ -306,6 +309,7 @@ def _pretend_drained(run: HistoryRun, ends: dict[str, int]) -> None:
         (run.directory / "checkpoint" / name / "0").write_text(content)
 
 
+@pytest.mark.chaos
 async def test_what_was_found_is_in_the_directory_as_json(drained: HistoryRun) -> None:
     shutil.rmtree(drained.directory / "outcomes" / "batch=1")
 

@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+def start_java_quickly() -> None:
+    """Make Spark's Java of this process and of those that it starts compile little: it halves their CPU time.
+
+    Unlike `JDK_JAVA_OPTIONS`, Spark's own variables print nothing.
+    """
+    for variable in ("SPARK_LAUNCHER_OPTS", "SPARK_SUBMIT_OPTS"):
+        os.environ.setdefault(variable, "-XX:+UseSerialGC -XX:TieredStopAtLevel=1")
+
+
 @contextmanager
 def spark_session(modules: Path) -> "Iterator[SparkSession]":
     """A session with two cores and four partitions of shuffles; it is stopped at the end.

@@ -101,6 +101,7 @@ def test_each_partition_that_is_assigned_has_a_line_of_its_state(
     assert [line["partition"] for line in world.lines("epoch_ended") if line["dropped"] == 0][:1] == [1]
 
 
+@pytest.mark.chaos
 def test_the_log_of_a_day_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     """A start, two rebalances, 500 failures of three kinds, an outage of 10 s, a stop; each cause is told once."""
     partitions = 60
