@@ -8,7 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 
 VENV := .venv
 BIN := $(VENV)/bin
-CODE := aioshard tests $(wildcard benchmarks examples)
+CODE := aioshard tests hatch_build.py $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-compiled test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
