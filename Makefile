@@ -8,10 +8,10 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 
 VENV := .venv
 BIN := $(VENV)/bin
-CODE := aioshard tests $(wildcard benchmarks examples)
+CODE := aioshard tests hatch_build.py $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-compiled test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
+.PHONY: help demo test test-fast test-compiled test-slow check format bench chaos coverage docs hooks broker chromium connector postgresql prometheus screenshots clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ coverage: $(VENV)/.dev broker connector postgresql chromium prometheus ## run th
 
 docs: $(VENV)/.dev ## build the documentation into site/
 	@$(BIN)/zensical build --strict --clean
+
+hooks: $(VENV)/.dev ## check changed files before each commit: ruff, mypy and prose
+	@$(BIN)/python -m pip install --quiet pre-commit
+	@$(BIN)/pre-commit install
 
 broker: $(VENV)/.dev ## fetch the broker's jars; without Java or Maven the tests that need one are skipped
 	@$(BIN)/python -m tests.support.kafka_libs

@@ -1,12 +1,19 @@
-"""Builds the compiled wheel: `AIOSHARD_COMPILE=1 pip install .`; without the variable the wheel is pure Python."""
+"""Two hooks of the build: compiled modules, and addresses for the package index.
+
+`AIOSHARD_COMPILE=1 pip install .` builds the compiled wheel; without the variable the wheel is pure Python.
+"""
 
 import contextlib
 import os
+import posixpath
+import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 MYPY_OPTIONS = [
     "--config-file=",  # ignore the project's: it needs packages with types that a build does not need
@@ -15,6 +22,69 @@ MYPY_OPTIONS = [
     "--follow-imports=silent",
     "--local-partial-types",
 ]
+
+IMAGES = (".gif", ".jpg", ".png", ".svg", ".webp")
+CODE = re.compile(
+    r"^ *(?P<fence>```+|~~~+).*?^ *(?P=fence) *$|(?P<ticks>`+)[^`].*?(?P=ticks)", re.DOTALL | re.MULTILINE
+)
+LINK = re.compile(
+    r"""(?P<before>\]\(<?|\b(?:href|src|srcset)="|^\[[^\]]+\]:\s+)(?P<target>(?![a-z][a-z\d+.-]*:|[#/])[^\s)>"]+)""",
+    re.MULTILINE,
+)
+
+
+class RepositoryMetadataHook(MetadataHookInterface):
+    """Adds the addresses of the repository to the metadata, and makes the links of the README absolute.
+
+    A workflow of the repository's host sets the variables. Without them the README stays as it is.
+    """
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set `readme` and `urls`; a wheel that is built from an sdist keeps those of the sdist."""
+        dynamic = metadata.get("dynamic", [])
+        repository = repository_url(os.environ)
+        if "readme" in dynamic:
+            metadata["readme"] = "README.md"
+            if repository:
+                text = Path(self.root, "README.md").read_text(encoding="utf-8")
+                links = absolute_links(text, repository, git_ref(os.environ), Path(self.root))
+                metadata["readme"] = {"content-type": "text/markdown", "text": links}
+        if "urls" in dynamic and repository:
+            files = f"{repository}/blob/{git_ref(os.environ)}"
+            metadata["urls"] = {
+                "Homepage": repository,
+                "Documentation": f"{files}/docs/index.md",
+                "Source": repository,
+                "Changelog": f"{files}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
+
+
+def repository_url(variables: Mapping[str, str]) -> str:
+    """Return the address of the repository, or an empty text outside its workflows."""
+    server, name = variables.get("GITHUB_SERVER_URL", ""), variables.get("GITHUB_REPOSITORY", "")
+    return f"{server.rstrip('/')}/{name}" if server and name else ""
+
+
+def git_ref(variables: Mapping[str, str]) -> str:
+    """Return the tag that is built, or HEAD: links of a released README must not change with the main branch."""
+    return variables["GITHUB_REF_NAME"] if variables.get("GITHUB_REF_TYPE") == "tag" else "HEAD"
+
+
+def absolute_links(text: str, repository: str, ref: str, root: Path) -> str:
+    """Make relative links and images absolute; code, anchors and absolute links stay as they are."""
+
+    def absolute(found: re.Match[str]) -> str:
+        path, mark, anchor = found["target"].partition("#")
+        path = posixpath.normpath(path)
+        view = "raw" if path.endswith(IMAGES) else "tree" if (root / path).is_dir() else "blob"
+        return f"{found['before']}{repository}/{view}/{ref}/{path}{mark}{anchor}"
+
+    pieces, end = [], 0
+    for code in CODE.finditer(text):
+        pieces += [LINK.sub(absolute, text[end : code.start()]), code.group()]
+        end = code.end()
+    return "".join([*pieces, LINK.sub(absolute, text[end:])])
 
 
 class CompilingBuildHook(BuildHookInterface[Any]):

@@ -1,10 +1,7 @@
 """The compose file and the manifests: schemas, settings that exist, times and sizes that fit together."""
 
-import importlib.util
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from aioshard.settings import Settings, misspelled_variables
 from aioshard.telemetry.metrics import METRICS
 from tests.docs.tables import DOCS, PROJECT, context_of
 from tests.support.certificates import make_certificates
+from tests.support.checkers import checked
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError
 from tests.support.provision import skip_or_fail
@@ -89,20 +87,6 @@ def settings(found: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 # Schemas -------------------------------------------------------------------------------------
-
-
-def checked(program: str, *arguments: object) -> None:
-    if importlib.util.find_spec(program.replace("-", "_")) is None:
-        skip_or_fail(program, "dependency group test")
-    command = [str(Path(sys.executable).parent / program), *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_the_release_workflow_is_one() -> None:
-    checked(
-        "check-jsonschema", "--builtin-schema", "vendor.github-workflows", PROJECT / ".github/workflows/release.yml"
-    )
 
 
 def test_the_compose_file_is_one() -> None:
