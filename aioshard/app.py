@@ -576,8 +576,11 @@ class App(Router):
         Raises:
             StateError: As for `retry_now`.
         """
-        skip = skipping("the application asked for it")
-        self._do(lambda engine: release(engine, TopicPartition(topic, partition), offset, skip))
+        self._do(
+            lambda engine: release(
+                engine, TopicPartition(topic, partition), offset, skipping("the application asked for it")
+            )
+        )
 
     def release_parked(self, topic: str, partition: int, offset: int) -> None:
         """Retry a parked record now, followed in order by the records parked behind it under the same key.

@@ -163,8 +163,7 @@ class _Process:
         """
         self.writer.write(message)
         try:
-            header = await self._reader.readexactly(_HEADER)
-            return await self._reader.readexactly(int.from_bytes(header))
+            return await self._reader.readexactly(int.from_bytes(await self._reader.readexactly(_HEADER)))
         except (EOFError, OSError):
             code = self.kill()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -186,7 +186,7 @@ SettingsDict = TypedDict(  # noqa: UP013 - one statement
         "group_instance_id": str | None,
         "client": Literal["aiokafka", "confluent"],
         "group_protocol": Literal["classic", "consumer"],
-        "assignor": Literal["range", "roundrobin", "sticky", "fair", "lag"],
+        "assignor": Literal["range", "roundrobin", "sticky", "fair", "lag", "cooperative-fair", "cooperative-lag"],
         "reassignment_delay": float,
         "balance_interval": float,
         "assign": Mapping[str, Iterable[int]] | str | None,
@@ -274,15 +274,16 @@ class Settings(BaseSettings):
     group_protocol: Literal["classic", "consumer"] = "classic"
     """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0 and
     `client="confluent"`."""
-    assignor: Literal["range", "roundrobin", "sticky", "fair", "lag"] = "sticky"
-    """Assigns partitions to members; all members of a group need the same. With `client="confluent"` only `sticky`, the
-    client's `cooperative-sticky`."""
+    assignor: Literal["range", "roundrobin", "sticky", "fair", "lag", "cooperative-fair", "cooperative-lag"] = "sticky"
+    """Assigns partitions to members; all members of a group need the same. With the cooperative ones, a rebalance stops
+    only the partitions that move. With `client="confluent"` only `sticky`, the client's `cooperative-sticky`."""
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
     """How long the partitions of a member that left or died stay unread while they wait for its replacement. 0 assigns
-    them to other members immediately. For the assignors `sticky` and `lag` of aiokafka."""
+    them to other members immediately. For the assignors of aiokafka except `range`,
+    `roundrobin` and `fair`."""
     balance_interval: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), "seconds"] = 0.0
     """How often the leader of the group looks for members with much more backlog than others; if it finds them twice in
-    a row, and a rebalance would relieve them, it asks for one. 0 never looks. For the assignor `lag`."""
+    a row, and a rebalance would relieve them, it asks for one. 0 never looks. For `lag` and `cooperative-lag`."""
     assign: Assign = None
     """Manual assignment, such as `{"orders": [0, 1, 2]}`, or as text `orders:0-2,payments:1`: the app does not join the
     group, still uses its commits, and never loses a partition. None: the group assigns partitions."""
@@ -397,8 +398,7 @@ class Settings(BaseSettings):
     @field_validator("commit_interval", mode="before")
     @classmethod
     def _compute_commit_interval(cls, value: object, info: ValidationInfo) -> object:
-        exactly_once = info.data.get("processing_guarantee") == "exactly_once"
-        return value if value is not None else 0.1 if exactly_once else 1.0
+        return value if value is not None else 0.1 if (info.data.get("processing_guarantee") == "exactly_once") else 1.0
 
     @model_validator(mode="wrap")
     @classmethod
@@ -426,8 +426,7 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: The result cannot work.
         """
-        explicit = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**(explicit | overrides))
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | overrides)
 
     def require_bootstrap_servers(self) -> str:
         """Return the brokers' addresses, separated by commas.
@@ -542,15 +541,16 @@ def _check_group(settings: Settings) -> Iterator[str]:
                 f"assignor={assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
                 "partitions: use client_options={'group.remote.assignor': …}"
             )
-    if settings.reassignment_delay and (confluent or assignor not in {"sticky", "lag"}):
+    if settings.reassignment_delay and (confluent or assignor in {"range", "roundrobin", "fair"}):
         yield (
-            f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky' and 'lag' of "
-            "client='aiokafka' know the previous owners; set assignor='sticky', or remove it"
+            f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky', 'lag' "
+            "and the cooperative assignors of client='aiokafka' know the previous owners; set assignor='sticky', or "
+            "remove it"
         )
-    if settings.balance_interval and assignor != "lag":
+    if settings.balance_interval and not assignor.endswith("lag"):
         yield (
-            f"balance_interval={settings.balance_interval:g} s has no effect here: only the assignor 'lag' balances "
-            "backlogs; set assignor='lag', or remove it"
+            f"balance_interval={settings.balance_interval:g} s has no effect here: only 'lag' and 'cooperative-lag' "
+            "balance backlogs; set assignor='lag', or remove it"
         )
     if confluent and classic and assignor != "sticky":
         yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"

@@ -87,8 +87,7 @@ def document(app: App, title: str, version: str) -> dict[str, Any]:
     operations: dict[str, Any] = {}
     messages: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
-    names = unique(handler.name for handler in app.handlers)
-    for name, handler in zip(names, app.handlers, strict=True):
+    for name, handler in zip(unique(handler.name for handler in app.handlers), app.handlers, strict=True):
         messages[name], definitions = _message(handler, name)
         schemas |= definitions
         topics = [*handler.topics, *([] if handler.pattern is None else [handler.pattern])]

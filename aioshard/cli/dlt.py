@@ -129,8 +129,7 @@ class ReplayedOffsets:
     def commit(self) -> Committed:
         """Return what to commit."""
         self.start = self._tracker.committable
-        ahead = beyond(self._finished, self._tracker.position)
-        self._finished = tuple(joined([*self._tracker.finished(), *ahead]))
+        self._finished = tuple(joined([*self._tracker.finished(), *beyond(self._finished, self._tracker.position)]))
         text = CommitMetadata(finished=self._finished).text(self.start)
         self.fits = CommitMetadata.read(text, self.start).finished == self._finished
         return Committed(self.start, text)

@@ -285,8 +285,7 @@ async def _health(app: App, *, host: str, port: int, web: bool, members: tuple[s
     # The process-wide registry, so that /metrics also has the metrics that handlers define.
     registry = prometheus_client.REGISTRY
     AppCollector(app, registry=registry)
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    routes = dashboard_routes(app, token=token, members=members) if web else []
+    routes = dashboard_routes(app, token=os.environ.get(TOKEN_VARIABLE) or None, members=members) if web else []
     async with serve_health(app, host=host, port=port, registry=registry, routes=routes) as (address, bound):
         url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
         logger.info("health server listens on %s", url)

@@ -115,7 +115,13 @@ class Frames:
                 **_sums(processes, _PROCESS_FIELDS),
             },
             processes=processes,
-            partitions=sorted(partitions, key=_worst_first),
+            partitions=sorted(  # the worst first
+                partitions,
+                key=lambda row: (
+                    *(-(row["oldest_incomplete_age"] or 0.0), -(row["lag"] or 0)),
+                    *(row["topic"], row["partition"]),
+                ),
+            ),
             handlers=[
                 {"name": name, **_sums([row for row in handlers if row["name"] == name], _SUMMED)} for name in names
             ],
@@ -170,10 +176,6 @@ def _sums(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, 
     return {name: sum(row[name] or 0 for row in rows) for name in names} | {
         "records_per_second": sum(rates) if rates else None
     }
-
-
-def _worst_first(row: Mapping[str, Any]) -> tuple[float, float, str, int]:
-    return -(row["oldest_incomplete_age"] or 0.0), -(row["lag"] or 0), row["topic"], row["partition"]
 
 
 # View ---------------------------------------------------------------------------------------

@@ -65,19 +65,23 @@ def subscribers(members: Members, partitions: Partitions) -> dict[str, tuple[str
     return {topic: tuple(name for name in names if topic in members[name].topics) for topic in sorted(topics)}
 
 
+def _latest_owners(members: Members) -> Holders:
+    latest: Holders = {}
+    for name in sorted(sorted(members, reverse=True), key=lambda member: members[member].generation):
+        latest.update(dict.fromkeys(members[name].owned, name))
+    return latest
+
+
 def owners(members: Members, partitions: Partitions) -> Holders:
     """Return the previous owner of each partition, if it may keep the partition.
 
     If two members claim the same partition, because one was considered dead for a while, the later generation wins;
     within one generation, which does not happen in a correct group, the first name wins.
     """
-    latest: Holders = {}
-    for name in sorted(sorted(members, reverse=True), key=lambda member: members[member].generation):
-        latest.update(dict.fromkeys(members[name].owned, name))
     known = {topic: frozenset(numbers) for topic, numbers in partitions.items()}
     return {
         owned: name
-        for owned, name in latest.items()
+        for owned, name in _latest_owners(members).items()
         if owned.topic in members[name].topics and owned.partition in known.get(owned.topic, ())
     }
 
@@ -108,8 +112,12 @@ def assign_ranges(members: Members, partitions: Partitions) -> Assignment:
         share, remainder = divmod(len(partitions[topic]), len(names))
         rest = iter(sorted(partitions[topic]))
         for position, name in enumerate(names):
-            numbers = itertools.islice(rest, share + (position < remainder))
-            holders.update({TopicPartition(topic, number): name for number in numbers})
+            holders.update(
+                {
+                    TopicPartition(topic, number): name
+                    for number in itertools.islice(rest, share + (position < remainder))
+                }
+            )
     return _as_assignment(members, holders)
 
 
@@ -210,12 +218,26 @@ def pays(members: Members, partitions: Partitions) -> bool:
     return longest >= _PAYS * shortened and longest - shortened >= _LEAST_GAIN
 
 
+def without_moves(members: Members, assignment: Assignment) -> Assignment:
+    """Leave out the partitions that another member must release first; the next rebalance assigns them.
+
+    Example:
+        >>> members = {"a": Member(frozenset({"t"}), [TopicPartition("t", 0)], 1), "b": Member(frozenset({"t"}))}
+        >>> without_moves(members, {"a": (), "b": (TopicPartition("t", 0), TopicPartition("t", 1))})
+        {'a': (), 'b': (TopicPartition(topic='t', partition=1),)}
+    """
+    now = _latest_owners(members)
+    return {name: tuple(one for one in held if now.get(one, name) == name) for name, held in assignment.items()}
+
+
 ASSIGNORS: Mapping[str, Callable[[Members, Partitions], Assignment]] = {
     "range": assign_ranges,
     "roundrobin": assign_round_robin,
     "sticky": assign_sticky,
     "fair": assign_fair,
     "lag": assign_backlog,
+    "cooperative-fair": assign_sticky,
+    "cooperative-lag": assign_backlog,
 }
 """The assignors by their names in the setting `assignor`."""
 
@@ -508,6 +530,10 @@ class DelayedReassignment:
             TopicPartition(topic, number) for topic, numbers in partitions.items() for number in numbers
         )
         return missing
+
+    def expect(self, released: Collection[TopicPartition]) -> None:
+        """Do not hold these partitions back in the next rebalance: their owners release them in this one."""
+        self._previous = (self._previous or frozenset()) - frozenset(released)
 
     def forget(self) -> None:
         """Reset: another member has led the group in the meantime."""

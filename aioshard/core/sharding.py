@@ -21,10 +21,6 @@ _MULTIPLIER = 1_327_217_885
 each partition would use a single shard (crc32 is librdkafka's, murmur2 Java's)."""
 
 
-def _topic_and_key(record: Record) -> ShardKey:
-    return None if record.key is None else (record.topic, record.key)
-
-
 def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], ShardKey]:
     """Return the function that computes a record's shard key.
 
@@ -51,7 +47,11 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
             )
         return shard_by
     if shard_by == "key":
-        return operator.attrgetter("key") if one_topic else _topic_and_key
+        return (
+            operator.attrgetter("key")
+            if one_topic
+            else lambda record: None if record.key is None else (record.topic, record.key)
+        )
     if shard_by == "partition":
         return lambda record: (record.topic, record.partition)
     if shard_by == "record":

@@ -67,7 +67,10 @@ class BatchShards(Shards):
             if kind is None:
                 self._wait_for_more()
                 return None
-            if self._forming[kind].timer is not None and not self._may_all_start(kind):
+            deliveries = self._forming[kind].deliveries
+            if self._forming[kind].timer is not None and any(
+                one.epoch.gate and not one.epoch.may_start(one) for one in deliveries
+            ):
                 self._dissolve()  # a gate closed while it waited
                 continue
             batch = self._forming.pop(kind)
@@ -82,9 +85,6 @@ class BatchShards(Shards):
     def _ready(self) -> _Kind | None:
         ready = (kind for kind, batch in self._forming.items() if batch.full or batch.overdue or self._drains)
         return next(ready, None)
-
-    def _may_all_start(self, kind: _Kind) -> bool:
-        return all(not d.epoch.gate or d.epoch.may_start(d) for d in self._forming[kind].deliveries)
 
     def _wait_for_more(self) -> None:
         loop = asyncio.get_running_loop()

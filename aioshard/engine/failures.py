@@ -358,8 +358,7 @@ class FailureHandler:
         that acknowledges nothing must not stop the records that succeed.
         """
         now = self._clock()
-        oldest = next(iter(self._recovering.values()), now)
-        self._recoveries_in_doubt |= now - oldest > _SLOW_RECOVERY
+        self._recoveries_in_doubt |= now - next(iter(self._recovering.values()), now) > _SLOW_RECOVERY
         return not self._recoveries_in_doubt or len(self._recovering) < max(self._workers // 2, 1)
 
     async def recover(self, delivery: Delivery, recovery: Recovery) -> Outcome:

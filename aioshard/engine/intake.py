@@ -207,8 +207,11 @@ class Intake:
         again_first = partition.evicted and not partition.fetching_again
         if partition.gate is not Gate.PAUSED or not partition.probe_room or again_first:
             return NOTHING
-        free = self._buffer.bounds.bytes - self._buffer.bytes
-        return Allowance(partition.probe_room, max(free, 0), alone=not self._buffer.records)
+        return Allowance(
+            partition.probe_room,
+            max((self._buffer.bounds.bytes - self._buffer.bytes), 0),
+            alone=not self._buffer.records,
+        )
 
     def _waits_for_room(self) -> _Waiting | None:
         """The record for which others leave room; None if its partition cannot advance, as it might wait forever."""

@@ -660,5 +660,7 @@ class Parking:
 
     def _fits(self, record: Record) -> bool:
         """Return whether there is room for a record, or no running replay that it could wait for."""
-        size = record_size(record.key, record.value, record.headers)
-        return self._buffer.bytes + size <= self._buffer.bounds.bytes or not self._running
+        return (
+            self._buffer.bytes + record_size(record.key, record.value, record.headers) <= self._buffer.bounds.bytes
+            or not self._running
+        )

@@ -137,8 +137,9 @@ class Partition(Epoch):
         """Return a batch without the records that the committed metadata lists as finished: holes from now on."""
         kept = [index for index, record in enumerate(batch.records) if not holds(self.finished_ahead, record.offset)]
         self.finished_ahead = beyond(self.finished_ahead, batch.next_offset)
-        records = [batch.records[index] for index in kept]
-        return batch._replace(records=records, sizes=[batch.sizes[index] for index in kept])
+        return batch._replace(
+            records=[batch.records[index] for index in kept], sizes=[batch.sizes[index] for index in kept]
+        )
 
     def _feed(self, deliveries: list[Delivery]) -> None:
         if deliveries:

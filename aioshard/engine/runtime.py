@@ -322,8 +322,7 @@ class Engine:
     @property
     def standstill(self) -> str | None:
         """Why consuming makes no progress although the client is alive; None when it does."""
-        trouble = self.transport.trouble if self.transport is not None else None
-        return trouble or self.rebalance.trouble
+        return (self.transport is not None and self.transport.trouble) or self.rebalance.trouble
 
     async def _live(self) -> None:
         """Run one client, from connecting until it is lost."""

@@ -314,9 +314,8 @@ class Shards:
 
     def put_back(self, batch: DeliveryBatch) -> None:
         """Requeue the deliveries of a cancelled batch ahead of everything else; hold those that may not start."""
-        deliveries = [*batch.deliveries, *batch.left_out]
-        runnable = [delivery for delivery in deliveries if self._may_run_again(delivery)]
-        self._queue_first(runnable, batch.keys)
+        deliveries = (*batch.deliveries, *batch.left_out)
+        self._queue_first([delivery for delivery in deliveries if self._may_run_again(delivery)], batch.keys)
 
     # Failing ------------------------------------------------------------------
 

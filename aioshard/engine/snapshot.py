@@ -618,8 +618,7 @@ def _failure_of(watch: Watch) -> str | None:
     if watch.engine.state != "failed":
         return None
     failed = watch.engine.failed
-    error = failed.exception() if failed.done() else None
-    return f"the app has failed: {error or 'the log says why'}"
+    return f"the app has failed: {(failed.exception() if failed.done() else None) or 'the log says why'}"
 
 
 def _general(watch: Watch) -> Iterator[Finding]:

@@ -11,7 +11,15 @@ from aiokafka.cluster import ClusterMetadata
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignorUserDataV1
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
-from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions, pays
+from aioshard.core.assignment import (
+    ASSIGNORS,
+    NO_GENERATION,
+    DelayedReassignment,
+    Member,
+    Partitions,
+    pays,
+    without_moves,
+)
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.assignors")
@@ -38,6 +46,10 @@ class ConsumerAssignor:
         self.name = name
         self._instance = instance
         self._delayed = DelayedReassignment(delay)
+        self.cooperative = name.startswith("cooperative-")
+        """Whether members keep what stays theirs during a rebalance, and release the rest in the middle of it."""
+        self.moving: frozenset[TopicPartition] = frozenset()
+        """The partitions left out of that assignment until their owners have released them."""
         self.leads = False
         """Whether this consumer computed the latest assignment."""
         self._group: tuple[Mapping[str, Member], Partitions] = {}, {}
@@ -54,7 +66,7 @@ class ConsumerAssignor:
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """Build the metadata that the consumer sends when it joins."""
-        self.leads = False
+        self.leads, self.moving = False, frozenset()
         return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,11 +82,16 @@ class ConsumerAssignor:
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
         self.leads = True
         names = self._lasting_names(members)
-        assignment = ASSIGNORS[self.name](
+        computed = ASSIGNORS[self.name](
             {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
+        assignment = {name: computed[names[name]] for name in reports}
+        if self.cooperative:
+            assignment = without_moves(reports, assignment)
+            self.moving = frozenset().union(*computed.values()).difference(*assignment.values())
+            self._delayed.expect(self.moving)
         self._group = (
-            {name: Member(report.topics, assignment[names[name]], 1) for name, report in reports.items()},
+            {name: Member(report.topics, assignment[name], 1) for name, report in reports.items()},
             partitions,
         )
         return {

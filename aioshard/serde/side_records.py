@@ -112,7 +112,9 @@ class DeadLetterRecord(NamedTuple):
 
 def failure_headers(record: Record, failure: Failure) -> Headers:
     """Return the headers that describe the original and why it left its topic."""
-    failure = failure._replace(message=_truncated(failure.message), failed_at=float(failure.failed_at))
+    longest = LONGEST_MESSAGE - 1
+    message = failure.message if len(failure.message) <= LONGEST_MESSAGE else f"{failure.message[:longest]}…"
+    failure = failure._replace(message=message, failed_at=float(failure.failed_at))
     return _headers({**Coordinates.of(record)._asdict(), "timestamp": float(record.timestamp), **failure._asdict()})
 
 
@@ -163,10 +165,6 @@ def read_original(
 
 
 # Text ---------------------------------------------------------------------------------
-
-
-def _truncated(message: str) -> str:
-    return message if len(message) <= LONGEST_MESSAGE else f"{message[: LONGEST_MESSAGE - 1]}…"
 
 
 def as_text(text: str) -> bytes:

@@ -117,8 +117,9 @@ async def handover(
                     f"retention has deleted offsets {ends[partition]} to {log.start - 1} of {partition} since the run "
                     "ended: the live app resumes after them"
                 )
-        patience = settings.session_timeout if wait is None else wait
-        result = await _commit(brokers, plan, due, patience, force=force, tell=tell)
+        result = await _commit(
+            brokers, plan, due, settings.session_timeout if wait is None else wait, force=force, tell=tell
+        )
     run_dir.write_json(HANDED_OVER, dataclasses.asdict(result))
     return result
 

@@ -254,8 +254,9 @@ class RowTransport(Groupless):
             self._exhausted = records is None
             assigned = len(self._lanes)
             for record in records or ():
-                size = record_size(record.key, record.value, record.headers)
-                self._lane_of(record.topic).waiting.append((record, size))
+                self._lane_of(record.topic).waiting.append(
+                    (record, record_size(record.key, record.value, record.headers))
+                )
             if len(self._lanes) > assigned:
                 self._listener.assigned([*self._lanes], self.membership())
         if self._reading is None and not self._exhausted and not self._waiting():
@@ -309,8 +310,7 @@ class RowTransport(Groupless):
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; the end is unknown until the last row has arrived."""
-        ends = self.ends()
-        return {name: LogRange(0, ends.get(name, _ENDLESS)) for name in partitions}
+        return {name: LogRange(0, self.ends().get(name, _ENDLESS)) for name in partitions}
 
     async def partitions(self, topic: str) -> dict[int, PartitionInfo]:  # noqa: ARG002
         """See `Transport.partitions`; each handler has one."""

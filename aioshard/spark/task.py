@@ -198,8 +198,7 @@ class _Task:
                     engine = app.running_engine()
                     obstacles = await self._until_done(engine)
                     for delivery, trouble in obstacles:
-                        handler = engine.handler_of(delivery.epoch.topic_partition.topic)
-                        self._rows.add(handler.spec, delivery, trouble)
+                        self._rows.add(engine.handler_of(delivery.epoch.topic_partition.topic).spec, delivery, trouble)
             except NotDrainedError:
                 if not obstacles:
                     raise

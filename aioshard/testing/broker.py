@@ -496,16 +496,21 @@ class InMemoryBroker:
             partitioner: With `"round_robin"` records with a key take turns too.
         """
         log = self._log_for(topic, key if partitioner == "key" else None, partition)
-        now = self._clock() if timestamp is None else timestamp
-        record = Record(*log.topic_partition, log.end, key, value, tuple(headers), now)
+        record = Record(
+            *log.topic_partition,
+            log.end,
+            key,
+            value,
+            tuple(headers),
+            self._clock() if timestamp is None else timestamp,
+        )
         log.append(record)
         return record
 
     def _log_for(self, topic: str, key: bytes | None, partition: int | None) -> PartitionLog:
         self.ensure_topic(topic)
         if partition is None:
-            turn = next(self._turns[topic]) if key is None else zlib.crc32(key)
-            partition = turn % len(self._topics[topic])
+            partition = (next(self._turns[topic]) if key is None else zlib.crc32(key)) % len(self._topics[topic])
         return self.log(topic, partition)
 
     @contextlib.contextmanager

@@ -37,10 +37,11 @@ READ_INTERVAL = 0.5
 
 Recourse = Literal["halt", "skip", "letters", "parked"]
 
-Client = Literal["aiokafka", "cooperative", "KIP-848"]
+Client = Literal["aiokafka", "incremental", "cooperative", "KIP-848"]
 
 _CLIENTS: Mapping[Client, Mapping[str, Any]] = {
     "aiokafka": {},
+    "incremental": {"assignor": "cooperative-lag"},
     "cooperative": {"client": "confluent"},
     "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
 }

@@ -22,7 +22,10 @@ def start_load(scenario: Scenario) -> None:
         ("aiokafka", "context"),
         pytest.param("aiokafka", "record", marks=pytest.mark.chaos),
         *(pytest.param(client, "process", marks=pytest.mark.chaos) for client in ("aiokafka", "cooperative")),
-        *(pytest.param(client, "context", marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848")),
+        *(
+            pytest.param(client, "context", marks=pytest.mark.chaos)
+            for client in ("incremental", "cooperative", "KIP-848")
+        ),
     ],
 )
 async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: str) -> None:

@@ -21,10 +21,18 @@ from tests.guarantees.observations import Kind
 from tests.guarantees.scenario import Scenario, even_keys, skewed_keys
 
 on_all_clients = pytest.mark.parametrize(
-    "client", ["aiokafka", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848"))]
+    "client",
+    [
+        "aiokafka",
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("incremental", "cooperative", "KIP-848")),
+    ],
 )
 on_one_client = pytest.mark.parametrize(
-    "client", ["cooperative", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("aiokafka", "KIP-848"))]
+    "client",
+    [
+        "cooperative",
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("incremental", "aiokafka", "KIP-848")),
+    ],
 )
 """The other clients are among the long tests."""
 on_the_second_too = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaProducer
 
 from aioshard import Record
 from tests.guarantees.behaviour import Behaviour
-from tests.guarantees.checks import DEPLOYED
+from tests.guarantees.checks import DEPLOYED, SAFE
 from tests.guarantees.observations import Kind, Place, Seen
 from tests.guarantees.pauses import Pause, idle_workers, pauses
 from tests.guarantees.scenario import SHORT, Client, Scenario
@@ -57,6 +57,7 @@ EAGER = HEARTBEAT + SLOWEST + JOIN
 MEMBERSHIPS = {
     "eager": Membership("aiokafka", idle=EAGER, pause=EAGER),
     "static": Membership("aiokafka", idle=UNNOTICED, pause=UNNOTICED, static=True),
+    "incremental": Membership("incremental", idle=UNNOTICED, pause=SLOWEST + 0.5),
     "cooperative": Membership("cooperative", idle=UNNOTICED, pause=SLOWEST + 0.5),
     "KIP-848": Membership("KIP-848", idle=UNNOTICED, pause=SLOWEST + 0.5),
 }
@@ -97,6 +98,40 @@ async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
         if not membership.static:
             assert max(figures.drains) > SLOWEST / 2, "nothing had to be waited for: this shows nothing"
             assert figures.kept > 0, "nothing stayed where it was: this shows nothing"
+
+
+KEPT = 0.5
+"""Seconds for which a partition that stays may stand still."""
+DELAY, SESSION = 2.0, 3.0
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("client", ["incremental"])
+@pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])
+async def test_partitions_that_stay_hardly_pause_while_a_member_joins_and_another_one_dies(scenario: Scenario) -> None:
+    """Two members have four partitions. A third one joins, in two rounds; one is killed, and its partitions wait."""
+    settings = {"start_timeout": 60, "session_timeout": SESSION, "reassignment_delay": DELAY}
+    await scenario.create(partitions=4)
+    for name in "ab":
+        scenario.start(name, settings, spread=0.05)
+    await scenario.until_settled("a", "b")
+    async with steady_load(scenario, 4) as available:
+        await scenario.until_finished(100)
+        scenario.start("c", settings, spread=0.05)
+        await scenario.until_settled("a", "b", "c")
+        await scenario.until_finished(len(scenario.observations.finished) + 100)
+        await scenario.kill("b")
+        await scenario.until_settled("a", "c")
+        await scenario.until_finished(len(scenario.observations.finished) + 100)
+
+    observations = scenario.observations.refresh()
+    late = min(max(overruns(observations.seen, 0.05)), 0.5)
+    found = list(pauses(observations.seen, available))
+    stayed, moved = (max(one for one in found if one.moved is each) for each in (False, True))
+    scenario.notes |= {"what stayed paused": _told(stayed), "what moved paused": _told(moved), "late": round(late, 2)}
+    assert stayed.seconds <= KEPT + late
+    assert DELAY <= moved.seconds <= DELAY + SESSION + 5
+    await scenario.verify(*SAFE)
 
 
 @dataclass(frozen=True)
@@ -193,13 +228,13 @@ class Deploy:
             drains=sorted(report["drain_seconds"] for report in reports),
             kept=sum(report["kept"] for report in reports),
             replayed=sum(each["replayed"] for each in statistics),
-            late=min(max(overruns(observations.seen)), 0.5),
+            late=min(max(overruns(observations.seen, SLOWEST)), 0.5),
         )
 
 
-def overruns(seen: Iterable[Seen]) -> Iterator[float]:
+def overruns(seen: Iterable[Seen], spread: float) -> Iterator[float]:
     """By how many seconds each run took longer than it slept."""
-    sleeping = Behaviour("", "", "", "", {}, spread=SLOWEST)
+    sleeping = Behaviour("", "", "", "", {}, spread=spread)
     began: dict[Place, int] = {}
     for one in seen:
         if one.kind is Kind.STARTED:
@@ -210,7 +245,7 @@ def overruns(seen: Iterable[Seen]) -> Iterator[float]:
 
 
 @contextlib.asynccontextmanager
-async def steady_load(scenario: Scenario) -> AsyncIterator[Mapping[Place, int]]:
+async def steady_load(scenario: Scenario, partitions: int = PARTITIONS) -> AsyncIterator[Mapping[Place, int]]:
     """Produces one record after the other to each partition; yields when each of them was acknowledged."""
     available: dict[Place, int] = {}
     enough = asyncio.Event()
@@ -222,7 +257,7 @@ async def steady_load(scenario: Scenario) -> AsyncIterator[Mapping[Place, int]]:
 
     async def load(producer: AIOKafkaProducer) -> None:
         for number in itertools.count():
-            for partition in range(PARTITIONS):
+            for partition in range(partitions):
                 key = b"%d-%d" % (partition, number % 200)
                 sent = await producer.send(scenario.topic, b"", key, partition)
                 sent.add_done_callback(functools.partial(acknowledged, key))

@@ -41,7 +41,7 @@ def gets(found: Any) -> dict[str, list[int]]:
 # What members tell -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sticky", "lag"])
+@pytest.mark.parametrize("name", ["sticky", "lag", "cooperative-fair", "cooperative-lag"])
 def test_each_consumer_of_a_process_remembers_its_own(name: str) -> None:
     one, two, leader = (ConsumerAssignor(name) for _ in range(3))
     assigned(one, 4, "t", 0, 3)
@@ -108,7 +108,7 @@ def test_sticky_understands_what_the_clients_own_sticky_tells_and_is_understood(
     assert gets(ours.assign(cluster(t=4), members)) == {"a": [1, 2], "b": [0, 3]}
 
 
-@pytest.mark.parametrize("name", ["sticky", "lag"])
+@pytest.mark.parametrize("name", ["sticky", "lag", "cooperative-lag"])
 @pytest.mark.parametrize("user_data", [b"\0", b"\xff" * 40, b"\0\1" + b"\0" * 8])
 def test_a_member_that_makes_no_sense_counts_as_new(
     name: str, user_data: bytes, caplog: pytest.LogCaptureFixture
@@ -119,6 +119,39 @@ def test_a_member_that_makes_no_sense_counts_as_new(
 
     with caplog.at_level(logging.WARNING, "aioshard.kafka.assignors"):
         assert gets(leader.assign(cluster(t=4), members)) == {"a": [0, 1], "b": [2, 3]}
+
+
+@pytest.mark.parametrize("name", ["cooperative-fair", "cooperative-lag"])
+def test_a_partition_moves_when_its_owner_has_released_it(name: str) -> None:
+    owner, other = ConsumerAssignor(name), ConsumerAssignor(name)
+    assigned(owner, 4, "t", 0, 1, 2, 3)
+
+    def rebalance() -> dict[str, list[int]]:
+        return gets(owner.assign(cluster(t=4), {"a": sent(owner.metadata(["t"])), "b": sent(other.metadata(["t"]))}))
+
+    assert rebalance() == {"a": [0, 1], "b": []}
+    assert owner.moving == {TopicPartition("t", 2), TopicPartition("t", 3)}
+    assigned(owner, 5, "t", 0, 1)
+    assert rebalance() == {"a": [0, 1], "b": [2, 3]}
+    assert not owner.moving
+
+
+def test_a_partition_of_a_topic_that_its_owner_gives_up_is_released_first() -> None:
+    owner, other = ConsumerAssignor("cooperative-fair"), ConsumerAssignor("cooperative-fair")
+    assigned(owner, 4, "u", 0)
+    members = {"a": sent(owner.metadata(["t"])), "b": sent(other.metadata(["t", "u"]))}
+
+    assert gets(other.assign(cluster(t=1, u=1), members)) == {"a": [0], "b": []}
+    assert other.moving == {TopicPartition("u", 0)}
+
+
+def test_of_two_that_claim_a_partition_the_later_generation_has_it() -> None:
+    stale, owner = ConsumerAssignor("cooperative-fair"), ConsumerAssignor("cooperative-fair")
+    assigned(stale, 4, "t", 0)
+    assigned(owner, 5, "t", 0)
+    members = {"a": sent(stale.metadata(["t"])), "b": sent(owner.metadata(["t"]))}
+
+    assert gets(owner.assign(cluster(t=2), members)) == {"a": [1], "b": [0]}
 
 
 def test_a_topic_without_partitions_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +186,12 @@ async def settle(*members: Member, partitions: int) -> None:
 
 @pytest.mark.parametrize(
     "assignor",
-    ["range", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("roundrobin", "fair", "lag")), "sticky"],
+    [
+        "range",
+        "sticky",
+        "cooperative-lag",
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("roundrobin", "fair", "lag", "cooperative-fair")),
+    ],
 )
 async def test_three_members_agree_and_those_who_stay_take_over_from_the_one_that_leaves(
     kafka: SharedKafka, topic: str, member: Join, assignor: str
@@ -170,7 +208,7 @@ async def test_three_members_agree_and_those_who_stay_take_over_from_the_one_tha
 
     assert [len(had) for had in before.values()] == [3, 3, 3]
     assert sorted(len(held(m)) for m in (one, two)) == [4, 5]
-    if assignor in {"sticky", "lag"}:
+    if assignor not in {"range", "roundrobin", "fair"}:
         assert before[0] < held(one)
         assert before[1] < held(two)
 

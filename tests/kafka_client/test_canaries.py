@@ -59,10 +59,13 @@ ATTRIBUTES = {
         "_coordinator_dead_fut",
         "_do_heartbeat",
         "_group_instance_id",
+        "_group_subscription",
         "_heartbeat_task",
+        "_on_join_prepare",
         "_pending_exception",
         "_performed_join_prepare",
         "_send_req",
+        "_start_heartbeat_task",
     },
     "outsider": {"_reset_committed_task"},
     "fetcher": {

@@ -47,6 +47,28 @@ def begun(parts: Parts, *, may_wait_longer: bool = True) -> FetchBuffer:
     return intake
 
 
+async def test_partitions_that_stay_continue_in_a_new_assignment_and_those_that_go_pause() -> None:
+    parts = Parts()
+    buffer = FetchBuffer(read_committed=False)
+    kept, held, gone, new, unopened = PARTITIONS[:5]
+    buffer.begin(parts, Assignment([kept, held, gone, unopened]))
+    for position, partition in enumerate((kept, held, gone), 5):
+        buffer.seek(partition, position)
+    buffer.resume([kept, gone])
+    parts.states(buffer._assignment)[kept].highwater = 9
+
+    now = Assignment([kept, held, new, unopened])
+    buffer.begin(parts, now)
+
+    states = parts.states(now)
+    assert {name for name, state in states.items() if not state.paused} == {kept}
+    assert [buffer.position(name) for name in (kept, held, gone, new, unopened)] == [5, 6, 7, None, None]
+    assert buffer.end_offset(kept) == 9
+    assert buffer._partitions[gone].state.paused
+    buffer.remove([gone])
+    assert buffer.partitions == (kept, held, unopened, new)
+
+
 @pytest.mark.parametrize(
     ("usual", "partitions", "left_over", "idle", "expected"),
     [

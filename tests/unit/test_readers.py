@@ -78,6 +78,7 @@ class Coordinator:
         self.coordinator_id: int | None = 1
         self.generation, self.member_id = generation, member_id
         self.events: list[str] = []
+        self._performed_join_prepare = False
 
     async def ensure_coordinator_known(self) -> None:
         return
@@ -143,6 +144,16 @@ async def test_a_member_whose_commit_is_refused_looks_for_its_group_again(code: 
         await member.commit_once(BOTH)
 
     assert member.coordinator.events == [event]
+
+
+async def test_an_older_generation_is_no_loss_while_a_member_joins_and_keeps_its_partitions() -> None:
+    member = internals(stored((0, 22), (1, 22)))
+    member.coordinator._performed_join_prepare = True
+
+    with pytest.raises(kafka.IllegalGenerationError):
+        await member.commit_once(BOTH)
+
+    assert member.coordinator.events == []
 
 
 async def test_members_beside_a_manual_assignment_are_named_before_a_topic_that_is_denied() -> None:

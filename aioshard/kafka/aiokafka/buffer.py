@@ -105,16 +105,30 @@ class FetchBuffer:
     # The assignment -------------------------------------------------------------------
 
     def begin(self, internals: Internals, assignment: Any) -> None:
-        """Start an assignment: pause every partition until it gets its position."""
-        self.end()
+        """Start an assignment: pause every new partition until it gets its position.
+
+        The partitions of the assignment before it continue, unless `end` was called; those that are not assigned any
+        more stay, paused, until they are removed.
+        """
         self._internals, self._assignment = internals, assignment
-        for topic_partition, state in internals.states(assignment).items():
+        states = internals.states(assignment)
+        for topic_partition, state in states.items():
+            partition = self._partitions.setdefault(topic_partition, _Partition(topic_partition, state))
+            before, partition.state = partition.state, state
             # The client neither fetches nor resets a partition that is paused and has a position, even a dummy one.
             state.pause()
-            state.seek(0)
-            self._discard(topic_partition)
-            self._partitions[topic_partition] = _Partition(topic_partition, state)
+            state.seek(before.position if partition.placed else 0)
+            state.highwater, state.lso = before.highwater, before.lso
+            if not before.paused:
+                state.resume()
+            self._drop(partition)
+        self.pause(self._partitions.keys() - states.keys())
         self._hold_fetches()
+
+    def remove(self, partitions: Collection[TopicPartition]) -> None:
+        """Forget some partitions."""
+        for topic_partition in partitions:
+            self._partitions.pop(topic_partition, None)
 
     def end(self) -> None:
         """Forget the assignment."""

@@ -299,7 +299,9 @@ class Internals:
             coordinator.coordinator_dead()
         elif isinstance(error, kafka.RebalanceInProgressError):
             coordinator.request_rejoin()
-        elif isinstance(error, kafka.UnknownMemberIdError | kafka.IllegalGenerationError):
+        elif isinstance(error, kafka.UnknownMemberIdError | kafka.IllegalGenerationError) and not (
+            coordinator._performed_join_prepare  # we keep partitions, and the group may be a generation ahead of us
+        ):
             coordinator.reset_generation()
         raise error
 

@@ -112,8 +112,10 @@ class _Partition:
             if not call.acknowledged.done():
                 message = call.message
                 timestamp = None if message.timestamp is None else round(message.timestamp * 1000)
-                headers = list(message.headers)
-                if builder.append(len(self.batch), timestamp, message.key, message.value, headers) is None:
+                if (
+                    builder.append(len(self.batch), timestamp, message.key, message.value, list(message.headers))
+                    is None
+                ):
                     break
                 self.batch.append(call)
             self.waiting.popleft()

@@ -456,6 +456,8 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self.on_partitions_assigned(())
         else:
             internals.watch_session(self._settings.session_timeout, self._lose)
+            if internals.assignor.cooperative:
+                internals.coordinator._on_join_prepare = self.on_partitions_revoked
             self.subscribe(self._topics, pattern)
         self._watch_tasks(internals)
         if self._settings.balance_interval:
@@ -557,25 +559,45 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             raise commit_error(cause_of(error), offsets, self._group_id) from error
 
     async def on_partitions_revoked(self, _revoked: Collection[Any]) -> None:
-        """Tell the engine that its partitions are being revoked; the group waits until this returns."""
-        internals, buffer, listener = self._internals, self._buffer, self._listener
-        if internals is None or listener is None or self._closed:
+        """Tell the engine that its partitions are being revoked; the group waits until this returns.
+
+        A cooperative assignor keeps them until the group has another assignment.
+        """
+        internals = self._internals
+        if internals is None or self._listener is None or self._closed:
             return
         self._instance.rejoins(internals.membership())
-        self._released.clear()
-        try:
-            if buffer.partitions:  # none if `_lose` has ended the assignment
-                await listener.revoked(buffer.partitions)
-            if self._settings.assignor == "lag":
-                internals.assignor.backlogs = await self._backlogs(internals)
-        except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
-            self._listener_failure = error
-        finally:
-            self._released.set()
+        internals.coordinator._group_subscription = None  # else a former leader would watch topics of others
+        keeps = internals.assignor.cooperative
+        if self._buffer.partitions and not keeps:  # none after `_lose`
+            await self._drain(self._listener, self._buffer.partitions)
+        if self._settings.assignor.endswith("lag"):
+            internals.assignor.backlogs = await self._backlogs(internals)
+        if not keeps:
             self._end_assignment()
             self._look_again()
         if self._instance.taken is not None:
             await asyncio.Event().wait()  # joining again would take the other process's place once more
+
+    async def _drain(self, listener: GroupListener, partitions: Collection[TopicPartition]) -> None:
+        """Have the engine release partitions."""
+        self._released.clear()
+        try:
+            await listener.revoked(partitions)
+        except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
+            self._listener_failure = error
+        finally:
+            self._released.set()
+
+    async def _give_up(self, internals: Internals, listener: GroupListener) -> None:
+        """Release the partitions that are not ours any more; then the leader lets the group assign them."""
+        internals.coordinator._start_heartbeat_task()  # aiokafka would wait until this returns
+        if gone := [one for one in self._buffer.partitions if one not in internals.assignor.owned]:
+            await self._drain(listener, gone)
+            self._buffer.remove(gone)
+            listener.assigned(self._buffer.partitions, self._membership)  # the drain stopped the opening of the others
+        if internals.assignor.moving:
+            internals.coordinator.request_rejoin()
 
     async def _backlogs(self, internals: Internals) -> dict[TopicPartition, int]:
         """Return the number of uncommitted records of each subscribed partition, where known, to balance them.
@@ -616,14 +638,19 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self._end_assignment()
             self._look_again()
 
-    def on_partitions_assigned(self, _assigned: Collection[Any]) -> None:
-        """Pass an assignment to the engine. A plain function, so that nothing else can run before it is done."""
+    def on_partitions_assigned(self, _assigned: Collection[Any]) -> Awaitable[None] | None:
+        """Pass an assignment to the engine. A plain function, so that nothing else can run before it is done.
+
+        Returns:
+            With a cooperative assignor, the release of the partitions that move; aiokafka awaits it.
+        """
         internals, buffer, listener = self._internals, self._buffer, self._listener
         assignment = None if internals is None else internals.assignment()
         if internals is None or assignment is None or listener is None or self._closed:
-            return
+            return None
         buffer.begin(internals, assignment)
-        if self._settings.assign is not None:
+        manual = self._settings.assign is not None
+        if manual:
             self._membership = manual_membership()
         else:
             self._membership = internals.membership()
@@ -634,6 +661,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
             self._listener_failure = error
             self._look_again()
+        return self._give_up(internals, listener) if internals.assignor.cooperative and not manual else None
 
     def _end_assignment(self) -> None:
         self._buffer.end()

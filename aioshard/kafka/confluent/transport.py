@@ -191,8 +191,9 @@ class ConfluentTransport(KafkaTransport):
                 async with asyncio.timeout(2 * _CHECK_INTERVAL):
                     await self.log_ranges(self._buffer.behind())
                     names = self._subscribed
-                    due = self._looked_up_at + self._settings.metadata_max_age
-                    if self._settings.assign is None and time.monotonic() >= due:
+                    if self._settings.assign is None and time.monotonic() >= (
+                        self._looked_up_at + self._settings.metadata_max_age
+                    ):
                         names = await self._look_up_topics()
             except (TransportError, TimeoutError) as error:
                 logger.debug("the brokers did not answer a periodic query: %s", reason(error))
