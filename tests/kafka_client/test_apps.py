@@ -18,18 +18,26 @@ from tests.support.shared_kafka import SharedKafka
 RECORDS = 50
 
 AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
+INCREMENTAL: dict[str, Any] = {"client": "aiokafka", "assignor": "cooperative-fair"}
 COOPERATIVE: dict[str, Any] = {"client": "confluent"}
 BY_THE_BROKER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
 
 CLIENTS = pytest.mark.parametrize(
     "client",
-    [AIOKAFKA, pytest.param(COOPERATIVE, marks=pytest.mark.chaos), BY_THE_BROKER],
-    ids=["aiokafka", "cooperative", "KIP-848"],
+    [
+        AIOKAFKA,
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in (INCREMENTAL, COOPERATIVE)),
+        BY_THE_BROKER,
+    ],
+    ids=["aiokafka", "incremental", "cooperative", "KIP-848"],
 )
 ONE_CLIENT_QUICKLY = pytest.mark.parametrize(
     "client",
-    [AIOKAFKA, *(pytest.param(client, marks=pytest.mark.chaos) for client in (COOPERATIVE, BY_THE_BROKER))],
-    ids=["aiokafka", "cooperative", "KIP-848"],
+    [
+        AIOKAFKA,
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in (INCREMENTAL, COOPERATIVE, BY_THE_BROKER)),
+    ],
+    ids=["aiokafka", "incremental", "cooperative", "KIP-848"],
 )
 """The same clients; only the first one is in the plain run."""
 
