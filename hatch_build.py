@@ -88,7 +88,17 @@ def absolute_links(text: str, repository: str, ref: str, root: Path) -> str:
 
 
 class CompilingBuildHook(BuildHookInterface[Any]):
-    """Compiles the modules that `pyproject.toml` lists with mypyc, and adds them to the wheel beside their sources."""
+    """Compiles the modules that `pyproject.toml` lists with mypyc, and adds them to the wheel beside their sources.
+
+    Compiled are the classes that each record passes through, and those that inherit from them: a compiled class has
+    neither interpreted subclasses nor a second base. Code that calls users' functions (`attempts.py`, `failures.py`,
+    `handler.py`) is not: a compiled coroutine has no frame, so `engine/stack.py` could not say where a handler waits.
+
+    In compiled modules, an attribute has one type: no `int` in place of a `float`, no narrower type in a subclass.
+    Defaults of classes are constants (`PROCESSED`, not `Outcome.PROCESSED`); otherwise the attribute is missing.
+
+    hatch-mypyc does not fit: it renames `pyproject.toml` while it builds, and leaves its output in the source tree.
+    """
 
     @property
     def _compiles(self) -> bool:

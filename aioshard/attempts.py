@@ -348,7 +348,10 @@ def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
 
 
 def _publishing_result(call: CallNext, topic: str) -> CallNext:
-    """Return a function that publishes what *call* returns, before its record is complete."""
+    """Return a function that publishes what *call* returns, before its record is complete.
+
+    It is the outermost layer, so publishing belongs to the attempt: if it fails, the attempt has failed.
+    """
 
     async def run(record: Record, context: Context) -> object:
         result: Any = await call(record, context)

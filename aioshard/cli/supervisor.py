@@ -3,6 +3,9 @@
 A pair of sockets connects each child with its parent. To request a drain, the parent closes its direction; its death
 closes it too. So a drain is requested once, even if signals reach the processes too, and no child outlives its
 parent. Once a second the child reports who it is in the group and whether a restart would help.
+
+A signal would not do: systemd and terminals signal every process, and a child exits at the second signal without a
+drain. `PR_SET_PDEATHSIG` would not do either: it exists on Linux only, and depends on a thread of the parent.
 """
 
 import asyncio

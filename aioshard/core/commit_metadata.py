@@ -41,7 +41,8 @@ class CommitMetadata:
     Attributes:
         first: First-commit marker of the partition; None if the commit is not one of the first.
         finished: Completed records beyond the committed offset; ascending and not adjacent.
-        foreign: The text of another program. Never written.
+        foreign: The text of another program. Never written, and never read as completions: Parallel Consumer up to
+            0.5.3.3 may list a hanging record as finished. A record runs twice rather than never.
         ignored: Reasons why parts of the text were ignored; empty if the text is intact. Never written.
 
     Example:

@@ -226,7 +226,8 @@ class Committer:
         pause = _least_pause(len(due))
         if now < self._last + pause:
             return min(wait, self._last + pause - now)
-        # Whether an epoch has completed records, and no commit of it.
+        # Whether an epoch has completed records, and no commit of it: an app that dies within a second of each start
+        # would otherwise never get past its first records.
         first = any(partition.tracker.completed and not partition.committed_completions for partition in due)
         completed = sum(partition.tracker.completed - partition.committed_completions for partition in due)
         return 0.0 if first or completed >= self._records else min(wait, pause)

@@ -223,7 +223,10 @@ def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> li
 
 
 def set_topics(engine: Engine, handler: ActiveHandler, topics: tuple[str, ...]) -> None:
-    """Replace the topics of a handler, and so the subscription of the client.
+    """Replace the topics of a handler, and so the subscription of the client, in one step.
+
+    A topic that was given up keeps its handler while this process has a partition of it, and never gets another one:
+    two routers would run records of one key at the same time.
 
     Raises:
         StateError: Another handler has read one of the topics, and may still have a partition of it.

@@ -66,7 +66,9 @@ class Delivery:
         self.size = size
         self.arrived = arrived
         self.aside = False
-        """Whether a worker must check `cancelled` or `recovery` before it runs the handler."""
+        """Whether a worker must check `cancelled` or `recovery` before it runs the handler.
+
+        A slot: Python 3.11 looks up defaults of the class slowly, and this is read once per record."""
         self.starts = 0
         """How often a worker has started it."""
 

@@ -147,7 +147,8 @@ class ParkedPartition(Epoch):
 
         A record stored under several generations is parked once, under the latest one. A stale member, which had lost
         the partition without knowing it, wrote the other copies. If they stayed, a later owner would consider them
-        parked and run them again, after later records of their key were processed.
+        parked and run them again, after later records of their key were processed. One case is left: a copy arrives
+        late, and the owner, which has finished the record, dies within the second before it would have removed it.
 
         Args:
             newest: Generation up to which records are ours; the others stay undecided.
@@ -215,6 +216,7 @@ class ParkedPartition(Epoch):
             self._answer([coordinates])
 
     def _answer(self, requests: Iterable[Coordinates]) -> None:
+        # Only when the key is gone or has failed again: answered earlier, a request would be lost in a deploy.
         self._outgoing += [release(self.topic_partition.topic, coordinates, answered=True) for coordinates in requests]
 
     def outgoing(self) -> list[Message]:
@@ -526,7 +528,10 @@ class Parking:
         self._side.watch(list(dict.fromkeys(parked.topic_partition for parked in self.partitions)))
 
     async def _read_all(self, parked: ParkedPartition) -> None:
-        """Read a side partition from its start, without a gap to the position from which `read` follows it."""
+        """Read a side partition from its start, without a gap to the position from which `read` follows it.
+
+        It does not rewind `read`: records fetched before that would come first, and those before them count as read.
+        """
         position = 0
         while True:
             end = await self._side.end(parked.topic_partition)

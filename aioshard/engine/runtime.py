@@ -113,7 +113,7 @@ class Engine:
             settings.commit_timeout,
             self.clock,
             self._refused,
-            None if exactly_once else settings.commit_records,
+            None if exactly_once else settings.commit_records,  # an early commit would be one more transaction
             aborted=(lambda *args: self.rebalance.begin_again(*args)) if exactly_once else None,  # noqa: PLW0108 - made below
         )
         self.buffer.hurry = self.committer.hurry

@@ -240,7 +240,11 @@ class Shards:
         self.notify()
 
     def _hold(self, delivery: Delivery) -> None:
-        """Hold a delivery, without a shard, until its epoch's gate opens; drop it if the epoch has ended."""
+        """Hold a delivery, without a shard, until its epoch's gate opens; drop it if the epoch has ended.
+
+        If it kept its shard, a record behind it could wait for it while the drain of another partition waits for that
+        record: a key is one shard across partitions.
+        """
         if delivery.epoch.gate is not Gate.ENDED:
             self._held.setdefault(delivery.epoch, []).append(delivery)
 

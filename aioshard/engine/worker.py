@@ -442,7 +442,8 @@ class BatchWorker(Worker):
         """Convert the records for the handler, and leave out of the run the deliveries that are not ready for it.
 
         These are the diverted ones, records that cannot be converted (alone, they fail when they run), and those
-        behind them in their shards.
+        behind them in their shards. A `BatchError` instead would complete records behind a bad one of their key, and
+        failing all together would cost every other record an attempt.
         """
         ready: list[Delivery] = []
         payloads: list[object] = []

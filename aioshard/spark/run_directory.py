@@ -249,6 +249,7 @@ class RunDirectory:
         """Return the end of the last complete micro-batch; every record before it is done.
 
         Spark writes the offsets of a batch to `offsets` before it runs the batch, and marks it complete in `commits`.
+        It calls the source's own `commit` one batch late, and never for the last batch.
 
         Raises:
             PlanError: The checkpoint is damaged, or another program wrote it.

@@ -307,6 +307,9 @@ def write_batch(
 ) -> None:
     """Write one micro-batch: run the handlers by writing the rows, then move the rows into place.
 
+    Any program can read a directory that appears whole. Spark's own file sink keeps a log of the valid files, which
+    only Spark reads.
+
     Args:
         run_dir: The directory of the run.
         foreach: Called with the rows before they count as done.

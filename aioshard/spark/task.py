@@ -2,6 +2,8 @@
 
 Spark's thread passes on batches of outcomes. The engine runs in an event loop in another thread of the worker, with the
 same code as in an app: shards, workers, retries, timeouts and failure policies.
+
+The task that reads a range also runs its handlers: records never cross from Python to Java and back.
 """
 
 import asyncio

@@ -44,7 +44,10 @@ class Work(NamedTuple):
     at_once: int = 1
     """Number of tasks that run in parallel; they share the total concurrency and the rate limits."""
     halted_rows: bool = False
-    """If true, a halted record becomes a row and the task succeeds; otherwise it is an error."""
+    """If true, a halted record becomes a row and the task succeeds; otherwise it is an error.
+
+    Spark tries a failed task four times, with all its records. So a planned run lets the task succeed, drops the batch
+    and names the record."""
     topics: tuple[str, ...] | None = None
     """Topics of a task, or None if records of any topic may arrive."""
 

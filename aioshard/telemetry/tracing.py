@@ -83,7 +83,10 @@ Attributes = dict[str, str | int | bool]
 """Attributes of a span."""
 
 NOWHERE = context.Context()
-"""A context without a span: a span started in it is the root of a trace."""
+"""A context without a span: a span started in it is the root of a trace.
+
+Workers copy the context in which the app starts. A span that is current there, such as that of an import or a request,
+would otherwise be the parent of every record for days."""
 
 
 @functools.cache  # so that each problem is logged once
@@ -239,7 +242,10 @@ class Spans:
     # Attempts -----------------------------------------------------------------------
 
     def attempts(self, spec: Handler) -> Handler:
-        """Return the handler with a span around each attempt."""
+        """Return the handler with a span around each attempt.
+
+        One span over all attempts of a record would include the waits, and never end while the record is halted.
+        """
         if isinstance(spec.on_failure, Park):
             self._parked.add(spec.on_failure.topic)
         attempt, is_batch = spec.attempt, spec.batch is not None

@@ -1,4 +1,16 @@
-"""Parse broker responses, and translate aiokafka's errors."""
+"""Parse broker responses, and translate aiokafka's errors.
+
+Responses have errors at several levels: of the whole response, of a topic, of a partition. aiokafka often reads only
+one level, and treats a missing part as success. The functions here read all levels and refuse missing parts, and
+`tests/properties/test_answers.py` feeds them every error code in every field. These errors are read elsewhere:
+
+* aiokafka's own refresh of commits reads the level of the partition only. It is not on our path, because every
+  partition gets a position before it is fetched (`FetchBuffer.begin`).
+* aiokafka's fetcher logs most errors of a partition and fetches again, and ignores the top level: no position moves.
+* librdkafka reports success for a partition that a commit response leaves out. A partition missing from its callback is
+  not acknowledged (`ConsumerThread._refusal_in`).
+* confluent-kafka's `pause` and `resume` do not pass errors to Python. The seek that follows raises, and is repeated.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any

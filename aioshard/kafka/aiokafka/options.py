@@ -31,7 +31,7 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
         "group_id": group_id,
         "group_instance_id": settings.group_instance_id,
         "enable_auto_commit": False,
-        "auto_offset_reset": "none",
+        "auto_offset_reset": "none",  # the client would reset silently; `core.ownership.origin_of` decides
         "request_timeout_ms": _REQUEST_TIMEOUT_MS,
         "isolation_level": settings.isolation_level,
         "max_poll_interval_ms": _NEVER_MS,

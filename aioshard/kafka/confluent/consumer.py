@@ -325,7 +325,10 @@ class ConsumerThread:
         return commit
 
     def _commit_at_once(self, offsets: Offsets) -> TransportError | None:
-        """Send a commit and wait for the answer; return the error of the commit, if any."""
+        """Send a commit and wait for the answer; return the error of the commit, if any.
+
+        This may hang only while the group has no coordinator, and then no group waits for the callback.
+        """
         try:
             committed, overall = self._consumer.commit(offsets=client_offsets(offsets), asynchronous=False), None
         except KafkaException as error:
@@ -365,7 +368,8 @@ class ConsumerThread:
         return None if not refused and error is None else commit_error(error, refused or offsets.keys(), self._group_id)
 
     def _note_answer(self, error: KafkaError | None) -> None:
-        if error is None or error.code() > 0:  # negative codes are the client's own errors
+        # A refusal is an answer too: the session continues. Negative codes are the client's own errors.
+        if error is None or error.code() > 0:
             self._answer_due = None
             self._last_read = False
 
@@ -385,7 +389,8 @@ class ConsumerThread:
 def membership_of(metadata: object) -> Membership:
     """Extract our membership from a group's metadata, as the client serializes them for producers.
 
-    The client exposes its generation nowhere else. Under the group protocol `consumer`, it is the member epoch.
+    The client exposes its generation nowhere else. Under the group protocol `consumer`, it is the member epoch. A local
+    counter could let a partition continue in place after another member had it.
     """
     if not isinstance(metadata, bytes) or len(metadata) < _METADATA_HEAD.size or not metadata.startswith(_MAGIC):
         return NOT_A_MEMBER
