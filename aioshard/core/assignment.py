@@ -531,10 +531,6 @@ class DelayedReassignment:
         )
         return missing
 
-    def expect(self, released: Collection[TopicPartition]) -> None:
-        """Do not hold these partitions back in the next rebalance: their owners release them in this one."""
-        self._previous = (self._previous or frozenset()) - frozenset(released)
-
     def forget(self) -> None:
         """Reset: another member has led the group in the meantime."""
         self._previous = None

@@ -48,8 +48,8 @@ class ConsumerAssignor:
         self._delayed = DelayedReassignment(delay)
         self.cooperative = name.startswith("cooperative-")
         """Whether members keep what stays theirs during a rebalance, and release the rest in the middle of it."""
-        self.moving: frozenset[TopicPartition] = frozenset()
-        """The partitions left out of that assignment until their owners have released them."""
+        self.moving: Mapping[TopicPartition, str] = {}
+        """The member that gets each partition left out of that assignment, once its owner has released it."""
         self.leads = False
         """Whether this consumer computed the latest assignment."""
         self._group: tuple[Mapping[str, Member], Partitions] = {}, {}
@@ -66,12 +66,16 @@ class ConsumerAssignor:
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """Build the metadata that the consumer sends when it joins."""
-        self.leads, self.moving = False, frozenset()
+        self.leads = False
         return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the assignment; called only on the leader of the group."""
         reports = {name: self._member(metadata) for name, metadata in members.items()}
+        for partition in self.moving.keys() - {one for member in reports.values() for one in member.owned}:
+            # Else the backlog that grew meanwhile could have it move elsewhere, again and again.
+            if (taker := reports.get(self.moving[partition])) is not None:
+                reports[self.moving[partition]] = replace(taker, owned=(*taker.owned, partition))
         # No member reports partitions that nobody has. For those, use the backlogs that the leader fetched.
         first = min(reports)
         reports[first] = replace(reports[first], backlogs={**self.backlogs, **reports[first].backlogs})
@@ -85,11 +89,9 @@ class ConsumerAssignor:
         computed = ASSIGNORS[self.name](
             {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
-        assignment = {name: computed[names[name]] for name in reports}
-        if self.cooperative:
-            assignment = without_moves(reports, assignment)
-            self.moving = frozenset().union(*computed.values()).difference(*assignment.values())
-            self._delayed.expect(self.moving)
+        target = {name: computed[names[name]] for name in reports}
+        assignment = without_moves(reports, target) if self.cooperative else target
+        self.moving = {one: name for name, held in target.items() for one in held if one not in assignment[name]}
         self._group = (
             {name: Member(report.topics, assignment[name], 1) for name, report in reports.items()},
             partitions,
@@ -132,6 +134,7 @@ class ConsumerAssignor:
         """Remember the consumer's new partitions."""
         if not self.leads:
             self._delayed.forget()
+            self.moving = {}
         self.owned = tuple(
             TopicPartition(partition.topic, partition.partition) for partition in assignment.partitions()
         )

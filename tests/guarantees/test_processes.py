@@ -24,7 +24,8 @@ on_all_clients = pytest.mark.parametrize(
     "client",
     [
         "aiokafka",
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("incremental", "cooperative", "KIP-848")),
+        "incremental",
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848")),
     ],
 )
 on_one_client = pytest.mark.parametrize(

@@ -105,6 +105,7 @@ KEPT = 0.5
 DELAY, SESSION = 2.0, 3.0
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["incremental"])
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])

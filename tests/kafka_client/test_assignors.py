@@ -130,9 +130,11 @@ def test_a_partition_moves_when_its_owner_has_released_it(name: str) -> None:
         return gets(owner.assign(cluster(t=4), {"a": sent(owner.metadata(["t"])), "b": sent(other.metadata(["t"]))}))
 
     assert rebalance() == {"a": [0, 1], "b": []}
-    assert owner.moving == {TopicPartition("t", 2), TopicPartition("t", 3)}
+    assert owner.moving == {TopicPartition("t", 2): "b", TopicPartition("t", 3): "b"}
+    assert rebalance() == {"a": [0, 1], "b": []}, "it is not released yet"
     assigned(owner, 5, "t", 0, 1)
-    assert rebalance() == {"a": [0, 1], "b": [2, 3]}
+    owner.backlogs = {TopicPartition("t", number): 10 * (number > 1) for number in range(4)}
+    assert rebalance() == {"a": [0, 1], "b": [2, 3]}, "although what grew meanwhile would be divided otherwise"
     assert not owner.moving
 
 
@@ -142,7 +144,22 @@ def test_a_partition_of_a_topic_that_its_owner_gives_up_is_released_first() -> N
     members = {"a": sent(owner.metadata(["t"])), "b": sent(other.metadata(["t", "u"]))}
 
     assert gets(other.assign(cluster(t=1, u=1), members)) == {"a": [0], "b": []}
-    assert other.moving == {TopicPartition("u", 0)}
+    assert other.moving == {TopicPartition("u", 0): "b"}
+
+
+def test_a_partition_that_its_owner_releases_is_not_withheld() -> None:
+    owner, other = (ConsumerAssignor("cooperative-fair", delay=30) for _ in range(2))
+    assigned(owner, 4, "t", 0, 1, 2, 3)
+    assigned(other, 4, "t", 4)
+
+    def rebalance() -> dict[str, list[int]]:
+        members = {"a": sent(owner.metadata(["t"])), "b": sent(other.metadata(["t"]))}
+        return gets(owner.assign(cluster(t=5), members))
+
+    assert rebalance() == {"a": [0, 1, 2], "b": [4]}
+    assigned(owner, 5, "t", 0, 1, 2)
+    assert rebalance() == {"a": [0, 1, 2], "b": [3, 4]}
+    assert owner.joins_again_in is None
 
 
 def test_of_two_that_claim_a_partition_the_later_generation_has_it() -> None:

@@ -55,15 +55,6 @@ def test_nothing_is_withheld_without_need(members: dict[str, Member]) -> None:
     assert delayed.until is None
 
 
-def test_what_its_owner_releases_for_another_member_is_not_withheld() -> None:
-    delayed = DelayedReassignment(30)
-    assert delayed.withheld({"a": having(0, 1, 2, 3, 4, 5), "b": NEW}, PARTITIONS, 100.0) == frozenset()
-    delayed.expect(parts(4, 5))
-
-    assert delayed.withheld({"a": having(0, 1, 2), "b": having(3)}, PARTITIONS, 101.0) == frozenset()
-    assert delayed.withheld({"b": having(3, 4, 5)}, PARTITIONS, 102.0) == parts(0, 1, 2)
-
-
 def test_who_comes_ends_the_waiting_and_the_next_death_waits_its_own_time() -> None:
     delayed = DelayedReassignment(30)
     delayed.withheld({"a": having(0, 1), "b": having(2, 3)}, PARTITIONS, 100.0)
