@@ -74,9 +74,9 @@ def test_a_broken_link_is_found() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = re.findall(r"^ +- .+: ([\w-]+\.md)$", (PROJECT / "mkdocs.yml").read_text(), re.MULTILINE)
+    navigation = re.findall(r"^ +- .+: ([\w/-]+\.md)$", (PROJECT / "mkdocs.yml").read_text(), re.MULTILINE)
 
-    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+    assert sorted(navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
