@@ -160,6 +160,7 @@ NOT_RUN = {
         "coming-from-confluent-kafka.md": "code of another library",
         "coming-from-faststream.md": "code of another library",
         "coming-from-faust.md": "code of another library, which is not installed: it compiles",
+        "managed-kafka.md": "signs with a package that is not installed: it compiles",
     },
 }
 """Pages with blocks that are not run, and why; all other blocks are."""

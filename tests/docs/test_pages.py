@@ -17,6 +17,7 @@ import pytest
 import aioshard
 from aioshard import App, HandlerStatistics, PartitionStatistics, Retry, Statistics
 from aioshard.web.health import health_routes
+from tests.docs.messages import is_printed
 from tests.docs.pages import PAGES, Link, anchors, blocks, links
 from tests.docs.tables import DOCS, GENERATED, PROJECT, marks, named_tests
 
@@ -84,6 +85,21 @@ def test_a_file_that_is_named_exists(page: Path) -> None:
     named = re.findall(r"`((?:examples|tests|benchmarks|aioshard)/[\w./-]*[\w/])`", page.read_text())
 
     assert [name for name in named if not (PROJECT / name).exists()] == []
+
+
+# Messages ------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_explained_is_one_that_the_package_prints() -> None:
+    explained = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+    assert len(explained) > 50
+    assert [message for message in explained if not is_printed(message)] == []
+
+
+def test_a_message_that_is_not_printed_is_found() -> None:
+    assert is_printed("bootstrap_servers is not set")
+    assert not is_printed("bootstrap_servers is set … not")
 
 
 # Guarantees ----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def test_both_builders_understand_the_configuration() -> None:
         "site_description",
         "strict",
         "theme",
+        "extra_css",
         "nav",
         "plugins",
         "markdown_extensions",
