@@ -56,4 +56,3 @@ def _members(found: object) -> Iterator[str]:
             member = inspect.getattr_static(found, name)
             if isinstance(member, property) or inspect.isroutine(member):
                 yield name
-
