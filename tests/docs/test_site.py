@@ -1,23 +1,14 @@
 """The site builds without a warning, and nothing that it should show is missing from it."""
 
-import importlib.util
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from tests.docs.public import public_names
 from tests.docs.tables import PROJECT, named_tests
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="zensical is missing: dependency group docs")
-def test_the_site_builds_and_is_whole(tmp_path: Path) -> None:
+def test_the_site_builds_and_is_whole(site: Path) -> None:
     """A plugin that the builder does not know is ignored in silence: pages would be empty then."""
-    site = build(tmp_path)
-
     check_reference(site)
     check_examples_are_code(site)
     check_evidence(site)
@@ -57,23 +48,6 @@ def test_the_pages_are_in_sections_that_a_newcomer_can_take_in() -> None:
     assert sections[-1] == "The project"
     assert 8 <= len(sections) <= 12
     assert max(pages) <= 10
-
-
-def build(place: Path) -> Path:
-    """Builds elsewhere, so that nothing in the checkout changes."""
-    for name in ("mkdocs.yml", "CHANGELOG.md"):
-        shutil.copy(PROJECT / name, place)
-    for name in ("docs", "aioshard", "examples", "tests"):
-        shutil.copytree(PROJECT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    built = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict", "--clean"],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
-    return place / "site"
 
 
 def text_of(site: Path, page: str) -> str:
