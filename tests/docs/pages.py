@@ -29,7 +29,7 @@ class Block(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
 
 
 class Link(NamedTuple):
@@ -39,6 +39,11 @@ class Link(NamedTuple):
     text: str
     file: str
     anchor: str
+
+
+def name_of(page: Path) -> str:
+    """The path of a page in the documentation, such as `reference/app.md`."""
+    return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else PROJECT))
 
 
 def blocks(*languages: str) -> list[Block]:

@@ -172,7 +172,7 @@ def contents() -> str:
     navigation = (PROJECT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nplugins:")[0]
     lines = []
     for section in re.split(r"(?m)^  - ", navigation)[1:]:
-        pages = re.findall(r"^      - (.+): ([\w-]+\.md)$", section, re.MULTILINE)
+        pages = re.findall(r"^      - (.+): ([\w/-]+\.md)$", section, re.MULTILINE)
         shown = ", ".join(f"[{title}]({page})" for title, page in pages if page != "index.md")
         lines.append(f"* **{section.partition(':')[0]}:** {shown}")
     return "\n".join(lines)
@@ -226,7 +226,7 @@ def marks() -> set[str]:
 
 def outdated() -> list[str]:
     """The pages whose generated parts are not what the code says now."""
-    return [page.name for page in _pages() if _current(text := page.read_text()) != text]
+    return [str(page.relative_to(DOCS)) for page in _pages() if _current(text := page.read_text()) != text]
 
 
 def write() -> list[str]:

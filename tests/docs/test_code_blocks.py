@@ -26,14 +26,17 @@ from aioshard.cli.run import TOKEN_VARIABLE
 from aioshard.cli.supervisor import WORKER_VARIABLE
 from aioshard.settings import PREFIX, Settings
 from aioshard.testing import TestClient, run
-from tests.docs.pages import PAGES, Block, blocks
+from tests.docs.pages import PAGES, Block, blocks, name_of
 from tests.docs.tables import PROJECT, context_of
 
 EXECUTED = blocks("python")
 SHELL = blocks("console", "yaml")
 TERMINALS = {"first", "second", "third"}
 """Sessions of a page, typed and compared in `test_newcomer.py`."""
-OTHERS = {".", "cd", "docker", "echo", "export", "mkdir", "pip", "python", "python3", "spark-pipelines"}
+OTHERS = {
+    *(".", "cd", "docker", "echo", "export", "kill", "mkdir", "pip", "python", "python3", "rm", "sleep"),
+    "spark-pipelines",
+}
 """Programs of others, whose options are not looked at."""
 
 
@@ -132,7 +135,7 @@ def check_tests(names: dict[str, Any]) -> None:
             asyncio.run(test(**given))
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in blocks("pycon")}), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted({block.page for block in blocks("pycon")}), ids=name_of)
 def test_a_session_prints_what_it_shows(page: Any) -> None:
     names: dict[str, Any] = {}
     parser, told = doctest.DocTestParser(), list[str]()
@@ -160,6 +163,7 @@ NOT_RUN = {
         "coming-from-confluent-kafka.md": "code of another library",
         "coming-from-faststream.md": "code of another library",
         "coming-from-faust.md": "code of another library, which is not installed: it compiles",
+        "managed-kafka.md": "signs with a package that is not installed: it compiles",
     },
 }
 """Pages with blocks that are not run, and why; all other blocks are."""
@@ -207,7 +211,7 @@ NO_SETTINGS = {TOKEN_VARIABLE, WORKER_VARIABLE, "AIOSHARD_COMPILE"}
 """Variables that are told and not set, or that are options of a command or of the build."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_variable_is_that_of_a_setting(page: Any) -> None:
     variables = {PREFIX + name.upper() for name in Settings.model_fields}
 

@@ -1,4 +1,4 @@
-"""The way of a newcomer: what docs/getting-started.md says, typed into shells on a machine that has only Python."""
+"""The way of a newcomer: getting started and the tutorial, typed into shells on a machine that has only Python."""
 
 import os
 import re
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import blocks
+from tests.docs.pages import Block, blocks
 from tests.docs.tables import DOCS, PROJECT
 from tests.docs.terminal import Step, Terminal, pattern, steps
 from tests.support.provision import skip_or_fail
 
-PAGE = DOCS / "getting-started.md"
+GETTING_STARTED, TUTORIAL = DOCS / "getting-started.md", DOCS / "tutorial.md"
 INSTALLING = 180.0
 STEP = 60.0
 TERMINALS = ("first", "second", "third")
@@ -22,24 +22,25 @@ TERMINALS = ("first", "second", "third")
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_each_command_of_getting_started_prints_what_the_page_shows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [GETTING_STARTED, TUTORIAL], ids=lambda page: page.stem)
+async def test_each_command_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     (tmp_path / "aioshard").symlink_to(PROJECT)
-    place = tmp_path / "first"
-    shown = [block for block in blocks("console", "python") if block.page == PAGE]
+    shown = [block for block in blocks("console", "python") if block.page == page]
+    place = tmp_path / next(name for block in shown for name in re.findall(r"^\$ mkdir (\w+)", block.text))
     ports = dict(zip(("9092", "8080"), map(str, free_ports(2)), strict=True))
     followed = 0
     async with AsyncExitStack() as stack:
         opened: dict[str, Terminal] = {}
         for block in shown:
             if block.language == "python":
-                if place.exists() and not (place / "quickstart.py").exists():
-                    (place / "quickstart.py").write_text(block.text.replace("9092", ports["9092"]))
+                if file := saved_as(block):
+                    (place / file).write_text(block.text.replace("9092", ports["9092"]))
                 continue
             if block.check not in TERMINALS:
                 continue
             if block.check not in opened:
-                # Who opens a terminal goes where the others are, and takes the same environment.
-                terminal = Terminal(tmp_path if not opened else place, variables(tmp_path, opened), replaced=ports)
+                # Each further terminal is opened in the new directory, and takes the same environment.
+                terminal = Terminal(tmp_path if not opened else place, variables(place, opened), replaced=ports)
                 opened[block.check] = await stack.enter_async_context(terminal)
             for step in steps(block.text):
                 await follow(opened[block.check], step)
@@ -47,6 +48,20 @@ async def test_each_command_of_getting_started_prints_what_the_page_shows(tmp_pa
 
     assert set(opened) == set(TERMINALS)
     assert followed >= 12
+
+
+def saved_as(block: Block) -> str | None:
+    """The file that the page says to save this block as, in the sentence before it."""
+    before = block.page.read_text().splitlines()[: block.line - 1]
+    sentence = next((line for line in reversed(before) if line.strip()), "")
+    found = re.match(r"Save this as `([\w.]+)`", sentence)
+    return found[1] if found else None
+
+
+def test_the_files_to_save_are_found() -> None:
+    saved = [saved_as(block) for block in blocks("python") if block.page in {GETTING_STARTED, TUTORIAL}]
+
+    assert [name for name in saved if name] == ["quickstart.py", "orders.py", "totals.py", "orders.py"]
 
 
 async def follow(terminal: Terminal, step: Step) -> None:
@@ -58,12 +73,12 @@ async def follow(terminal: Terminal, step: Step) -> None:
         raise
 
 
-def variables(home: Path, opened: dict[str, Terminal]) -> dict[str, str]:
+def variables(place: Path, opened: dict[str, Terminal]) -> dict[str, str]:
     """What a shell begins with: nothing of ours but how pip finds packages."""
     kept = {name: value for name, value in os.environ.items() if re.match(r"PIP_|LANG|SSL_|HTTPS?_PROXY", name)}
-    path = [str(home / "first" / ".venv" / "bin")] if opened else []
+    path = [str(place / ".venv" / "bin")] if opened else []
     path += [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
-    return {**kept, "HOME": str(home), "PATH": ":".join(path), "COLUMNS": "120", "PIP_NO_COMPILE": "1"}
+    return {**kept, "HOME": str(place.parent), "PATH": ":".join(path), "COLUMNS": "120", "PIP_NO_COMPILE": "1"}
 
 
 def free_ports(count: int) -> list[int]:

