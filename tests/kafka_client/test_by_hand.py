@@ -349,6 +349,7 @@ class Answering(Internals):
 
     generation, member_id = -1, ""
     _send_req = GroupCoordinator._send_req
+    _performed_join_prepare = False
 
     def __init__(self, code: int) -> None:
         self.group_id = "billing"
