@@ -73,18 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Lets one process of the run at a time have the cluster; its time-out begins after that.
-
-    Collects what a test that breaks connections has left to aiokafka.
-    """
+    """Lets one process of the run at a time have the cluster; its time-out begins after that."""
     with alone("cluster") if item.get_closest_marker("cluster") else contextlib.nullcontext():
-        result = yield
-    if item.path.parent.name == "broker_faults":
-        # Only now nothing holds the exceptions of the test, and the connections in their tracebacks.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
-    return result
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
