@@ -9,7 +9,7 @@ from tests.broker_faults.support import quick_app, until
 from tests.support.proxies import METADATA, Request
 from tests.support.three_brokers import ThreeBrokers
 
-SOON = 10.0
+SOON = 40.0
 """Seconds until records are processed and committed again."""
 FLEXIBLE = 9
 """The first version of the answer whose lengths are variable; librdkafka asks for a later one, aiokafka for earlier."""
