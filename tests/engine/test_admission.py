@@ -104,3 +104,17 @@ def test_records_of_a_closed_partition_are_not_taken_in() -> None:
     run(test())
     assert (len(closed.tracker), closed.tracker.position) == (0, 0)
     assert (len(partition.tracker), partition.tracker.position, buffer.records) == (1, 1, 1)
+
+
+def test_a_later_request_to_be_woken_does_not_delay_an_earlier_one() -> None:
+    woken: list[int] = []
+    buffer = make_buffer()
+    buffer.wake = lambda: woken.append(buffer.records)
+    buffer.take_in(10, 100)
+    buffer.arm(2)
+    buffer.arm(100)
+
+    for _ in range(3):
+        buffer.release(10)
+
+    assert woken == [8]

@@ -480,6 +480,46 @@ async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_
 
 
 @with_desk
+async def test_a_hole_at_the_end_is_committed_before_the_next_check(desk: Desk) -> None:
+    epoch, _ = desk.epoch(records=0)
+    await asyncio.sleep(60.25)
+    epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
+    await asyncio.sleep(0.1)
+
+    assert epoch.acknowledged == 7
+
+
+@with_desk
+async def test_a_hole_in_place_of_evicted_records_is_committed_before_the_next_check(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=3)
+    epoch.evict(deliveries)
+    await asyncio.sleep(60.25)
+    epoch.readmit(FetchedBatch(epoch.topic_partition, [], [], 3), 60.25)
+    await asyncio.sleep(0.1)
+
+    assert epoch.acknowledged == 3
+
+
+@with_desk
+async def test_a_partition_that_is_disowned_during_a_request_is_not_sent_with_the_shorter_texts(desk: Desk) -> None:
+    desk.client.takes = 0.5
+    desk.client.answers = [MetadataRefusedError("too long")]
+    epochs = []
+    for partition in range(2):
+        epoch, deliveries = desk.epoch(partition)
+        epoch.complete(deliveries[0])
+        epoch.complete(deliveries[2])
+        epochs.append(epoch)
+    await until(lambda: desk.client.under_way == 1)
+    assert desk.offsets == [{0: 1, 1: 1}]
+
+    desk.committer.disown(epochs[0])
+    await asyncio.sleep(5.0)
+
+    assert desk.offsets[1:] == [{1: 1}]
+
+
+@with_desk
 async def test_what_is_due_while_we_are_no_member_is_looked_at_now_and_then(desk: Desk) -> None:
     """And not in every turn of the loop."""
     looks = 0

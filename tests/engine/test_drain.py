@@ -226,3 +226,19 @@ def test_it_waits_for_what_runs_and_for_the_holes_below() -> None:
         assert drained(epoch)
 
     run(test())
+
+
+def test_a_cancelled_record_is_not_overtaken_by_a_later_record_of_its_key() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
+        epoch.close(below=True)
+        shards.close(epoch)
+
+        shards.again(first)
+        epoch.complete(other)
+
+        assert shards.next_after(other) is None
+        assert drained(epoch)
+
+    run(test())

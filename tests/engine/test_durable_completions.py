@@ -301,3 +301,15 @@ def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
             text = CommitMetadata(first=FirstCommit(512, 1 << 31), finished=finished)
             read = CommitMetadata.read(text.text(0), 0)
             assert read.finished == finished, (span, incomplete, share)
+
+
+def test_completions_of_an_earlier_owner_are_forgotten_once_they_are_passed() -> None:
+    """Otherwise they take room from the text of every commit."""
+    partition, _ = make_partition()
+    partition.finished_ahead = (Run(1, 3), Run(5, 7))
+    records = [Record(*TP, offset, None, b"", (), 0.0) for offset in range(6)]
+
+    batch = partition.without_finished(FetchedBatch(TP, records, [10] * 6, 6))
+
+    assert [record.offset for record in batch.records] == [0, 3, 4]
+    assert list(partition.finished_ahead) == [Run(6, 7)]

@@ -149,6 +149,27 @@ def test_a_fetch_task_of_which_everything_is_evicted_goes_on_and_ends_when_it_is
     run(test())
 
 
+def test_batches_that_wait_for_the_fetch_task_are_evicted_too() -> None:
+    """Otherwise their records would start before the evicted ones."""
+
+    async def test() -> None:
+        shards = Shards(1)
+        epoch, _ = make_partition(feed=Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never))
+        epoch.task = task = asyncio.create_task(epoch.run(), name="fetch")
+        records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(6)]
+        epoch.accept(FetchedBatch(epoch.topic_partition, records[:4], [10] * 4, 4))
+        await asyncio.sleep(1.0)
+        epoch.accept(FetchedBatch(epoch.topic_partition, records[4:], [10] * 2, 6))
+
+        assert epoch.evict_beyond(Usage(1, 1_000)) == 5
+
+        assert list(epoch.evicted) == [1, 2, 3, 4, 5]
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(test())
+
+
 def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
     """Records that come with places of their own, in place of the offsets of one log."""
 

@@ -294,3 +294,17 @@ def test_a_key_that_is_parked_anew_has_a_new_reason() -> None:
     made.remove(3)
     made.add(made.entry(original(101), 7, 1, 60.0, 0), FAILURE._replace(message="another"))
     assert made.failures[b"k"].message == "another"
+
+
+def test_a_drain_does_not_wait_for_a_replay_that_is_only_queued() -> None:
+    """The commit of its partition lists no parked record, so nothing would run twice."""
+    held, _ = lot(parked(1, at=0, generation=6))
+    held.open()
+    entry = held.keys.take_due(1_000.0)
+    assert entry is not None
+    held.replay(entry, original(1), b"k", 0.0)
+    held.highest_started = held.tracker.position
+
+    held.close(below=True)
+
+    assert held.drained.is_set()

@@ -3,8 +3,14 @@
 import asyncio
 
 from aioshard import App, CircuitBreaker, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard.engine.counts import Counters
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.failures import FailureHandler, skipping
+from aioshard.engine.outcomes import Outcome, Recovery
+from aioshard.engine.shards import Shards
 from aioshard.errors import TransportError
-from aioshard.testing import InMemoryBroker, TestClient, run
+from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport, TestClient, run
+from tests.engine.deliveries import make_epoch
 from tests.engine.running import until
 
 ONCE = Retry(attempts=1)
@@ -199,3 +205,66 @@ def test_a_dead_letter_that_is_tried_again_takes_no_token_of_the_rate_limit() ->
 
     run(test())
     assert started[-1] - started[0] < 20.5
+
+
+async def _hang(_: Delivery) -> Outcome:
+    await asyncio.Event().wait()
+    return Outcome.SKIPPED
+
+
+def test_after_a_recovery_failed_or_became_slow_recoveries_get_half_of_the_workers_until_one_succeeds() -> None:
+    async def test() -> None:
+        shards = Shards()
+        now = asyncio.get_running_loop().time
+        failures = FailureHandler(ONCE, None, shards=[shards], counters=Counters(), clock=now, workers=4)
+        _, (failing, good, *hanging) = make_epoch([None] * 4)
+        hang = Recovery("it hangs", _hang)
+        running = [asyncio.create_task(failures.recover(one, hang), name=f"{one}") for one in hanging]
+        await asyncio.sleep(0.5)
+        assert failures.may_recover(), "they are not slow yet"
+
+        failing.divert(hang)
+        assert not failures.failed(failing, TransportError("no"), shards)
+        assert not failures.may_recover(), "one has failed"
+
+        await failures.recover(good, skipping("the test says so"))
+        assert failures.may_recover(), "one has succeeded"
+
+        await asyncio.sleep(1.0)
+        assert not failures.may_recover(), "they are slow"
+        running.pop().cancel()
+        await asyncio.sleep(0.1)
+        assert failures.may_recover(), "half of the workers may still recover"
+        running.pop().cancel()
+
+    run(test())
+
+
+def test_dead_letters_that_hang_leave_workers_for_the_records_that_succeed() -> None:
+    app = App("recourse", commit_interval=0.1, auto_offset_reset="earliest", shutdown_timeout=2.0)
+    done: list[int] = []
+
+    @app.consume("orders", concurrency=4, retry=ONCE, on_failure=DeadLetter("d"))
+    async def handle(record: Record) -> None:
+        if record.value == b"bad":
+            raise ValueError
+        done.append(record.offset)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+        stored_after = 20.0
+        async with app.started(
+            lambda: InMemoryTransport(broker, "recourse"),
+            lambda: InMemoryProducer(broker, latency=lambda: stored_after),
+        ):
+            broker.publish("orders", b"bad", key=b"first")
+            await asyncio.sleep(2.0)
+            for number in range(10):
+                broker.publish("orders", b"bad", key=b"bad %d" % number)
+            for number in range(10):
+                broker.publish("orders", b"", key=b"good %d" % number)
+            await until(lambda: len(done) == 10, timeout=5.0)
+            stored_after = 0.0
+            await until(lambda: broker.committed("recourse", "orders", 0) == 21)
+
+    run(test())

@@ -161,3 +161,30 @@ def test_what_was_set_aside_comes_before_what_waits_in_its_shard_behind_another_
         assert shards.next_after(failing) is younger
 
     run(test())
+
+
+def test_held_records_of_a_key_resume_in_offset_order() -> None:
+    """The later record is held first, because it arrives while the earlier one waits in its shard."""
+
+    async def test() -> None:
+        shards = Shards()
+        epoch, (running, earlier) = make_epoch(["k", "k"])
+        await shards.put([running, earlier])
+        assert start(shards.take()) is running
+        assert shards.take() is None
+        epoch.pause("the test", "why not")
+        (later,) = add(epoch, ["k"])
+        await shards.put([later])
+        assert shards.take() is None
+        epoch.complete(running)
+        assert shards.next_after(running) is None
+
+        epoch.resume("the test")
+        shards.reopen(epoch)
+
+        assert start(shards.take()) is earlier
+        assert shards.take() is None
+        epoch.complete(earlier)
+        assert shards.next_after(earlier) is later
+
+    run(test())

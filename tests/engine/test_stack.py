@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
@@ -396,3 +397,15 @@ def test_it_may_be_read_while_everything_changes() -> None:
     assert not failures
     assert looked > 100
     assert found > 10
+
+
+def test_the_garbage_collector_is_on_after_a_read_exactly_if_it_was_on_before() -> None:
+    assert gc.isenabled()
+    stack_of(None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        stack_of(None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.flow import NONE, Usage, fetch_limits, room_for
+from aioshard.core.flow import NONE, Usage, fetch_limits, partition_share, room_for
 
 BOUNDS = Usage(10_000, 64 * 2**20)
 
@@ -76,3 +76,10 @@ def test_fetches_from_many_brokers_stay_within_the_bound_and_bring_whole_batches
 def test_a_tiny_bound_still_fetches(bound: int) -> None:
     for used in (0, bound, 2 * bound):
         assert min(fetch_limits(bound, used, partitions=3, requests=2)) >= 1
+
+
+def test_the_last_quarter_of_the_fetch_bound_is_shared_equally() -> None:
+    bound = 32_000_000
+    limits = fetch_limits(bound, bound * 3 // 4, partitions=100, requests=1)
+    assert limits.response == bound // 4
+    assert limits.partition == partition_share(100, bound // 4)

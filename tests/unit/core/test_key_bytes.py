@@ -27,7 +27,15 @@ def test_equal_numbers_have_the_same_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("1", 1), (b"a", "a"), (("a", "bc"), ("ab", "c")), ((("a",), "b"), ("a", ("b",))), (None, "None"), ((), None)],
+    [
+        ("1", 1),
+        (b"a", "a"),
+        (("a", "bc"), ("ab", "c")),
+        ((("a",), "b"), ("a", ("b",))),
+        (None, "None"),
+        ((), None),
+        (("asb",), ("a", "b")),
+    ],
 )
 def test_different_keys_have_different_bytes(one: Hashable, other: Hashable) -> None:
     assert key_bytes(one) != key_bytes(other)

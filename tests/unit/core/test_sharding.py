@@ -1,10 +1,11 @@
 """From a record to its shard."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from aioshard.core.sharding import shard_key_of, shard_number
+from aioshard.core.sharding import identity, shard_key_of, shard_number
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
@@ -79,3 +80,10 @@ def test_a_coroutine_function_is_refused_because_no_two_coroutines_are_the_same_
 
     with pytest.raises(HandlerError, match="plain function"):
         shard_key_of(by_customer, one_topic=True)  # type: ignore[arg-type] # what a type checker would have said
+
+
+def test_a_past_record_whose_key_has_no_hash_has_no_identity() -> None:
+    def key(_: Record) -> Any:
+        return []
+
+    assert identity(key, record(b"a")) is None
