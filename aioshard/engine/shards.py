@@ -227,7 +227,11 @@ class Shards:
         while waiting:
             successor = waiting.popleft()
             epoch = successor.epoch
-            if not epoch.gate or epoch.may_start(successor):
+            # A recovery may start during a pause, but not before a record of its key that waits for the end of it.
+            if not epoch.gate or (
+                epoch.may_start(successor)
+                and not (epoch.gate is Gate.PAUSED and any(held.key == key for held in self._held.get(epoch, ())))
+            ):
                 self._return(successor)
                 return
             self._hold(successor)

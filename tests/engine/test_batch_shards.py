@@ -3,6 +3,7 @@
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.failures import skipping
 from aioshard.engine.outcomes import Outcome, Recovery
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.testing import run
@@ -113,3 +114,25 @@ def test_a_record_that_waits_behind_its_key_joins_no_batch_of_another_epoch() ->
         assert following.deliveries == [other]
 
     run(test())
+
+
+async def test_no_recovery_overtakes_a_record_of_its_key_that_waits_for_the_end_of_a_pause() -> None:
+    shards = BatchShards(Batch(max_records=10, linger=0.0), 1)
+    epoch, deliveries = make_epoch(["a"] * 3)
+    await shards.put(deliveries)
+    batch = shards.take_batch()
+    assert batch is not None
+    for delivery in (deliveries[0], deliveries[2]):
+        delivery.divert(skipping("the test asked for it"))
+    batch.left_out, batch.deliveries = batch.deliveries, []
+    for head in shards.end(batch, batch.left_out):
+        shards.resume(head)
+    epoch.pause("application", "the test asked for it")
+
+    first = shards.take_batch()
+    assert first is not None
+    assert first.deliveries == [deliveries[0]]
+    epoch.complete(deliveries[0])
+    shards.end(first)
+
+    assert shards.take_batch() is None

@@ -41,7 +41,7 @@ Client = Literal["aiokafka", "incremental", "cooperative", "KIP-848"]
 
 _CLIENTS: Mapping[Client, Mapping[str, Any]] = {
     "aiokafka": {},
-    "incremental": {"assignor": "cooperative-lag"},
+    "incremental": {"assignor": "cooperative-fair"},
     "cooperative": {"client": "confluent"},
     "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
 }

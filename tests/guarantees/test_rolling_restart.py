@@ -111,7 +111,7 @@ DELAY, SESSION = 2.0, 3.0
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])
 async def test_partitions_that_stay_hardly_pause_while_a_member_joins_and_another_one_dies(scenario: Scenario) -> None:
     """Two members have four partitions. A third one joins, in two rounds; one is killed, and its partitions wait."""
-    settings = {"start_timeout": 60, "session_timeout": SESSION, "reassignment_delay": DELAY}
+    settings = {"session_timeout": SESSION, "reassignment_delay": DELAY, "assignor": "cooperative-lag"}
     await scenario.create(partitions=4)
     for name in "ab":
         scenario.start(name, settings, spread=0.05)

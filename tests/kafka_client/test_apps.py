@@ -126,7 +126,7 @@ async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so
         first.done.clear()
 
         async with second.app:
-            await until(lambda: len(second.app.assignment()) == 1)
+            await until(lambda: [len(app.assignment()) for app in (first.app, second.app)] == [1, 1])
             ended = await asyncio.gather(*seeking, return_exceptions=True)
             first.let_go.set()
             (kept,), (moved,) = first.app.assignment(), second.app.assignment()
