@@ -323,7 +323,7 @@ class Settings(BaseSettings):
     """Longest time between commits while records complete. After a crash, records since the last commit run again.
     None: 1 s, or 0.1 s with `exactly_once`, where a commit makes messages visible."""
     commit_records: Annotated[int | None, Field(ge=1), "records"] = 2_000
-    """Commit sooner: after this many completed records, and at once after the first ones of a newly assigned partition.
+    """Commit sooner: after this many completed records, and right after the first ones of a newly assigned partition.
     Early commits keep a pause, so that they cost less than 1 % of a core. None: only every `commit_interval`.
     Not used with `exactly_once`."""
     auto_offset_reset: Literal["earliest", "latest", "error"] | None = None
