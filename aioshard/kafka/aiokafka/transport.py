@@ -568,14 +568,15 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             return
         self._instance.rejoins(internals.membership())
         internals.coordinator._group_subscription = None  # else a former leader would watch topics of others
-        keeps = internals.assignor.cooperative
-        if self._buffer.partitions and not keeps:  # none after `_lose`
-            await self._drain(self._listener, self._buffer.partitions)
-        if self._settings.assignor.endswith("lag"):
-            internals.assignor.backlogs = await self._backlogs(internals)
-        if not keeps:
-            self._end_assignment()
-            self._look_again()
+        try:
+            if self._buffer.partitions and not internals.assignor.cooperative:  # none after `_lose`
+                await self._drain(self._listener, self._buffer.partitions)
+            if self._settings.assignor.endswith("lag"):
+                internals.assignor.backlogs = await self._backlogs(internals)
+        finally:
+            if not internals.assignor.cooperative:
+                self._end_assignment()
+                self._look_again()
         if self._instance.taken is not None:
             await asyncio.Event().wait()  # joining again would take the other process's place once more
 
