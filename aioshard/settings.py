@@ -398,7 +398,7 @@ class Settings(BaseSettings):
     @field_validator("commit_interval", mode="before")
     @classmethod
     def _compute_commit_interval(cls, value: object, info: ValidationInfo) -> object:
-        return value if value is not None else 0.1 if (info.data.get("processing_guarantee") == "exactly_once") else 1.0
+        return value if value is not None else 0.1 if info.data.get("processing_guarantee") == "exactly_once" else 1.0
 
     @model_validator(mode="wrap")
     @classmethod

@@ -213,7 +213,7 @@ class Intake:
             return NOTHING
         return Allowance(
             partition.probe_room,
-            max((self._buffer.bounds.bytes - self._buffer.bytes), 0),
+            max(self._buffer.bounds.bytes - self._buffer.bytes, 0),
             alone=not self._buffer.records,
         )
 

@@ -310,7 +310,7 @@ class RowTransport(Groupless):
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; the end is unknown until the last row has arrived."""
-        return {name: LogRange(0, self.ends().get(name, _ENDLESS)) for name in partitions}
+        return {name: LogRange(0, ends.get(name, _ENDLESS)) for ends in (self.ends(),) for name in partitions}
 
     async def partitions(self, topic: str) -> dict[int, PartitionInfo]:  # noqa: ARG002
         """See `Transport.partitions`; each handler has one."""

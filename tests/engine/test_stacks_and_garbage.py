@@ -84,14 +84,3 @@ async def test_nothing_is_collected_while_a_stack_is_read(read: Callable[[Corout
     await asyncio.wait([task])
 
     assert len(collections) < DEEP / 2
-
-
-async def test_who_has_switched_the_collector_off_keeps_it_off() -> None:
-    gc.disable()
-    try:
-        stack_of(None)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    stack_of(None)
-    assert gc.isenabled()
