@@ -24,7 +24,7 @@ test: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the te
 
 test-fast: $(VENV)/.dev ## run the tests that need no server and take no seconds, with few seeds
 	@AIOSHARD_TEST_SEEDS=2 $(BIN)/python -m pytest -n $(WORKERS) -m "not chaos and not slow" \
-		tests/unit tests/properties tests/engine tests/simulation $(ARGS)
+		tests/unit tests/engine tests/simulation $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
 	@$(BIN)/ruff check .
@@ -73,7 +73,7 @@ chromium: $(VENV)/.dev ## install Debian's Chromium where it is missing; without
 
 screenshots: $(VENV)/.dev chromium ## take the pictures of page and terminal that are in docs/images
 	@$(BIN)/python -m tests.support.screenshots
-	@$(BIN)/python -m tests.docs.pictures
+	@$(BIN)/python -m tests.project.docs.pictures
 
 postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioshard import App, Record
-from tests.broker_faults.support import quick_app, until
+from tests.kafka.faults.support import quick_app, until
 from tests.support.three_brokers import ThreeBrokers
 
 SOON = 10.0

@@ -16,7 +16,7 @@ from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 from tests.guarantees.checks import SAFE
 from tests.guarantees.scenario import Client, Scenario
-from tests.kafka_client.members import Member, settings_for
+from tests.kafka.client.members import Member, settings_for
 from tests.support.cluster import DEADLINE, Message
 from tests.support.proxies import OFFSET_FETCH
 from tests.support.three_brokers import OFFSETS_TOPIC, ThreeBrokers, offsets_partition

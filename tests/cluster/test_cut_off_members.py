@@ -10,7 +10,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from aioshard import App, Record
-from tests.broker_faults.support import quick_app, until
+from tests.kafka.faults.support import quick_app, until
 from tests.support.proxies import (
     FIND_COORDINATOR,
     HEARTBEAT,

@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from aioshard import Record
-from tests.broker_faults.support import quick_app, until
+from tests.kafka.faults.support import quick_app, until
 from tests.support.proxies import METADATA, Request
 from tests.support.three_brokers import ThreeBrokers
 

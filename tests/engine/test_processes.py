@@ -22,11 +22,11 @@ from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, 
 from aioshard.errors import DecodeError, NotDrainedError, StartError, StateError
 from aioshard.processes import Processes
 from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.support.running import PROJECT
 
 pytestmark = pytest.mark.slow
 
 PATIENCE = 30.0
-PROJECT = Path(__file__).parents[2]
 
 
 # Reports from the handlers ---------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The shards of a handler, one situation each; `tests/properties/` has what chance finds."""
+"""The shards of a handler, one situation each; `tests/unit/properties/` has what chance finds."""
 
 import asyncio
 import gc

@@ -21,8 +21,8 @@ from aioshard.errors import NotDrainedError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.settings import Settings
-from tests.broker_faults.support import Ledger, kick, until
 from tests.guarantees.durable_member import CLIENTS, settings_for_client
+from tests.kafka.faults.support import Ledger, kick, until
 from tests.support.cluster import DEADLINE, KafkaCluster, Message
 from tests.support.shared_kafka import SharedKafka
 

@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 
 from aioshard.errors import RunError
 from aioshard.spark.source import OUTCOME_COLUMNS
-from tests.docs.pages import blocks
+from tests.project.docs.pages import blocks
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.shared_kafka import SharedKafka

@@ -25,8 +25,9 @@ from aioshard import App, Record
 from aioshard.telemetry.metrics import AppCollector
 from tests.support.cluster import KafkaCluster
 from tests.support.kafka import KafkaBroker
+from tests.support.running import PROJECT
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy/prometheus"
+DEPLOY = PROJECT / "deploy/prometheus"
 RULES = DEPLOY / "aioshard.rules.yml"
 RECORDED = DEPLOY / "aioshard.incidents.test.yml"
 

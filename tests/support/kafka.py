@@ -213,7 +213,7 @@ class KafkaBroker(GuardedCluster):
             self._process.wait()
 
     def _java(self) -> list[str]:
-        log_settings = PROJECT / "tests" / "kafka" / "log4j2.properties"
+        log_settings = PROJECT / "tests" / "support" / "broker" / "log4j2.properties"
         libs = kafka_libs()
         return [
             "java",

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.provision import provide
 
 PROJECT = Path(__file__).resolve().parents[2]
-POM = PROJECT / "tests" / "kafka" / "pom.xml"
+POM = PROJECT / "tests" / "support" / "broker" / "pom.xml"
 DEFAULT_LIBS = PROJECT / "build" / "kafka" / "libs"
 FETCH_TIMEOUT = 300.0
 

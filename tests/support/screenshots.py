@@ -19,10 +19,11 @@ from aioshard.errors import NotDrainedError
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.testing import InMemoryBroker, TestClient
 from aioshard.web import dashboard, serve_health
-from tests.broker_faults.support import until
+from tests.kafka.faults.support import until
 from tests.support.browsing import open_browser, served
+from tests.support.running import PROJECT
 
-PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
+PICTURES = PROJECT / "docs" / "images"
 
 _SECONDS = 75.0
 """For which the app runs before its picture is taken: enough for plots that show something."""

@@ -2,11 +2,11 @@
 
 import doctest
 import importlib
-from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.support.running import PROJECT
+
 MODULES = [
     ".".join(path.relative_to(PROJECT).with_suffix("").parts)
     for path in sorted((PROJECT / "aioshard").rglob("*.py"))

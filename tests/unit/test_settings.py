@@ -24,7 +24,7 @@ from aioshard.settings import (
     timeout_warnings,
     unit_of,
 )
-from tests.docs.tables import descriptions
+from tests.project.docs.tables import descriptions
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from aioshard.settings import Settings, SettingsDict
+from tests.support.running import PROJECT
 
 pytestmark = pytest.mark.slow
 
-PROJECT = Path(__file__).parents[2]
 USES = PROJECT / "tests/unit/typed_uses.py"
 WRONG = {number for number, line in enumerate(USES.read_text().splitlines(), 1) if "# wrong" in line}
 

@@ -1,4 +1,4 @@
-"""The parked keys of a partition, one situation each; `tests/properties/` has random ones."""
+"""The parked keys of a partition, one situation each; `tests/unit/properties/` has random ones."""
 
 from aioshard.core.parking import ParkedEntry, ParkedKeys
 

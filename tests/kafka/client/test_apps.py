@@ -1,0 +1,186 @@
+"""What an app does with a real broker that only one can show: seeks in a rebalance, topics that appear."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.errors import StateError
+from aioshard.records import PartitionInfo, TopicPartition
+from tests.engine.running import engine_of
+from tests.kafka.client.members import PATIENCE
+from tests.support.shared_kafka import SharedKafka
+
+RECORDS = 50
+
+AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
+INCREMENTAL: dict[str, Any] = {"client": "aiokafka", "assignor": "cooperative-fair"}
+COOPERATIVE: dict[str, Any] = {"client": "confluent"}
+BY_THE_BROKER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
+
+CLIENTS = pytest.mark.parametrize(
+    "client",
+    [
+        AIOKAFKA,
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in (INCREMENTAL, COOPERATIVE)),
+        BY_THE_BROKER,
+    ],
+    ids=["aiokafka", "incremental", "cooperative", "KIP-848"],
+)
+ONE_CLIENT_QUICKLY = pytest.mark.parametrize(
+    "client",
+    [
+        AIOKAFKA,
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in (INCREMENTAL, COOPERATIVE, BY_THE_BROKER)),
+    ],
+    ids=["aiokafka", "incremental", "cooperative", "KIP-848"],
+)
+"""The same clients; only the first one is in the plain run."""
+
+
+class Process:
+    """An app of the group, and what it has processed; records of the offsets in `hanging` run until they are let go."""
+
+    def __init__(self, kafka: SharedKafka, group: str, **options: Any) -> None:
+        quick: dict[str, Any] = {"session_timeout": 6, "heartbeat_interval": 0.2}
+        if options.get("group_protocol") == "consumer":
+            quick = {}
+        self.app = App(
+            group,
+            bootstrap_servers=kafka.bootstrap,
+            auto_offset_reset="earliest",
+            commit_interval=0.2,
+            fetch_max_wait=0.05,
+            metadata_max_age=1.0,
+            drain_timeout=3.0,
+            **(quick | options),
+        )
+        self.done: Counter[tuple[int, int]] = Counter()
+        self.hanging: set[int] = set()
+        self.let_go = asyncio.Event()
+
+    async def handle(self, record: Record) -> None:
+        if record.offset in self.hanging:
+            await self.let_go.wait()
+        self.done[record.partition, record.offset] += 1
+
+
+async def until(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - nothing in the process tells what another one sees
+            await asyncio.sleep(0.02)
+
+
+async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
+    await kafka.create_topic(topic, partitions)
+    for partition in range(partitions):
+        await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)], partition)
+
+
+@ONE_CLIENT_QUICKLY
+async def test_a_partition_goes_on_where_it_was_asked_to(
+    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+) -> None:
+    await fill(kafka, topic, 1)
+    process = Process(kafka, group, **client)
+    process.app.consume(topic, concurrency=10)(process.handle)
+    app = process.app
+    async with app:
+        await until(lambda: process.done.total() == RECORDS)
+
+        assert await app.seek(topic, 0, "beginning") == 0
+        await until(lambda: process.done.total() == 2 * RECORDS)
+        assert set(process.done.values()) == {2}
+
+        assert await app.seek(topic, 0, RECORDS - 10) == RECORDS - 10
+        await until(lambda: process.done.total() == 2 * RECORDS + 10)
+
+        assert await app.seek(topic, 0, time.time() + 3600) == RECORDS
+        assert await app.committed(topic, 0) == RECORDS == app.position(topic, 0)
+        assert await app.seek(topic, 0, time.time() - 3600) == 0
+        await until(lambda: process.done.total() == 3 * RECORDS + 10)
+        assert await app.partitions(topic) == (PartitionInfo(0, 1, (1,), (1,)),)
+        assert topic in await app.topics()
+    assert process.done.total() == 3 * RECORDS + 10
+
+
+@ONE_CLIENT_QUICKLY
+async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so_where_it_does_not(
+    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+) -> None:
+    await fill(kafka, topic, 2)
+    first, second = Process(kafka, group, **client), Process(kafka, group, **client)
+    for process in (first, second):
+        process.app.consume(topic, concurrency=10)(process.handle)
+    first.hanging = {7}
+    async with first.app:
+        await until(lambda: first.done.total() == 2 * (RECORDS - 1))
+        epochs = engine_of(first.app).rebalance.epochs
+        await until(lambda: all(one.committed_completions == RECORDS - 1 for one in epochs))
+        seeking = [asyncio.create_task(first.app.seek(topic, number, "beginning")) for number in (0, 1)]
+        await until(lambda: first.app.assignment() == ())
+        first.done.clear()
+
+        async with second.app:
+            await until(lambda: [len(app.assignment()) for app in (first.app, second.app)] == [1, 1])
+            ended = await asyncio.gather(*seeking, return_exceptions=True)
+            first.let_go.set()
+            (kept,), (moved,) = first.app.assignment(), second.app.assignment()
+
+            assert {kept, moved} == {TopicPartition(topic, 0), TopicPartition(topic, 1)}
+            assert ended[kept.partition] == 0
+            given_away = ended[moved.partition]
+            if given_away != 0:  # it was done before the group took it
+                assert isinstance(given_away, StateError)
+                assert "the group assigned it to another member" in str(given_away)
+            await until(lambda: len([at for at in first.done if at[0] == kept.partition]) == RECORDS)
+            await until(lambda: first.app.statistics().partitions[0].committed == RECORDS)
+            await until(lambda: second.app.statistics().partitions[0].committed == RECORDS)
+    assert (first.done + second.done)[moved.partition, 7] >= 1
+
+
+@CLIENTS
+async def test_a_pattern_takes_in_a_topic_that_appears_from_its_start(
+    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+) -> None:
+    await fill(kafka, f"{topic}-a", 1)
+    process = Process(kafka, group, **client)
+    process.app.consume(pattern=f"{topic}-[ab]", concurrency=10)(process.handle)
+    async with process.app as app:
+        assert app.assignment() == (TopicPartition(f"{topic}-a", 0),)
+        await until(lambda: process.done.total() == RECORDS)
+
+        await fill(kafka, f"{topic}-c", 1)
+        await fill(kafka, f"{topic}-b", 2)
+
+        await until(lambda: len(app.assignment()) == 3)
+        await until(lambda: process.done.total() == 3 * RECORDS)
+        assert {one.topic for one in app.assignment()} == {f"{topic}-a", f"{topic}-b"}
+    assert process.done.total() == 3 * RECORDS
+
+
+@ONE_CLIENT_QUICKLY
+async def test_the_lag_of_a_paused_partition_grows(
+    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch tells the end of a log, and nothing is fetched of it."""
+    monkeypatch.setattr("aioshard.engine.runtime._LOG_END_INTERVAL", 0.2)
+    await fill(kafka, topic, 1)
+    process = Process(kafka, group, **client)
+    process.app.consume(topic)(process.handle)
+    async with process.app as app:
+
+        def lag() -> int | None:
+            return app.statistics().partitions[0].lag
+
+        await until(lambda: lag() == 0)
+        app.pause(topic, 0)
+        for more in (1, 2):
+            await kafka.produce(topic, [(b"key", b"")] * RECORDS, 0)
+            await until(lambda more=more: lag() == more * RECORDS)  # type: ignore[misc]
+        app.resume(topic, 0)
+        await until(lambda: lag() == 0)

@@ -1,0 +1,124 @@
+"""A handler that blocks: for how long a member keeps its place, with each of the clients."""
+
+import asyncio
+import re
+import threading
+import time
+from collections import Counter
+from typing import Any, NamedTuple, Self
+
+import pytest
+
+from aioshard import App, Record
+from tests.kafka.client.members import PATIENCE
+from tests.support.shared_kafka import SharedKafka
+
+SESSION = 3.0
+RECORDS = 20
+
+AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
+CONFLUENT: dict[str, Any] = {"client": "confluent"}
+SHORT_REBALANCE: dict[str, Any] = {"rebalance_timeout": 4.0, "drain_timeout": 1.0, "commit_timeout": 1.0}
+
+
+class Case(NamedTuple):
+    """A handler that blocks for some seconds, and what is promised of the member."""
+
+    client: dict[str, Any]
+    seconds: float
+    keeps_its_place: bool
+    in_a_thread: bool = False
+
+
+CASES = {
+    "aiokafka-shorter-than-the-session": Case(AIOKAFKA, 1.5, keeps_its_place=True),
+    "aiokafka-longer-than-the-session": Case(AIOKAFKA, 5.5, keeps_its_place=False),
+    "confluent-three-sessions": Case(CONFLUENT, 3 * SESSION + 0.5, keeps_its_place=True),
+    "confluent-longer-than-a-rebalance": Case(CONFLUENT | SHORT_REBALANCE, 6.5, keeps_its_place=False),
+    "aiokafka-longer-in-a-thread": Case(AIOKAFKA, 5.5, keeps_its_place=True, in_a_thread=True),
+}
+
+
+def make_app(kafka: SharedKafka, topic: str, group: str, case: Case) -> tuple[App, Counter[int]]:
+    app = App(
+        group,
+        bootstrap_servers=kafka.bootstrap,
+        auto_offset_reset="earliest",
+        session_timeout=SESSION,
+        heartbeat_interval=0.5,
+        commit_interval=0.2,
+        fetch_max_wait=0.05,
+        **case.client,
+    )
+    ran: Counter[int] = Counter()
+
+    def run(record: Record) -> None:
+        ran[record.offset] += 1
+        if record.offset == 0 and ran[0] == 1:
+            time.sleep(case.seconds)
+
+    if case.in_a_thread:
+        app.consume(topic, concurrency=4)(run)
+    else:
+
+        @app.consume(topic, concurrency=4)
+        async def handle(record: Record) -> None:
+            run(record)
+
+    return app, ran
+
+
+class Ages:
+    """Asks from a thread how old the last heartbeat is."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="asks for heartbeats")
+        self.highest = 0.0
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.1):
+            self.highest = max(self.highest, self._app.statistics().heartbeat_age or 0.0)
+
+    async def __aenter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over.set()
+        await asyncio.to_thread(self._thread.join)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.chaos] if case.seconds > SESSION else [])
+        for name, case in CASES.items()
+    ],
+)
+async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
+    kafka: SharedKafka, topic: str, group: str, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    await kafka.create_topic(topic, 1)
+    app, ran = make_app(kafka, topic, group, case)
+    async with app, Ages(app) as ages:
+        await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)])
+        async with asyncio.timeout(PATIENCE + case.seconds):
+            while [one.committed for one in app.statistics().partitions] != [RECORDS]:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(2.0)  # a few heartbeats more: a place that was lost would be noticed
+        statistics = app.statistics()
+
+    assert statistics.state == "running"
+    if case.client == AIOKAFKA:
+        assert bool(ages.highest > 1.0) == (not case.in_a_thread), "a blocked loop sends no heartbeats"
+    else:
+        assert ages.highest == 0.0, "the loop sends none"
+    assert ran.keys() == set(range(RECORDS))
+    if case.keeps_its_place:
+        assert (statistics.rebalances, statistics.commit_failures, set(ran.values())) == (1, 0, {1})
+    else:
+        assert statistics.rebalances > 1
+    named = re.search(r"the event loop has been blocked for .*: handler handle computes or blocks", caplog.text)
+    assert bool(named) == (not case.in_a_thread)

@@ -1,0 +1,432 @@
+"""What we rely on in aiokafka beyond its documentation: when one of these fails, read our code before you upgrade.
+
+Each private attribute that `aioshard.kafka.aiokafka` uses stands in the table below with the object that has it.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import errors as kafka_errors
+from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
+from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
+from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
+from aiokafka.partitioner import murmur2
+from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.structs import TopicPartition as TheirTopicPartition
+
+from aioshard.errors import AuthorizationError, ClientLostError, CommitError
+from aioshard.kafka import aiokafka
+from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.connections import connected
+from aioshard.kafka.aiokafka.options import client_options
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.ports import Allowance, Committed, Fault
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.kafka.client.members import Member
+from tests.support.shared_kafka import SharedKafka
+
+Join = Callable[..., Member]
+
+ATTRIBUTES = {
+    "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
+    "client": {
+        "_conns",
+        "_get_conn",
+        "_get_conn_lock_value",
+        "_md_update_fut",
+        "_sync_task",
+    },
+    "cluster": {"_partitions"},
+    "connection": {"_versions", "_writer"},
+    "coordinator": {
+        "_closing",
+        "_commit_refresh_task",
+        "_coordination_task",
+        "_coordinator_dead_fut",
+        "_do_heartbeat",
+        "_group_instance_id",
+        "_group_subscription",
+        "_heartbeat_task",
+        "_on_join_prepare",
+        "_pending_exception",
+        "_performed_join_prepare",
+        "_send_req",
+        "_start_heartbeat_task",
+    },
+    "outsider": {"_reset_committed_task"},
+    "fetcher": {
+        "_closed",
+        "_create_fetch_waiter",
+        "_fetch_max_bytes",
+        "_fetch_max_wait_ms",
+        "_get_actions_per_node",
+        "_in_flight",
+        "_isolation_level",
+        "_fetch_task",
+        "_max_partition_fetch_bytes",
+        "_notify",
+        "_pending_tasks",
+        "_records",
+        "_retrieve_offsets",
+        "_wait_consume_future",
+    },
+    "result": {"_assignment", "_backoff", "_partition_records"},
+    "entry": {"_error"},
+    "part": {
+        "_aborted_producers",
+        "_check_crcs",
+        "_consume_aborted_up_to",
+        "_contains_abort_marker",
+        "_isolation_level",
+        "_records",
+    },
+}
+"""Names as in our code."""
+
+INHERITED = {
+    "BareClient": {"_get_conn", "_metadata_update", "_sync_task", "_topics"},
+}
+"""What our subclasses of theirs use of themselves."""
+
+OTHERS = {
+    "coordinator": {
+        "check_errors",
+        "coordinator_dead",
+        "coordinator_id",
+        "ensure_coordinator_known",
+        "generation",
+        "member_id",
+        "request_rejoin",
+        "reset_generation",
+    },
+    "client": {
+        "bootstrap",
+        "cluster",
+        "coordinator_lookup",
+        "force_metadata_update",
+        "get_random_node",
+        "send",
+        "set_topics",
+    },
+    "part": {"next_fetch_offset"},
+    "connection": {"close", "connected"},
+}
+"""Public by name, and documented nowhere."""
+
+
+def test_the_version_is_the_one_that_was_read() -> None:
+    assert importlib.metadata.version("aiokafka").startswith("0.14.")
+
+
+def test_the_table_holds_every_private_attribute_that_we_use() -> None:
+    used: dict[str, set[str]] = {}
+    for module in Path(*aiokafka.__path__).glob("*.py"):
+        for name, attribute in re.findall(r"\b([a-z]+)\.(_[a-z][a-z_]*)", module.read_text()):
+            if name != "self":
+                used.setdefault(name, set()).add(attribute)
+    assert used == ATTRIBUTES
+
+
+def test_the_table_holds_every_private_attribute_that_our_client_uses_of_theirs() -> None:
+    used = set(re.findall(r"\bself\.(_[a-z][a-z_]*)", inspect.getsource(BareClient)))
+    ours = {"_creates_topics"}
+
+    assert used - ours == INHERITED["BareClient"]
+
+
+async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"v")])
+    one = member()
+    await one.join(topic)
+    internals = one.transport._internals
+    assert internals is not None
+    await one.poll_until(lambda: bool(internals.buffered), lambda _: Allowance(0, 0))
+    (result,) = internals.buffered.values()
+    found = {
+        "consumer": internals.consumer,
+        "client": internals.client,
+        "cluster": internals.client.cluster,
+        "connection": next(iter(internals.client._conns.values())),
+        "coordinator": internals.coordinator,
+        "fetcher": internals.fetcher,
+        "result": result,
+        "entry": FetchError(error=ValueError(), backoff=0),
+        "part": result._partition_records,
+    }
+    kinds = (AIOKafkaConsumer, AIOKafkaClient, Fetcher, FetchResult, PartitionRecords, GroupCoordinator)
+    assert {type(thing) for thing in found.values()} > set(kinds)
+    missing = [
+        f"{name}.{attribute}"
+        for name, thing in found.items()
+        for attribute in ATTRIBUTES[name] | OTHERS.get(name, set())
+        if not hasattr(thing, attribute)
+    ]
+    assert missing == []
+    assert set(internals.background_tasks()) == {"fetching", "group membership", "looking up topics"}
+    assert all(not task.done() for task in internals.background_tasks().values())
+
+
+async def test_a_consumer_without_a_group_has_what_we_end(kafka: SharedKafka, topic: str) -> None:
+    await kafka.create_topic(topic)
+    async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap) as consumer:
+        consumer.assign([TheirTopicPartition(topic, 0)])
+        assert await consumer.position(TheirTopicPartition(topic, 0)) == 0
+
+        assert isinstance(consumer._coordinator, NoGroupCoordinator)
+        assert isinstance(consumer._coordinator._reset_committed_task, asyncio.Task)
+
+
+def test_their_partitions_are_ours_in_a_dictionary() -> None:
+    assert {TheirTopicPartition("t", 1): "found"}[TopicPartition("t", 1)] == "found"
+
+
+def test_the_state_of_a_partition_has_what_we_use() -> None:
+    names = {"pause", "resume", "seek", "consumed_to", "position", "paused"}
+    assert names <= set(dir(TopicPartitionState))
+    assert {"active", "tps", "state_value"} <= set(dir(Assignment))
+    assert {"subscription", "reassignment_in_progress"} <= set(dir(SubscriptionState))
+    assert {"partitions_for_topic", "update_metadata", "brokers"} <= set(dir(ClusterMetadata))
+
+
+async def test_a_placeholder_keeps_the_client_from_choosing_a_position(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    """Without it the client raises NoOffsetForPartitionError, or goes to what is committed."""
+    await kafka.create_topic(topic, partitions=4)
+    one = member()
+    one.at_assign = lambda _partitions, _membership: None
+    await one.join(topic)
+    for _ in range(6):
+        await one.poll()
+    assert one.faults == []
+    states = one.transport._internals.states(one.transport._internals.assignment())  # type: ignore[union-attr]
+    assert [(state.position, state.paused) for state in states.values()] == [(0, True)] * 4
+
+
+def test_a_listener_may_be_a_plain_function() -> None:
+    source = inspect.getsource(GroupCoordinator._on_join_complete)
+    assert "res = self._subscription.listener.on_partitions_assigned(assigned)" in source
+    assert "if asyncio.iscoroutine(res)" in source
+    assert issubclass(AiokafkaTransport, ConsumerRebalanceListener)
+
+
+async def test_a_commit_is_built_before_anything_is_awaited_and_sent_once(
+    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    (_, membership) = await one.join(topic)
+    internals: Any = one.transport._internals
+    requests: list[Any] = []
+
+    async def send(request: Any) -> None:
+        requests.append(request)
+        raise kafka_errors.GroupCoordinatorNotAvailableError
+
+    monkeypatch.setattr(internals.coordinator, "_send_req", send)
+    committing = internals.commit_once({TopicPartition(topic, 0): Committed(5, "m")})
+    with pytest.raises(kafka_errors.GroupCoordinatorNotAvailableError):
+        committing.send(None)
+
+    (request,) = requests
+    assert isinstance(request, OffsetCommitRequest)
+    told = vars(request).values()
+    assert membership.member_id in told
+    assert membership.generation in told
+    assert [(topic, [(0, 5, "m")])] in told
+
+
+async def test_the_client_never_leaves_because_nobody_calls_getmany(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    await one.join(topic)
+    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+    ten_years = 10 * 365 * 86_400
+    assert coordinator._max_poll_interval > ten_years
+    assert "idle_time < self._max_poll_interval" in inspect.getsource(GroupCoordinator._heartbeat_routine)
+    assert "asyncio.sleep(sleep_time)" in inspect.getsource(GroupCoordinator._heartbeat_routine)
+
+
+async def test_no_partition_waits_for_one_that_is_not_taken(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"v")])
+    one = member()
+    await one.join(topic)
+    buffered = one.transport._internals.buffered  # type: ignore[union-attr]
+    await one.poll_until(lambda: bool(buffered), lambda _: Allowance(0, 0))
+    (result,) = buffered.values()
+    fresh = FetchResult(TheirTopicPartition(topic, 0), assignment=None, partition_records=None, backoff=10)
+    assert fresh.calculate_backoff() > 9
+    await one.poll(lambda _: Allowance(0, 0))
+    assert result.calculate_backoff() == 0
+
+
+async def test_a_record_that_the_client_steps_over_is_gone_back_to(
+    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiokafka takes a batch that comes in part for one that never comes whole, and goes on behind it."""
+    await kafka.create_topic(topic)
+    at = TopicPartition(topic, 0)
+    await kafka.produce(topic, [(None, bytes(1000))] * 3)
+    one = member()
+    one.at_assign = lambda _partitions, _membership: None
+    await one.join(topic)
+    client = one.transport._internals.client  # type: ignore[union-attr]
+    send = client.send
+
+    async def cut(node: int, request: Any, **options: Any) -> Any:
+        answer = await send(node, request, **options)
+        if type(request).__name__ == "FetchRequest":
+            ((name, ((*head, batches), *_)),) = answer.topics
+            answer.topics = [(name, [(*head, batches[: len(batches) // 2])])]
+        return answer
+
+    monkeypatch.setattr(client, "send", cut)
+    one.transport.seek(at, 0)
+    one.transport.resume([at])
+    await one.poll_until(lambda: bool(one.faults))
+    monkeypatch.undo()
+
+    assert isinstance(one.faults[0], Fault)
+    assert "offset 0" in str(one.faults[0].error)
+    assert one.transport.position(at) == 0
+    await one.read_to({at: 3})
+    assert one.offsets(at) == [0, 1, 2]
+
+
+async def test_a_connection_to_a_broker_that_names_no_versions_is_given_up(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    """A broker that is just starting does; the client would fail with every request on it, for minutes."""
+    await kafka.create_topic(topic)
+    one = member()
+    (partitions, membership) = await one.join(topic)
+    client = one.transport._internals.client  # type: ignore[union-attr]
+    useless = list(client._conns.values())
+    for connection in useless:
+        connection._versions = {}
+
+    await kafka.produce(topic, [(None, b"v")])
+    await one.read_to({partitions[0]: 1})
+    with contextlib.suppress(CommitError):  # the commit itself may be what finds out
+        await one.transport.commit({partitions[0]: Committed(1, "")}, membership)
+    await one.transport.commit({partitions[0]: Committed(1, "")}, membership)
+
+    assert one.transport.membership() == membership
+    assert not [connection for connection in useless if connection.connected()]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (kafka_errors.GroupAuthorizationFailedError("a-group"), AuthorizationError, "READ"),
+        (RuntimeError("nobody thought of it"), ClientLostError, "nobody thought of it"),
+    ],
+    ids=["a refusal", "one that nobody foresaw"],
+)
+async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
+    kafka: SharedKafka, topic: str, member: Join, error: Exception, raised: type[Exception], told: str
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    await one.join(topic)
+    waiting = asyncio.create_task(one.poll(timeout=30))
+    await asyncio.sleep(0)
+    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+
+    pushed = asyncio.ensure_future(coordinator._push_error_to_user(error))
+
+    with pytest.raises(raised, match=told):
+        await waiting
+    if raised is AuthorizationError:  # the client lives on
+        await pushed
+        assert coordinator._pending_exception is None
+    pushed.cancel()
+
+
+async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    called = []
+
+    class Recorder(ConsumerAssignor):
+        def metadata(self, topics: Iterable[str]) -> Any:
+            called.append("metadata")
+            return super().metadata(topics)
+
+        def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:
+            called.append("assign")
+            return super().assign(cluster, members)
+
+        def on_assignment(self, assignment: Any) -> None:
+            called.append("on_assignment")
+            super().on_assignment(assignment)
+
+    await kafka.create_topic(topic)
+    consumer = AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=kafka.bootstrap,
+        group_id=group,
+        partition_assignment_strategy=(Recorder("sticky"),),
+        auto_offset_reset="none",
+        enable_auto_commit=False,
+    )
+    try:
+        async with asyncio.timeout(30):
+            await consumer.start()
+        assert consumer.assignment() == {TopicPartition(topic, 0)}
+        # It does not call on_generation_assignment, which theirs has: the transport sets the generation.
+        assert called == ["metadata", "assign", "on_assignment"]
+    finally:
+        await consumer.stop()
+
+
+# Other clients --------------------------------------------------------------------------
+
+
+async def test_a_reader_has_what_we_use(kafka: SharedKafka) -> None:
+    settings = Settings(bootstrap_servers=kafka.bootstrap)
+    client = await connected(settings, client_options(settings, request_timeout=5), BareClient)
+    missing = [one for one in INHERITED["BareClient"] | ATTRIBUTES["client"] if not hasattr(client, one)]
+    await client.tear_down()
+
+    assert missing == []
+
+
+async def test_their_producer_still_breaks_its_partition_with_a_refusal(kafka: SharedKafka, topic: str) -> None:
+    """Why ours is our own. Theirs would do once this fails."""
+    await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, enable_idempotence=True, max_request_size=1 << 20)
+    async with producer:
+        await producer.send_and_wait(topic, b"v")
+        with pytest.raises(kafka_errors.MessageSizeTooLargeError):
+            await producer.send_and_wait(topic, bytes(5000))
+        with pytest.raises(kafka_errors.OutOfOrderSequenceNumber):
+            await producer.send_and_wait(topic, b"v")
+
+
+def test_their_look_up_would_create_topics() -> None:
+    assert "MetadataRequest(list(topics) if topics else None)" in inspect.getsource(AIOKafkaClient._metadata_update)
+    assert inspect.signature(MetadataRequest).parameters["allow_auto_topic_creation"].default is None
+
+
+def test_murmur2_is_that_of_java() -> None:
+    """The vectors of Kafka's own tests."""
+    assert [murmur2(key) - 2**32 for key in (b"21", b"foobar")] == [-973932308, -790332482]

@@ -1,0 +1,240 @@
+"""Logging in, and what an access list refuses: each refusal names what was refused, and no secret is ever shown."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AclOperation
+
+from aioshard import App
+from aioshard.errors import StartError
+from tests.kafka.faults.support import Ledger, commit_from_outside, messages, partition_of, permit, quick_app, until
+from tests.support.access import allow, create_scram_user, deny
+from tests.support.kafka_properties import PLAIN_USER, Credentials
+from tests.support.shared_kafka import SharedKafka
+
+SECRET = "a-very-secret-word"
+
+
+@pytest.fixture
+async def user(kafka: SharedKafka) -> Credentials:
+    """A user that nobody else uses and that may do nothing."""
+    credentials = Credentials(f"user-{uuid.uuid4().hex[:8]}", SECRET)
+    await create_scram_user(kafka, credentials)
+    return credentials
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_is_ever_shown(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.DEBUG)
+    yield
+    shown = [r.getMessage() + str(r.exc_info) for r in caplog.get_records("call")]
+    assert [sentence for sentence in shown if SECRET in sentence or PLAIN_USER.password in sentence] == []
+
+
+def _guarded(kafka: SharedKafka, group: str, user: Credentials, **overrides: Any) -> App:
+    login: dict[str, Any] = {
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(kafka.certificates.ca_file),
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_username": user.username,
+        "sasl_password": user.password,
+    }
+    return quick_app(kafka.secure_bootstrap, group, **({"start_timeout": 10} | login | overrides))
+
+
+async def _refusal(app: App, topic: str) -> str:
+    """The sentence with which the start ends, in time and without a secret."""
+    ledger = Ledger()
+    app.consume(topic)(ledger.handle)
+    async with asyncio.timeout(app.settings.start_timeout):
+        with pytest.raises(StartError) as refused:
+            await app.serve()
+    told: BaseException | None = refused.value
+    sentences = []
+    while told is not None:
+        sentences.append(f"{told} {told!r}")
+        told = told.__cause__ or told.__context__
+    assert SECRET not in "".join(sentences)
+    assert PLAIN_USER.password not in "".join(sentences)
+    assert SECRET not in app.explain() + str(app.statistics()) + str(app.settings) + repr(app.settings)
+    assert ledger.started == []
+    assert app.statistics().state == "failed"
+    return str(refused.value)
+
+
+async def test_who_may_everything_needed_consumes(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    """READ and DESCRIBE on the topic and READ on the group are enough."""
+    await kafka.create_topic(topic, partitions=2)
+    await allow(kafka, user, "topic", topic, AclOperation.READ, AclOperation.DESCRIBE)
+    await allow(kafka, user, "group", group, AclOperation.READ)
+    sent = messages(20)
+    await kafka.produce(topic, sent)
+    app, ledger = _guarded(kafka, group, user), Ledger()
+    app.consume(topic)(ledger.handle)
+
+    async with app:
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+        assert app.statistics().trouble is None
+
+
+async def test_a_wrong_password_is_named_with_its_user(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    wrong = _guarded(kafka, group, user, sasl_password=f"{SECRET}-but-wrong")
+
+    sentence = await _refusal(wrong, topic)
+
+    assert repr(user.username) in sentence
+    assert "sasl_password" in sentence
+
+
+async def test_a_wrong_password_under_plain_is_named_with_its_user(kafka: SharedKafka, topic: str, group: str) -> None:
+    wrong = _guarded(kafka, group, PLAIN_USER, sasl_mechanism="PLAIN", sasl_password=f"{SECRET}-but-wrong")
+
+    sentence = await _refusal(wrong, topic)
+
+    assert repr(PLAIN_USER.username) in sentence
+
+
+async def test_an_unknown_certificate_is_named_with_what_it_was_checked_against(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    stranger = str(kafka.certificates.stranger_file)
+
+    sentence = await _refusal(_guarded(kafka, group, user, ssl_cafile=stranger), topic)
+
+    assert "certificate" in sentence
+    assert stranger in sentence
+    assert kafka.secure_bootstrap in sentence
+
+
+async def test_a_listener_with_tls_that_is_spoken_to_without_is_named(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    sentence = await _refusal_without_tls(kafka, topic, group, user)
+
+    assert "security_protocol" in sentence
+    assert kafka.secure_bootstrap in sentence
+
+
+async def _refusal_without_tls(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> str:
+    """Nobody said no: the app goes on trying until `start_timeout`, as brokers may only be starting."""
+    app = _guarded(kafka, group, user, security_protocol="SASL_PLAINTEXT", ssl_cafile=None, start_timeout=2)
+    app.consume(topic)(Ledger().handle)
+    async with asyncio.timeout(8):
+        with pytest.raises(StartError) as refused:
+            await app.serve()
+    return str(refused.value)
+
+
+async def test_a_topic_that_is_not_allowed_is_named(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "group", group)
+
+    assert repr(topic) in await _refusal(_guarded(kafka, group, user), topic)
+
+
+async def test_a_topic_that_may_be_seen_and_not_read_is_named(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    """Its metadata and offsets are there: the first request to be refused is the commit of the first position."""
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "group", group)
+    await allow(kafka, user, "topic", topic, AclOperation.DESCRIBE)
+
+    assert repr(topic) in await _refusal(_guarded(kafka, group, user, start_timeout=4), topic)
+
+
+async def test_a_topic_that_may_not_be_read_any_more_is_told_by_an_app_that_starts_with_offsets(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    """Only the fetch is refused, of each partition for itself: that is a trouble of the partition."""
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, messages(5))
+    await allow(kafka, user, "group", group)
+    await allow(kafka, user, "topic", topic, AclOperation.DESCRIBE)
+    await commit_from_outside(kafka, group, topic, {0: 0})
+    app, ledger = _guarded(kafka, group, user), Ledger()
+    app.consume(topic)(ledger.handle)
+
+    async with app:
+        await until(lambda: partition_of(app, 0).paused, app.explain)
+        assert repr(topic) in str(partition_of(app, 0).paused)
+        assert repr(topic) in app.explain()
+
+    assert ledger.started == []
+
+
+async def test_a_group_that_is_not_allowed_is_named(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "topic", topic)
+
+    assert repr(group) in await _refusal(_guarded(kafka, group, user), topic)
+
+
+@pytest.mark.chaos
+async def test_a_topic_that_is_forbidden_while_the_app_runs_is_told_until_it_is_allowed_again(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    """I11: the app stays, says what is refused, and goes on by itself without a loss."""
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "group", group)
+    await allow(kafka, user, "topic", topic)
+    app, ledger = _guarded(kafka, group, user), Ledger()
+    app.consume(topic)(ledger.handle)
+    async with app:
+        first = messages(5)
+        await kafka.produce(topic, first)
+        await ledger.until_finished(first)
+
+        await deny(kafka, user, "topic", topic, AclOperation.READ)
+        await until(lambda: repr(topic) in str(partition_of(app, 0).paused), app.explain)
+        assert repr(topic) in app.explain()
+        assert app.statistics().state == "running"
+        await permit(kafka, user, topic)
+
+        await until(lambda: partition_of(app, 0).paused is None, app.explain)
+        assert app.statistics().trouble is None
+        second = messages(5, start=5)
+        await kafka.produce(topic, second)
+        await ledger.until_finished(first + second)
+        await kafka.wait_for_lag(group, topic)
+    assert ledger.duplicates == []
+
+
+@pytest.mark.chaos
+async def test_a_group_that_is_forbidden_while_the_app_runs_is_told_until_it_is_allowed_again(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "group", group, AclOperation.READ)
+    await allow(kafka, user, "topic", topic)
+    app, ledger = _guarded(kafka, group, user), Ledger()
+    app.consume(topic)(ledger.handle)
+    async with app:
+        first = messages(5)
+        await kafka.produce(topic, first)
+        await ledger.until_finished(first)
+
+        await deny(kafka, user, "group", group)
+        await until(lambda: repr(group) in str(app.statistics().trouble), app.explain)
+        assert repr(group) in app.explain()
+        assert app.statistics().state == "running"
+        await permit(kafka, user, group)
+
+        second = messages(5, start=5)
+        await kafka.produce(topic, second)
+        await ledger.until_finished(first + second)
+        await kafka.wait_for_lag(group, topic)
+        await until(lambda: app.statistics().trouble is None, app.explain)

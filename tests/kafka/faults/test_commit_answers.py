@@ -1,0 +1,112 @@
+"""A commit that is answered with any error that the protocol has: no stale commit, no silent stop (I9, I11)."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import errors as kafka_errors
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.protocol.commit import OffsetCommitRequest
+
+from tests.kafka.faults.meddling import Meddler
+from tests.kafka.faults.support import Ledger, messages, quick_app, transport_of, until
+from tests.support.cluster import Message
+from tests.support.shared_kafka import SharedKafka
+
+CODES = tuple(sorted(code for code in kafka_errors.kafka_errors if code != 0))
+AFTER = (92, 110, 111, 113, 127)
+"""Codes that are newer than the client: it takes them for unknown."""
+ALL = (*CODES, *AFTER)
+DECISIVE = (3, 7, 12, 14, 15, 16, 22, 25, 27, 28, 29, 30, 92)
+"""Codes that a coordinator does answer with, and one that the client does not know."""
+SESSION = 2.0
+"""Seconds that the group waits for the member that the app was before codes 22 and 25."""
+WITHOUT_TEXT = (12, 28)
+"""Codes after which the same is sent at once with less text."""
+PARTITIONS = 2
+CHUNK = 5
+
+
+class Answers:
+    """Answers the next commits of an app with errors, each once, stored by the broker or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+        self.due: list[tuple[int, bool]] = []
+        self._send = GroupCoordinator._send_req
+        self._group = group
+        answers = self
+
+        async def send(coordinator: Any, request: Any) -> Any:
+            return await answers.answer(coordinator, request)
+
+        monkeypatch.setattr(GroupCoordinator, "_send_req", send)
+
+    async def answer(self, coordinator: Any, request: Any) -> Any:
+        """What the client is told in answer to a request."""
+        if not isinstance(request, OffsetCommitRequest) or coordinator.group_id != self._group or not self.due:
+            return await self._send(coordinator, request)
+        code, stored = self.due.pop(0)
+        if stored:
+            await self._send(coordinator, request)
+        return SimpleNamespace(
+            topics=[(topic, [(one[0], code) for one in partitions]) for topic, partitions in request._topics]
+        )
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, group: str) -> Answers:
+    return Answers(monkeypatch, group)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("codes", "stored"),
+    [
+        pytest.param(DECISIVE, True, id="decisive-stored"),
+        pytest.param(ALL, True, id="stored", marks=pytest.mark.chaos),
+        pytest.param(ALL, False, id="not-stored", marks=pytest.mark.chaos),
+    ],
+)
+async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
+    kafka: SharedKafka, topic: str, group: str, answers: Answers, *, codes: tuple[int, ...], stored: bool
+) -> None:
+    await kafka.create_topic(topic, partitions=PARTITIONS)
+    app, ledger = (
+        quick_app(kafka, group, commit_interval=0.02, heartbeat_interval=0.1, session_timeout=SESSION),
+        Ledger(),
+    )
+    app.consume(topic)(ledger.handle)
+    meddler = Meddler(transport_of(app))
+    sent: list[Message] = []
+
+    def all_is_committed() -> bool:
+        statistics = app.statistics()
+        committed = sum(one.committed or 0 for one in statistics.partitions)
+        return not answers.due and committed == len(sent) and statistics.state == "running"
+
+    async with app.started(meddler):
+        for code in codes:
+            answers.due.append((code, stored))
+            sent += (more := messages(CHUNK, start=len(sent)))
+            await kafka.produce(topic, more)
+            await until(all_is_committed, lambda: f"{code}: {app.explain()}")  # noqa: B023 - awaited within the loop
+        await ledger.until_finished(sent)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        statistics = app.statistics()
+
+    assert statistics.commit_failures >= len(set(codes) - set(WITHOUT_TEXT)), "each was counted"
+    _assert_no_stale_commit(meddler)
+    ledger.assert_in_order()
+
+
+def _assert_no_stale_commit(meddler: Meddler) -> None:
+    """Every commit that was tried was made under the membership of the newest assignment, and none goes back."""
+    current, highest = None, dict.fromkeys(range(PARTITIONS), 0)
+    for kind, *what in meddler.events:
+        if kind == "assigned":
+            current = what[1]
+        elif kind == "commit":
+            assert what[1] == current
+            for partition, offset in what[0].items():
+                assert offset >= highest[partition.partition]
+                highest[partition.partition] = offset

@@ -1,0 +1,407 @@
+"""Partitions that come back in a rebalance: when they go on where they were, and when they may not."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import pytest
+
+from aioshard import App
+from aioshard.errors import CommitError
+from aioshard.ports import Committed, TransportFactory
+from aioshard.records import TopicPartition
+from aioshard.testing import InMemoryBroker, InMemoryTransport
+from tests.kafka.faults.meddling import MeddledTransport, Meddler
+from tests.kafka.faults.support import (
+    Ledger,
+    messages,
+    partition_of,
+    quick_app,
+    transport_of,
+    until,
+    visiting,
+)
+from tests.support.cluster import Message
+from tests.support.shared_kafka import SharedKafka
+
+ROUNDS = 3
+
+
+# Beside another member -----------------------------------------------------------------------
+
+
+async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    """I4 and I12: nothing runs twice, nothing is given to the engine twice, and the order is kept."""
+    await kafka.create_topic(topic, partitions=4)
+    ledger = Ledger(pause=0.005)
+    staying, coming = (quick_app(kafka, group) for _ in range(2))
+    for app in (staying, coming):
+        app.consume(topic, concurrency=16)(ledger.handle)
+    meddler = Meddler(transport_of(staying))
+    sent: list[Message] = []
+    kept = {0, 1, 2, 3}
+    async with staying.started(meddler):
+        epochs = {p.partition: p.epoch for p in staying.statistics().partitions}
+        for turn in range(ROUNDS):
+            sent += (more := messages(2000, keys=40, start=2000 * turn))
+            await kafka.produce(topic, more)
+            await ledger.until_more_than(2000 * turn + 100)
+            async with coming:
+                await until(lambda: len(coming.statistics().partitions) == 2, coming.explain)
+                kept &= {p.partition for p in staying.statistics().partitions}
+                await ledger.until_more_than(len(ledger.finished) + 100)
+            await until(lambda: len(staying.statistics().partitions) == 4, staying.explain)
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+
+        assert kept
+        assert {p.partition: p.epoch for p in staying.statistics().partitions if p.partition in kept} == {
+            number: epochs[number] for number in kept
+        }
+        assert [name for name in meddler.taken_twice if int(name.split("/")[1]) in kept] == []
+        assert staying.statistics().rebalances >= 1 + 2 * ROUNDS
+        assert staying.statistics().replayed == 0
+    assert ledger.duplicates == []
+    ledger.assert_in_order()
+
+
+async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka, topic: str, group: str) -> None:
+    """A member with a topic of its own joins while handlers run, and leaves while they still do."""
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.create_topic(f"{topic}.other")
+    app, ledger = quick_app(kafka, group, drain_timeout=0.5), Ledger()
+    app.consume(topic)(ledger.handle)
+    meddler = Meddler(transport_of(app))
+    async with app.started(meddler):
+        before = app.statistics()
+        sent = messages(100)
+        ledger.hold(lambda record: record.offset == 3)
+        await kafka.produce(topic, sent)
+        await ledger.until_more_than(10)
+
+        async with visiting(kafka, group, f"{topic}.other"):
+            ledger.release()
+            await ledger.until_finished(sent)
+        await until(lambda: app.statistics().rebalances == before.rebalances + 2, app.explain)
+        await kafka.wait_for_lag(group, topic)
+
+        after = app.statistics()
+        assert [p.epoch for p in after.partitions] == [p.epoch for p in before.partitions]
+        assert after.member_id == before.member_id
+        assert after.replayed == 2, "the two that were held outlast the drain: cancelled, and run again"
+    assert meddler.taken_twice == []
+    assert ledger.duplicates == []
+    ledger.assert_in_order()
+
+
+async def test_a_partition_whose_offsets_nobody_tells_is_named_and_then_goes_on_in_place(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    """I11: it is ours and stands still, as nobody says where the group is; what is in hand stays in hand."""
+    await kafka.create_topic(topic)
+    app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=1), Ledger()
+    app.consume(topic)(ledger.handle)
+    meddler = Meddler(transport_of(app))
+    async with app.started(meddler):
+        epoch = partition_of(app, 0).epoch
+        ledger.hold(lambda record: record.offset == 3)
+        sent = messages(20)
+        await kafka.produce(topic, sent)
+        await ledger.until_more_than(10)
+
+        meddler.questions.clear()
+        meddler.transport._internals.coordinator.request_rejoin()
+        await until(lambda: f"{topic}/0" in str(app.statistics().trouble), app.explain)
+        assert "do not answer" in app.explain()
+        assert "rebalancing" in str(partition_of(app, 0).paused)
+        assert app.statistics().state == "running"
+        meddler.questions.set()
+        ledger.release()
+
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        assert partition_of(app, 0).epoch == epoch
+    assert meddler.taken_twice == []
+    assert ledger.duplicates == []
+    ledger.assert_in_order()
+
+
+async def test_a_commit_of_which_the_answer_was_lost_begins_anew_and_repeats_nothing(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    """The broker has another offset than we were told of: it may be somebody else's, so the broker is right."""
+    await kafka.create_topic(topic)
+    app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=0.5), Ledger()
+    app.consume(topic)(ledger.handle)
+    meddler = Meddler(transport_of(app))
+    async with app.started(meddler):
+        epoch = partition_of(app, 0).epoch
+        ledger.hold(lambda record: record.offset == 30)
+        meddler.lose_answers = [CommitError("the answer was lost")] * 1000
+        sent = messages(40, keys=40)
+        await kafka.produce(topic, sent)
+        await ledger.until_more_than(38)
+
+        meddler.transport._internals.coordinator.request_rejoin()
+        await until(lambda: app.statistics().rebalances == 2, app.explain)
+        meddler.lose_answers.clear()
+        ledger.release()
+
+        await until(lambda: partition_of(app, 0).epoch > epoch, app.explain)
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+    assert [name for name in ledger.duplicates if int(name.split("/")[-1]) <= 30] == []
+    ledger.assert_in_order()
+
+
+# The five conditions ----------------------------------------------------------------------------
+
+
+class Place(Protocol):
+    """A broker, real or in memory, with one topic of one partition and one app."""
+
+    app: App
+    topic: str
+
+    def make(self) -> TransportFactory: ...
+    async def produce(self, sent: list[Message]) -> None: ...
+    async def delete_before(self, offset: int) -> None: ...
+    def committed(self) -> Awaitable[int | None]: ...
+    def rebalance(self, transport: MeddledTransport) -> None: ...
+
+
+class RealPlace:
+    def __init__(self, kafka: SharedKafka, topic: str, group: str) -> None:
+        self.kafka, self.topic, self.group = kafka, topic, group
+        self.app = quick_app(kafka, group, drain_timeout=0.3)
+
+    def make(self) -> TransportFactory:
+        return transport_of(self.app)
+
+    async def produce(self, sent: list[Message]) -> None:
+        await self.kafka.produce(self.topic, sent)
+
+    async def delete_before(self, offset: int) -> None:
+        await self.kafka.delete_records(self.topic, before={0: offset})
+
+    async def committed(self) -> int | None:
+        return (await self.kafka.committed(self.group, self.topic)).get(0)
+
+    def rebalance(self, transport: MeddledTransport) -> None:
+        transport._internals.coordinator.request_rejoin()
+
+
+class MemoryPlace:
+    def __init__(self, topic: str, group: str) -> None:
+        self.broker, self.topic, self.group = InMemoryBroker(), topic, group
+        self.broker.create_topic(topic, 1)
+        self.app = quick_app("localhost:9092", group, drain_timeout=0.3)
+
+    def make(self) -> TransportFactory:
+        return lambda: InMemoryTransport(self.broker, self.group)
+
+    async def produce(self, sent: list[Message]) -> None:
+        for key, value in sent:
+            self.broker.publish(self.topic, value, key=key, partition=0)
+
+    async def delete_before(self, offset: int) -> None:
+        self.broker.log(self.topic, 0).truncate_before(offset)
+
+    async def committed(self) -> int | None:
+        return self.broker.committed(self.group, self.topic, 0)
+
+    def rebalance(self, _transport: MeddledTransport) -> None:
+        self.broker.group(self.group).rebalance()
+
+
+@pytest.fixture(params=[pytest.param("kafka", marks=pytest.mark.kafka), "memory"])
+def broker(request: pytest.FixtureRequest) -> SharedKafka | None:
+    """The run's broker, or none: a fixture of its own, because starting that broker takes a loop of its own."""
+    found: SharedKafka | None = request.getfixturevalue("kafka") if request.param == "kafka" else None
+    return found
+
+
+@pytest.fixture
+async def place(broker: SharedKafka | None, topic: str, group: str) -> Place:
+    if broker is None:
+        return MemoryPlace(topic, group)
+    await broker.create_topic(topic)
+    return RealPlace(broker, topic, group)
+
+
+class Scene:
+    """Ten records done and committed, then twenty taken in of which some run: then the group rebalances."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.app = place.app
+        self.name = TopicPartition(place.topic, 0)
+        self.ledger = Ledger()
+        self.app.consume(place.topic, concurrency=4)(self.ledger.handle)
+        self.meddler = Meddler(place.make())
+        self.done, self.taken_in = messages(10), messages(20, start=10)
+
+    async def play(self, between: Callable[[MeddledTransport], Any]) -> tuple[int, int]:
+        """Rebalance once, with *between* in the middle; returns the partition's epoch before and after."""
+        ledger, app, meddler = self.ledger, self.app, self.meddler
+        await self.place.produce(self.done)
+        await ledger.until_finished(self.done)
+        await until(lambda: partition_of(app, 0).committed == 10, app.explain)
+        ledger.hold()
+        await self.place.produce(self.taken_in)
+        await until(lambda: partition_of(app, 0).incomplete == 20, app.explain)
+        await ledger.until(lambda: len(ledger.started) == 14)
+        before = partition_of(app, 0).epoch
+        await self.rebalance(between)
+        ledger.release()
+        await ledger.until_finished(self.done + self.taken_in)
+        await until(lambda: partition_of(app, 0).committed == 30, app.explain)
+        assert await self.place.committed() == 30
+        assert meddler.events  # the meddler was in between
+        ledger.assert_in_order()
+        return before, partition_of(app, 0).epoch
+
+    async def rebalance(self, between: Callable[[MeddledTransport], Any]) -> None:
+        async def meddle(transport: MeddledTransport) -> None:
+            answer = between(transport)
+            if answer is not None:
+                await answer
+
+        app, meddler = self.app, self.meddler
+        rebalances = app.statistics().rebalances
+        meddler.after_revoked = meddle
+        self.place.rebalance(meddler.transport)
+        await until(lambda: app.statistics().rebalances > rebalances, app.explain)
+        meddler.after_revoked = None
+
+
+@pytest.fixture
+def ended(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Why epochs ended, as the log has it."""
+    caplog.set_level(logging.DEBUG, "aioshard.engine.rebalance")
+
+    def reasons() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch ")]
+        return [sentence.partition("ended: ")[2].partition(";")[0] for sentence in found]
+
+    return reasons
+
+
+async def test_when_all_five_conditions_hold_the_partition_goes_on_in_place(
+    place: Place, ended: Callable[[], list[str]]
+) -> None:
+    """The control of the tests below: the same scene, and nobody meddles."""
+    scene = Scene(place)
+    async with place.app.started(scene.meddler):
+        before, after = await scene.play(lambda _: None)
+
+        assert after == before
+        assert ended() == []
+        assert scene.meddler.taken_twice == []
+    assert scene.ledger.duplicates == []
+
+
+async def test_a_partition_that_was_not_in_the_preceding_assignment_begins_anew(
+    place: Place, ended: Callable[[], list[str]]
+) -> None:
+    scene = Scene(place)
+    async with place.app.started(scene.meddler):
+
+        async def leave_out(_: MeddledTransport) -> None:
+            scene.meddler.kept_back = frozenset([scene.name])
+
+        async def give_back() -> None:
+            await until(lambda: ended() != [])
+            scene.meddler.kept_back = frozenset()
+            place.rebalance(scene.meddler.transport)
+
+        original = scene.rebalance
+
+        async def twice(between: Callable[[MeddledTransport], Any]) -> None:
+            await original(between)
+            await give_back()
+            await until(lambda: place.app.statistics().partitions, place.app.explain)
+
+        scene.rebalance = twice  # type: ignore[method-assign]
+        before, after = await scene.play(leave_out)
+
+        assert after > before
+        assert ended() == ["the partition was assigned to another member"]
+    assert scene.ledger.duplicates == []
+
+
+async def test_another_member_id_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+    scene = Scene(place)
+    async with place.app.started(scene.meddler):
+
+        def rename(_: MeddledTransport) -> None:
+            scene.meddler.member_id = "somebody-else"
+
+        before, after = await scene.play(rename)
+
+        assert after > before
+        assert ended() == ["the group has given us another member id"]
+    assert scene.ledger.duplicates == []
+
+
+async def test_a_generation_that_we_have_missed_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+    """In between somebody may have had the partition, and given it back."""
+    scene = Scene(place)
+    async with place.app.started(scene.meddler):
+
+        def skip(_: MeddledTransport) -> None:
+            scene.meddler.skipped_generations = 1
+
+        before, after = await scene.play(skip)
+
+        assert after > before
+        (reason,) = ended()
+        assert reason.startswith("the group's generation went from ")
+    assert scene.ledger.duplicates == []
+
+
+async def test_a_committed_offset_that_somebody_moved_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+    """Behind our back and under our own membership: what was moved back is read again."""
+    scene = Scene(place)
+    async with place.app.started(scene.meddler):
+
+        async def move(transport: MeddledTransport) -> None:
+            inner = transport.inner
+            await inner.commit({scene.name: Committed(4, "")}, inner.membership())
+
+        before, after = await scene.play(move)
+
+        assert after > before
+        assert ended() == ["the committed offset is 4 and ours was 10"]
+        assert place.app.statistics().replayed >= 6
+    again = [record.offset for record in scene.ledger.finished].count
+    assert [offset for offset in range(30) if again(offset) == 2] == [4, 5, 6, 7, 8, 9]
+    assert [offset for offset in range(30) if again(offset) not in (1, 2)] == []
+
+
+async def test_a_position_that_is_not_in_the_log_any_more_begins_anew(
+    place: Place, ended: Callable[[], list[str]]
+) -> None:
+    """Retention passes it while the group rebalances; what is still there is read."""
+    scene = Scene(place)
+    async with place.app.started(scene.meddler):
+        app, ledger = scene.app, scene.ledger
+        await place.produce(scene.done)
+        await ledger.until_finished(scene.done)
+        await until(lambda: partition_of(app, 0).committed == 10, app.explain)
+        scene.meddler.hand_out = False
+        await place.produce(scene.taken_in)
+        before = partition_of(app, 0).epoch
+
+        await scene.rebalance(lambda _: place.delete_before(15))
+        scene.meddler.hand_out_again()
+
+        await ledger.until_finished(scene.done + scene.taken_in[5:])
+        await until(lambda: partition_of(app, 0).committed == 30, app.explain)
+        assert partition_of(app, 0).epoch > before
+        assert ended() == ["position 10 is outside the log (15 to 30)"]
+    assert ledger.offsets(0) == [*range(10), *range(15, 30)]

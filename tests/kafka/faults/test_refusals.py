@@ -1,0 +1,287 @@
+"""A group that has moved on, commits that are refused or not answered, clients that die."""
+
+import asyncio
+import functools
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.errors import ClientLostError, CommitError, CommitRefusedError
+from aioshard.records import TopicPartition
+from tests.kafka.faults.meddling import Meddler
+from tests.kafka.faults.support import (
+    Ledger,
+    commit_from_outside,
+    kick,
+    members,
+    messages,
+    partition_of,
+    quick_app,
+    transport_of,
+    until,
+)
+from tests.support.shared_kafka import SharedKafka
+
+
+def _watched(kafka: SharedKafka, group: str, topic: str, **overrides: Any) -> tuple[App, Ledger, Meddler]:
+    app, ledger = quick_app(kafka, group, **overrides), Ledger()
+    app.consume(topic)(ledger.handle)
+    return app, ledger, Meddler(transport_of(app))
+
+
+def _losses(meddler: Meddler) -> int:
+    return sum(kind == "revoked" and what[-1] is True for kind, *what in meddler.events)
+
+
+def _assert_only_current(meddler: Meddler) -> None:
+    """Every commit that was tried was made for the membership of the newest assignment (I9)."""
+    current = None
+    for kind, *what in meddler.events:
+        if kind == "assigned":
+            current = what[1]
+        elif kind == "commit":
+            assert what[1] == current
+
+
+# The group has moved on -----------------------------------------------------------------------
+
+
+async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_again(
+    kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I9: while we were out, somebody else went on from 15; our older results must not move that."""
+    await kafka.create_topic(topic)
+    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=4, session_timeout=15)
+    async with app.started(meddler):
+        first = messages(10)
+        await kafka.produce(topic, first)
+        await ledger.until_finished(first)
+        await kafka.wait_for_lag(group, topic)
+        ledger.hold()
+        second = messages(20, start=10)
+        await kafka.produce(topic, second)
+        await ledger.until(lambda: len(ledger.started) > 10)
+        before = app.statistics()
+
+        await kick(kafka, group, str(before.member_id))
+        await commit_from_outside(kafka, group, topic, {0: 15})
+        ledger.release()
+
+        await until(lambda: app.statistics().commit_failures > 0, app.explain)
+        await until(lambda: app.statistics().rebalances > before.rebalances, app.explain)
+        await ledger.until_finished(first + second)
+        await kafka.wait_for_lag(group, topic)
+        after = app.statistics()
+        assert after.member_id != before.member_id
+        assert after.trouble is None
+        assert partition_of(app, 0).epoch > before.partitions[0].epoch
+        assert _losses(meddler) == 1
+    _assert_only_current(meddler)
+    acknowledged = [what[0][TopicPartition(topic, 0)] for kind, *what in meddler.events if kind == "committed"]
+    assert acknowledged == sorted(acknowledged)
+    again = acknowledged[acknowledged.index(10) + 1 :]
+    assert all(offset > 15 for offset in again)
+    ledger.assert_in_order()
+    assert any("refused a commit" in r.getMessage() for r in caplog.records)
+
+
+async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedKafka, topic: str, group: str) -> None:
+    """It takes its heartbeats for answered, but none arrives: the group drops it and says so to the next request."""
+    await kafka.create_topic(topic, partitions=2)
+    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=2)
+    async with app.started(meddler):
+        first = messages(20)
+        await kafka.produce(topic, first)
+        await ledger.until_finished(first)
+        await kafka.wait_for_lag(group, topic)
+        internals = meddler.transport._internals
+        coordinator = internals.coordinator
+
+        async def unheard() -> bool:
+            internals.begin_session(asyncio.get_running_loop().time())
+            return True
+
+        coordinator._do_heartbeat = unheard
+        while await members(kafka, group):  # noqa: ASYNC110 - the coordinator sends no event
+            await asyncio.sleep(0.05)
+        del coordinator._do_heartbeat
+
+        second = messages(20, start=20)
+        await kafka.produce(topic, second)
+        await ledger.until_finished(first + second)
+        await kafka.wait_for_lag(group, topic)
+        assert app.statistics().trouble is None
+    assert _losses(meddler) == 1
+    _assert_only_current(meddler)
+    ledger.assert_in_order()
+
+
+async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=2), Ledger()
+    meddler = Meddler(transport_of(app))
+    blocked: list[Record] = []
+
+    @app.consume(topic)
+    async def blocks_once(record: Record) -> None:
+        if record.value == b"5" and not blocked:
+            blocked.append(record)
+            time.sleep(3.5)  # noqa: ASYNC251 - the fault that is tested
+        await ledger.handle(record)
+
+    async with app.started(meddler):
+        sent = messages(40)
+        await kafka.produce(topic, sent)
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+        assert app.statistics().state == "running"
+    assert _losses(meddler) == 1
+    _assert_only_current(meddler)
+    ledger.assert_in_order()
+
+
+# Commits that are not acknowledged --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [CommitError("the coordinator is loading"), CommitRefusedError("moved on")])
+async def test_commits_that_fail_stay_due_are_counted_and_named(
+    kafka: SharedKafka, topic: str, group: str, error: CommitError, caplog: pytest.LogCaptureFixture
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    app, ledger, meddler = _watched(kafka, group, topic)
+    async with app.started(meddler):
+        before = app.statistics().commits
+        meddler.fail_commits = [error] * 5
+        sent = messages(40)
+        await kafka.produce(topic, sent)
+
+        await ledger.until_finished(sent)
+        await until(lambda: str(error) in str(app.statistics().trouble), app.explain)
+        assert str(error) in app.explain()
+        await kafka.wait_for_lag(group, topic)
+
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        statistics = app.statistics()
+        assert statistics.commit_failures == 5
+        assert statistics.commits > before
+        assert statistics.rebalances == 1
+    assert ledger.duplicates == []
+    _assert_only_current(meddler)
+    assert sum(str(error) in r.getMessage() for r in caplog.records) == 1, "one cause, one line"
+
+
+def _failed_more_than(app: App, count: int) -> bool:
+    return app.statistics().commit_failures > count
+
+
+async def test_each_attempt_of_a_commit_is_computed_anew(kafka: SharedKafka, topic: str, group: str) -> None:
+    await kafka.create_topic(topic)
+    app, ledger, meddler = _watched(kafka, group, topic)
+    tried: list[int] = []
+    async with app.started(meddler):
+        meddler.fail_commits = [CommitError("busy")] * 4
+        for number in range(4):
+            await kafka.produce(topic, messages(5, start=5 * number))
+            await until(functools.partial(_failed_more_than, app, number), app.explain)
+        await kafka.wait_for_lag(group, topic)
+        tried += [what[0][TopicPartition(topic, 0)] for kind, *what in meddler.events if kind == "commit"]
+    assert tried == sorted(tried)
+    assert tried[-1] == 20
+    assert len(set(tried[1:])) > 1
+    assert ledger.duplicates == []
+
+
+async def test_a_lost_answer_to_a_commit_costs_nothing(kafka: SharedKafka, topic: str, group: str) -> None:
+    """The broker has stored it; sending the same again is harmless while the partition is ours."""
+    await kafka.create_topic(topic)
+    app, ledger, meddler = _watched(kafka, group, topic)
+    async with app.started(meddler):
+        sent = messages(10)
+        meddler.lose_answers = [CommitError("no answer")]
+        await kafka.produce(topic, sent)
+        await kafka.wait_for_lag(group, topic)
+        await until(lambda: partition_of(app, 0).committed == 10, app.explain)
+        assert app.statistics().commit_failures == 1
+    assert ledger.duplicates == []
+
+
+# Clients that die ---------------------------------------------------------------------------------
+
+
+async def _goes_on_after(
+    kafka: SharedKafka, topic: str, app: App, ledger: Ledger, meddler: Meddler, *, group: str
+) -> None:
+    await until(lambda: app.statistics().client_losses == 1, app.explain)
+    more = messages(40, start=100)
+    await kafka.produce(topic, more)
+    ledger.release()
+    await ledger.until_finished(messages(40) + more)
+    await kafka.wait_for_lag(group, topic)
+    await until(lambda: app.statistics().trouble is None, app.explain)
+    assert app.statistics().state == "running"
+    assert app.statistics().client_losses == 1
+    assert len(meddler.transports) == 2
+    ledger.assert_in_order()
+    _assert_only_current(meddler)
+
+
+async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
+    kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    app, ledger, meddler = _watched(kafka, group, topic)
+    async with app.started(meddler):
+        ledger.hold(lambda record: record.value in (b"20", b"21"))
+        await kafka.produce(topic, messages(40))
+        await ledger.until_more_than(20)
+
+        meddler.fail_polls = [ClientLostError("the test has taken the client away")]
+
+        await until(lambda: "has taken the client away" in str(app.statistics().trouble), app.explain)
+        await _goes_on_after(kafka, topic, app, ledger, meddler, group=group)
+        assert app.statistics().replayed >= 2
+    told = [r for r in caplog.records if "has taken the client away" in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    "task", ["fetching", "group membership", pytest.param("looking up topics", marks=pytest.mark.chaos)]
+)
+async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
+    kafka: SharedKafka, topic: str, group: str, task: str
+) -> None:
+    """I11: without these tasks the client raises nothing and delivers nothing."""
+    await kafka.create_topic(topic, partitions=2)
+    app, ledger, meddler = _watched(kafka, group, topic)
+    async with app.started(meddler):
+        ledger.hold(lambda record: record.value in (b"20", b"21"))
+        await kafka.produce(topic, messages(40))
+        await ledger.until_more_than(20)
+
+        meddler.transport._internals.background_tasks()[task].cancel()
+
+        await _goes_on_after(kafka, topic, app, ledger, meddler, group=group)
+
+
+@pytest.mark.chaos
+async def test_a_client_that_cannot_be_rebuilt_at_once_is_tried_again_with_longer_pauses(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    await kafka.create_topic(topic)
+    app, ledger, meddler = _watched(kafka, group, topic)
+    async with app.started(meddler):
+        meddler.fail_starts = [ClientLostError(f"refusal {number}") for number in range(3)]
+        meddler.fail_polls = [ClientLostError("gone")]
+
+        await until(lambda: "refusal 2" in str(app.statistics().trouble), app.explain)
+        assert app.statistics().state == "running"
+        sent = messages(10)
+        await kafka.produce(topic, sent)
+        await ledger.until_finished(sent)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        assert app.statistics().client_losses == 4

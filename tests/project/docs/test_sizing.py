@@ -1,0 +1,111 @@
+"""The figures and inequalities of docs/sizing.md."""
+
+import asyncio
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from aioshard import App, Context, Record
+from aioshard.errors import SettingsError
+from aioshard.settings import Settings
+from tests.project.docs.tables import DOCS
+from tests.support.cluster import POLL_INTERVAL
+from tests.support.running import PROJECT
+from tests.support.shared_kafka import SharedKafka
+
+PAGE = DOCS / "sizing.md"
+DEADLINE = 30.0
+
+
+def connection_figures() -> dict[str, tuple[int, ...]]:
+    """By client: connections to one broker, the same with publishing, and to three."""
+    rows = re.findall(r"^\| `(aiokafka|confluent)` \| (\d+) \| (\d+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    return {row[0]: tuple(map(int, row[1:])) for row in rows}
+
+
+def connected(port: int) -> int:
+    found = psutil.Process(os.getpid()).net_connections("tcp")
+    return sum(one.status == psutil.CONN_ESTABLISHED and bool(one.raddr) and one.raddr.port == port for one in found)
+
+
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+@pytest.mark.parametrize("partitions", [1, 64])
+async def test_connections_do_not_depend_on_the_partitions(
+    kafka: SharedKafka, topic: str, client: Any, partitions: int
+) -> None:
+    if client == "confluent":
+        pytest.importorskip("confluent_kafka")
+    await kafka.create_topic(topic, partitions)
+    await kafka.create_topic(f"{topic}-out")
+    reading, publishing, _ = connection_figures()[client]
+    port = urlsplit(f"//{kafka.bootstrap}").port
+    assert port is not None
+    before = connected(port)
+    app = App(topic, bootstrap_servers=kafka.bootstrap, auto_offset_reset="earliest", client=client)
+
+    @app.consume(topic)
+    async def on_record(record: Record, context: Context) -> None:
+        await context.publish(f"{topic}-out", record.value, key=record.key)
+
+    async def until(expected: int) -> None:
+        while (found := connected(port) - before) != expected:
+            assert found <= publishing
+            await asyncio.sleep(POLL_INTERVAL)
+
+    async with asyncio.timeout(DEADLINE), app:
+        await until(reading)
+        await kafka.produce(topic, [(b"alice", b"first")])
+        await until(publishing)
+
+
+def test_the_table_of_concurrency_is_littles_law() -> None:
+    lines = PAGE.read_text().partition("| records/s | handler takes 2 ms")[2].partition("\n\n")[0].splitlines()[2:]
+    seconds = (0.002, 0.01, 0.05, 0.25, 1)
+
+    assert len(lines) == 4
+    for line in lines:
+        rate, *cells = (float(cell.replace(",", "")) for cell in line.strip("| ").split("|"))
+        assert cells == pytest.approx([rate * each for each in seconds])
+
+
+def test_the_times_are_those_of_the_settings() -> None:
+    text, own = PAGE.read_text(), Settings()
+    drained = own.drain_timeout + own.commit_timeout + own.heartbeat_interval
+
+    assert own.drain_timeout == 20
+    for line in (
+        f"{own.session_timeout:g} ≥ {3 * own.heartbeat_interval:g}",
+        f"{own.drain_timeout:g} + {own.commit_timeout:g} + {own.heartbeat_interval:g} < {own.rebalance_timeout:g}",
+        f"{own.session_timeout:g} ≤ {own.rebalance_timeout:g}",
+        f"0 + 1 + {own.shutdown_timeout:g} < 30",
+        f"< {own.shutdown_timeout - own.commit_timeout:g} |",
+        f"≥ {own.stuck_after:g} in the manifest",
+    ):
+        assert line in text
+    assert drained < own.rebalance_timeout
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"session_timeout": 8.0},
+        {"drain_timeout": 60.0},
+        {"client": "confluent", "rebalance_timeout": 40.0, "drain_timeout": 20.0},
+    ],
+    ids="-".join,
+)
+def test_what_the_page_says_is_refused_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        Settings(**wrong)
+
+
+def test_the_sum_of_memory_is_that_of_the_benchmark() -> None:
+    measured = (PROJECT / "benchmarks" / "README.md").read_text()
+    bound = 2 * Settings().max_buffered_bytes / 2**20 + 50
+
+    assert f"over idle, aioshard: at most {bound:g} MiB" in measured
+    assert f"With the defaults that is {48 + bound:g} MiB" in PAGE.read_text()
