@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.postgresql)
 
 
+def pytest_collection_finish() -> None:
+    """Takes what was imported and collected out of all later garbage collections: each would take 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Lets one process of the run at a time have the cluster; its time-out begins after that."""

@@ -603,7 +603,7 @@ async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: 
     epochs = []
     for partition in range(70):
         epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.finished_ahead = scattered(30_000)
+        epoch.finished_ahead = scattered(20_000)
         epoch.complete(deliveries[0])
         epochs.append(epoch)
     await until(lambda: desk.client.under_way == 1)
@@ -670,6 +670,7 @@ async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> 
 
 
 @functools.cache
+@functools.cache
 def scattered(count: int) -> tuple[Run, ...]:
     """Finished offsets without a pattern, whose text is as long as that of so many can be."""
     return runs_of(random.Random(count).sample(range(2, 60_000), count))
@@ -683,7 +684,7 @@ async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: 
     epochs = []
     for partition in range(96):
         epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.finished_ahead = scattered(30_000)
+        epoch.finished_ahead = scattered(20_000)
         epoch.complete(deliveries[0])
         epochs.append(epoch)
     await asyncio.sleep(5.0)

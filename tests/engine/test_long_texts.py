@@ -50,12 +50,14 @@ async def turns_during(work: Callable[[], Any]) -> int:
     return turns
 
 
+@pytest.mark.chaos
 async def test_others_run_while_texts_are_read() -> None:
     commits = dict.fromkeys(NAMES, Committed(0, full_text()))
 
     assert await turns_during(lambda: _read(commits)) >= PARTITIONS
 
 
+@pytest.mark.chaos
 async def test_others_run_while_texts_are_made() -> None:
     class Client:
         """Takes commits."""

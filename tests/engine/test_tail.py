@@ -28,7 +28,7 @@ def test_most_of_the_lag_in_few_partitions_is_a_finding_with_its_end() -> None:
             assert "1 of 8 partitions hold 90% of what is left; the last is done in" in finding.sentence
             assert statistics.catch_up_seconds is not None
             assert abs(statistics.catch_up_seconds - lag / 10) < 0.1 * lag / 10, "ten a second"
-            await client.settle(timeout=600.0)
+            await asyncio.sleep(400.0)
 
             assert app.statistics().catch_up_seconds == 0.0
             assert not [one for one in app.diagnose().findings if one.kind == "tail"]

@@ -45,6 +45,7 @@ async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: s
     assert all(member.statistics["replayed"] == 0 for member in scenario.members.values())
 
 
+@pytest.mark.chaos
 async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> None:
     """As Kubernetes deploys with `maxSurge`: the group is four for a while, and rebalances twice in a row."""
     await scenario.create(partitions=8)

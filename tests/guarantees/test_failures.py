@@ -143,6 +143,7 @@ async def test_skipped_records_let_their_keys_go_on(scenario: Scenario, records:
     assert gave_up == scenario.failing, "each of them had all its attempts, and no other record was given up"
 
 
+@pytest.mark.chaos
 @SIZES
 async def test_dead_letters_are_exactly_the_records_of_failing_keys(
     scenario: Scenario, records: int, kills: int

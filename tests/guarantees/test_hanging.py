@@ -98,6 +98,7 @@ async def test_other_keys_go_on_and_a_rebalance_does_not_wait_for_the_run_that_h
     )
 
 
+@pytest.mark.chaos
 @FORMS
 @pytest.mark.timeout(180)
 async def test_a_run_that_ends_after_its_cancellation_completes_nothing_and_frees_its_key(

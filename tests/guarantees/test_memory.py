@@ -70,6 +70,7 @@ async def until_nothing_is_taken_in(scenario: Scenario, member: Member) -> None:
     await scenario.until(calm, "the member takes in nothing more", 60)
 
 
+@pytest.mark.chaos
 async def test_a_record_larger_than_the_bound_is_processed_alone(scenario: Scenario) -> None:
     bound, size = MIB // 4, 900 * 1024
     await scenario.create(1, {"max.message.bytes": str(2 * MIB)})

@@ -24,8 +24,7 @@ on_all_clients = pytest.mark.parametrize(
     "client",
     [
         "aiokafka",
-        "incremental",
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848")),
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("incremental", "cooperative", "KIP-848")),
     ],
 )
 on_one_client = pytest.mark.parametrize(

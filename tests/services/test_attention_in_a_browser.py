@@ -110,6 +110,7 @@ async def lose_nothing_by_a_reload(watched: Watched, shop: Shop) -> None:
     await expect(watched.page.locator("#plot-lag path.line")).to_have_attribute("d", re.compile("L"))
 
 
+@pytest.mark.chaos
 async def test_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
     shop = Shop()

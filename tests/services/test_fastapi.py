@@ -135,6 +135,7 @@ async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None
     await api.finish()
 
 
+@pytest.mark.chaos
 async def test_a_forced_end_skips_the_drain_and_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=60.0) as client:

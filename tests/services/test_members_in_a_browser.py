@@ -108,6 +108,7 @@ async def test_what_is_no_health_server_is_shown_as_such() -> None:
         assert "404" in (await asyncio.to_thread(ask, address))["error"]
 
 
+@pytest.mark.chaos
 async def test_three_processes_on_one_page(browser: Browser) -> None:
     async with group() as (address, (gone, *urls)):
         watched = Watched(await browser.new_page(viewport={"width": 1280, "height": 900}), f"{address}/")

@@ -65,6 +65,7 @@ async def test_a_server_ends_with_the_process_it_belongs_to(postgresql: Postgres
     shutil.rmtree(directory.decode())
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("environment", "code", "said"),
     [

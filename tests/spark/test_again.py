@@ -17,7 +17,10 @@ from tests.support.shared_kafka import SharedKafka
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(600)  # a session of Spark starts in it, and the machine may be busy
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.timeout(600),
+]  # a session of Spark starts in it, and the machine may be busy
 
 RECORDS = 200
 HANDLERS = """
@@ -69,7 +72,6 @@ def names(directory: Path) -> list[str]:
     return sorted(found.name for found in directory.rglob("*"))
 
 
-@pytest.mark.chaos
 async def test_dead_letters_of_a_run_are_run_again_from_its_rows(
     begin: Callable[[str], HistoryRun], kafka: SharedKafka, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def gini(values: list[int]) -> float:
     return differences / (2 * len(values) * sum(values))
 
 
+@pytest.mark.chaos
 def test_the_tail_is_that_of_the_rows(journal: Journal, rows: list[Row]) -> None:
     found = tail(journal, top=3)
 
@@ -108,6 +109,7 @@ def waited_for_the_slowest(rows: list[Row]) -> int:
     return waited
 
 
+@pytest.mark.chaos
 def test_lag_counts_what_was_not_finished(journal: Journal, rows: list[Row]) -> None:
     found = lag(journal, moments=7)
 

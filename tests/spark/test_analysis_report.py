@@ -70,6 +70,7 @@ def test_json_has_everything(spark: SparkSession, journal: Path, capsys: pytest.
     assert [len(moment["partitions"]) for moment in lag["moments"]] == [4, 4, 4, 4]
 
 
+@pytest.mark.chaos
 def test_a_stall_is_told_with_the_rebalance_that_it_was(
     spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

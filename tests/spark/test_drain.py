@@ -169,6 +169,7 @@ async def test_it_stops_at_a_border_and_goes_on_without_a_call_twice(scenario: S
     assert len(scenario.calls) == RECORDS
 
 
+@pytest.mark.chaos
 @with_handler(PLAIN)
 async def test_a_run_that_follows_takes_later_records_until_it_is_stopped(scenario: Scenario) -> None:
     run = scenario.run
@@ -237,13 +238,14 @@ async def handle(record: Record) -> None:
 """
 
 
+@pytest.mark.chaos
 @with_handler(FAILING)
 @pytest.mark.parametrize(
     ("on_failure", "status"),
     [
         (None, "dead_lettered"),
-        pytest.param("skip", "skipped", marks=pytest.mark.chaos),
-        pytest.param("dead-letter:other", "dead_lettered", marks=pytest.mark.chaos),
+        ("skip", "skipped"),
+        ("dead-letter:other", "dead_lettered"),
     ],
 )
 async def test_what_follows_a_failure_can_be_chosen_for_one_run(

@@ -135,7 +135,8 @@ async def stop(process: subprocess.Popen[bytes]) -> int:
     return await asyncio.to_thread(process.wait, PATIENCE)
 
 
-@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.chaos), "killed"])
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 async def test_an_app_then_spark_then_the_app_publish_every_record_once(run: Publishing, how: str) -> None:
     """The first app ends with records finished beyond the committed offset, the killed one in a transaction."""
     await run.produce(range(FIRST))

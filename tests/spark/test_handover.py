@@ -379,6 +379,7 @@ async def test_a_member_of_the_newer_protocol_keeps_the_group_and_is_named(drain
     assert (await drained.hand_over(wait=5.0)).state == "handed-over"
 
 
+@pytest.mark.chaos
 async def test_a_static_member_that_stopped_is_named_and_waited_for(drained: Run7) -> None:
     """It does not leave the group when it stops."""
     async with consumer(drained, instance="billing-1"):

@@ -106,6 +106,7 @@ async def test_rows_that_exist_are_not_replaced(
     assert (out / "part-0.parquet").read_bytes() == b"rows of an earlier run"
 
 
+@pytest.mark.chaos
 async def test_a_halted_record_is_named_and_nothing_is_left_that_looks_complete(
     frame: Callable[..., Any], counting: AppModule, tmp_path: Path, topic: str
 ) -> None:
@@ -120,6 +121,7 @@ async def test_a_halted_record_is_named_and_nothing_is_left_that_looks_complete(
     assert {row["status"]: row["count"] for row in counts} == {"processed": RECORDS - 1, "skipped": 1}
 
 
+@pytest.mark.chaos
 async def test_rows_that_are_no_records_are_refused(
     frame: Callable[..., Any], counting: AppModule, calls: Path, tmp_path: Path
 ) -> None:

@@ -218,8 +218,9 @@ def is_spark(process: int) -> bool:
     return False
 
 
+@pytest.mark.chaos
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processes of this system are not told by files")
-@pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.chaos), 2])
+@pytest.mark.parametrize("signals", [1, 2])
 async def test_a_signal_while_spark_starts_leaves_no_java_behind(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:

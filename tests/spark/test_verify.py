@@ -96,6 +96,7 @@ async def test_a_run_whose_rows_are_all_there_is_verified_and_may_be_handed_over
     assert ends == {TopicPartition(drained.topic, 0): 30, TopicPartition(drained.topic, 1): 30}
 
 
+@pytest.mark.chaos
 async def test_rows_of_a_file_that_is_gone_are_missing_and_named(drained: HistoryRun) -> None:
     gone = drained.outcome_files()[0]
     lost = pq.read_table(gone).to_pylist()
@@ -113,6 +114,7 @@ async def test_rows_of_a_file_that_is_gone_are_missing_and_named(drained: Histor
         verified_ends(place, place.plan())
 
 
+@pytest.mark.chaos
 async def test_a_row_that_is_there_twice_is_named(drained: HistoryRun) -> None:
     file = drained.outcome_files()[0]
     table = pq.read_table(file)
@@ -144,6 +146,7 @@ async def test_a_duplicate_does_not_make_up_for_a_missing_row(drained: HistoryRu
     assert found.duplicates == {name: Found(count=1, offsets=(second["offset"],))}
 
 
+@pytest.mark.chaos
 async def test_rows_outside_the_planned_range_are_named(drained: HistoryRun) -> None:
     file = next(one for one in drained.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
     row = pq.read_table(file).to_pylist()[0] | {"offset": 30}
@@ -257,6 +260,7 @@ async def test_a_topic_that_was_made_anew_is_refused(run: HistoryRun) -> None:
         await run.verify()
 
 
+@pytest.mark.chaos
 async def test_a_run_with_nothing_to_do_is_verified(run: HistoryRun) -> None:
     await run.plan(start={run.topic: {0: 30, 1: 30}})
 

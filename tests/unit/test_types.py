@@ -55,6 +55,7 @@ def test_mypy_reports_the_wrong_lines() -> None:
     assert mypy() == WRONG
 
 
+@pytest.mark.chaos
 def test_pyright_reports_the_wrong_lines(tmp_path: Path) -> None:
     assert pyright(tmp_path) == WRONG
 

@@ -101,6 +101,7 @@ async def test_the_environment_is_meant_for_other_brokers() -> None:
     assert json.loads(output)["processed"] == 100
 
 
+@pytest.mark.chaos
 async def test_an_interrupt_ends_it_with_130_and_leaves_no_broker_behind() -> None:
     records = 60_000
     process = await start("--records", str(records))

@@ -209,7 +209,8 @@ async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
     assert await own_kafka.committed(group, topic) == {0: 1}
 
 
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 async def test_a_last_commit_that_is_never_acknowledged_ends_with_4_and_names_the_partition(
     own_kafka: KafkaBroker, start: Start, topic: str, client: str
 ) -> None:

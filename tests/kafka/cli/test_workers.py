@@ -201,6 +201,7 @@ async def test_static_members_are_told_apart_and_a_killed_one_gets_its_partition
         assert after[1]["state"] == "running"
 
 
+@pytest.mark.chaos
 async def test_each_worker_listens_on_its_own_port(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1] - 1  # worker 1 finds its port in use, and is restarted until it is free
@@ -233,8 +234,7 @@ async def test_what_a_restart_would_not_cure_ends_all(start: Start) -> None:
 
 
 # The end ----------------------------------------------------------------------------------
-
-
+@pytest.mark.chaos
 async def test_without_their_supervisor_the_workers_drain_and_end(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:

@@ -74,6 +74,7 @@ async def test_a_consumer_starts_although_an_advertised_broker_hangs(
         await transport.close()
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("advertised")
 async def test_a_producer_starts_although_an_advertised_broker_hangs(
     kafka: SharedKafka, hanging: str, topic: str

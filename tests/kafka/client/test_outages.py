@@ -139,6 +139,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(kafka: SharedKafka, topi
     assert [task for task in left if "AIOKafkaConnection._read" not in repr(task)] == []
 
 
+@pytest.mark.chaos
 async def test_polls_go_on_returning_while_the_broker_is_gone_and_then_with_records(
     own_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_scrape_needs_no_broker() -> None:
     assert report["rows"][-1]["series"] > 14_000
 
 
+@pytest.mark.chaos
 def test_several_benchmarks_are_listed_in_one_object(kafka: SharedKafka) -> None:
     found = _object(_benchmarks("p3", "p7", "--quick", "--json", "--bootstrap-servers", kafka.bootstrap))
 
@@ -111,6 +112,7 @@ def test_several_benchmarks_are_listed_in_one_object(kafka: SharedKafka) -> None
     assert found["passed"] is True
 
 
+@pytest.mark.chaos
 def test_the_table_shows_contestants_and_verdicts(kafka: SharedKafka) -> None:
     ran = _benchmarks("p2", "--quick", "--bootstrap-servers", kafka.bootstrap)
 

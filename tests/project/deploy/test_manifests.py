@@ -299,6 +299,7 @@ def test_the_compose_file_has_the_broker_that_the_tests_have() -> None:
         assert service["image"] == "billing" or re.search(r":v?\d+\.\d+\.\d+$", service["image"])
 
 
+@pytest.mark.chaos
 @pytest.mark.kafka
 async def test_a_broker_starts_with_what_the_compose_file_says(tmp_path: Path) -> None:
     """The image makes a property of each variable; ports and names are those of this machine here."""

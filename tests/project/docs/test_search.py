@@ -30,7 +30,7 @@ FIRST_HIT = """() => {
   return links.length ? links[0].href : null;
 }"""
 HIT_WITHIN = 15_000
-POLL = 100
+POLL = 50
 STEADY = 10
 """So many looks in a row show the same hit: results for the beginning of a word come and go while it is typed."""
 
