@@ -71,7 +71,7 @@ connector: $(VENV)/.dev ## fetch the jars of Spark's own Kafka connector; withou
 chromium: $(VENV)/.dev ## install Debian's Chromium where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.chromium
 
-screenshots: $(VENV)/.dev chromium ## take the pictures of page and terminal that are in docs/images
+screenshots: $(VENV)/.dev chromium ## take the pictures of dashboard, documentation and terminal that are in docs/images
 	@$(BIN)/python -m tests.support.screenshots
 	@$(BIN)/python -m tests.project.docs.pictures
 

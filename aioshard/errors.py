@@ -269,7 +269,7 @@ class NotDrainedError(AioshardError):
         sentences = []
         if self.records:
             sentences.append(
-                f"{counted(len(self.records), 'record')} still ran after shutdown_timeout={timeout:g} s and stay "
+                f"{counted(len(self.records), 'record')} still ran after shutdown_timeout={timeout:g} s and stayed "
                 f"uncommitted: {_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the "
                 "handler end when it is cancelled"
             )

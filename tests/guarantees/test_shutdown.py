@@ -63,7 +63,7 @@ async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_end
 
     took = time.monotonic() - asked
     assert code == 4, member.tail
-    assert f"1 record still ran after shutdown_timeout=3 s and stay uncommitted: {scenario.topic}/{stuck[0]}/" in (
+    assert f"1 record still ran after shutdown_timeout=3 s and stayed uncommitted: {scenario.topic}/{stuck[0]}/" in (
         member.log
     )
     assert f"{scenario.topic}/{stuck[0]}/{stuck[1]}" in member.log

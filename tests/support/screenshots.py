@@ -1,6 +1,7 @@
-"""`make screenshots`: the pictures of the page in the documentation, of an app with some of all that can go wrong.
+"""`make screenshots`: the pictures of the dashboard, and some of the documentation.
 
-The app runs on the in-memory broker; what it shows is what happens there.
+The dashboard is that of an app with some of all that can go wrong. The app runs on the in-memory broker; what it shows
+is what happens there. `python -m tests.support.screenshots pages` takes those of the documentation only.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import contextlib
 import logging
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,6 +24,7 @@ from aioshard.web import dashboard, serve_health
 from tests.kafka.faults.support import until
 from tests.support.browsing import open_browser, served
 from tests.support.running import PROJECT
+from tests.support.site import application, build
 
 PICTURES = PROJECT / "docs" / "images"
 
@@ -29,6 +32,8 @@ _SECONDS = 75.0
 """For which the app runs before its picture is taken: enough for plots that show something."""
 _GROUP_SECONDS = 8.0
 """The same for the picture of a group, in which nothing is plotted."""
+_MOVING_SECONDS = 5.0
+"""The same for a page of the documentation, whose picture may be moving: this is in its midst."""
 _TOKEN = "only-for-these-pictures"
 _BUSY = 0.004
 """Seconds between two records of a steady load."""
@@ -91,8 +96,8 @@ async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -
         make_small(picture)
 
 
-def make_small(picture: Path) -> None:
-    Image.open(picture).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
+def make_small(picture: Path, method: Image.Quantize = Image.Quantize.FASTOCTREE) -> None:
+    Image.open(picture).convert("RGB").quantize(256, method).save(picture, optimize=True)
 
 
 async def take_group() -> None:
@@ -137,6 +142,30 @@ async def take_messages() -> None:
         make_small(picture)
 
 
+async def take_pages() -> None:
+    """Build the documentation, and take pictures of some of its pages."""
+    ways: dict[str, tuple[str, int, Literal["light", "dark"]]] = {
+        "landing-light": ("", 1280, "light"),
+        "landing-phone": ("", 390, "dark"),
+        "concepts-dark": ("concepts/", 1280, "dark"),
+        "tutorial-phone": ("tutorial/", 390, "light"),
+        "reference-light": ("reference/handlers/", 1280, "light"),
+    }
+    pictures = PICTURES / "pages"
+    pictures.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        site = build(Path(place))
+        async with open_browser() as browser, served(application(site)) as address:
+            for name, (path, width, scheme) in ways.items():
+                page = await browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+                await page.goto(f"{address}/{path}")
+                await asyncio.sleep(_MOVING_SECONDS)
+                picture = pictures / f"{name}.png"
+                await page.screenshot(path=picture)
+                await page.close()
+                make_small(picture, Image.Quantize.MEDIANCUT)
+
+
 async def on_order(order: dict[str, Any]) -> None:
     if order["currency"] != "EUR":
         raise LookupError(f"no rate for {order['currency']}")
@@ -166,10 +195,12 @@ async def take(seconds: float, *, full: bool) -> None:
 def main() -> int:
     """Writes the pictures into docs/images."""
     logging.disable(logging.ERROR)
-    with contextlib.suppress(NotDrainedError):  # one of its records never ends
-        asyncio.run(take(float(sys.argv[1]) if len(sys.argv) > 1 else _SECONDS, full="full" in sys.argv))
-    asyncio.run(take_group())
-    asyncio.run(take_messages())
+    if sys.argv[1:] != ["pages"]:
+        with contextlib.suppress(NotDrainedError):  # one of its records never ends
+            asyncio.run(take(float(sys.argv[1]) if len(sys.argv) > 1 else _SECONDS, full="full" in sys.argv))
+        asyncio.run(take_group())
+        asyncio.run(take_messages())
+    asyncio.run(take_pages())
     return 0
 
 

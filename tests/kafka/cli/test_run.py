@@ -191,7 +191,7 @@ async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
     await app.says("began 0")
     app.send(signal.SIGTERM)
     assert await app.ends() == 4
-    assert f"Error: 1 record still ran after shutdown_timeout=1 s and stay uncommitted: {topic}/0/0" in app.errors
+    assert f"Error: 1 record still ran after shutdown_timeout=1 s and stayed uncommitted: {topic}/0/0" in app.errors
     ending = json.loads(app.output.splitlines()[-1])
     assert (ending["exit_code"], ending["records"], ending["signal"]) == (4, [f"{topic}/0/0"], "SIGTERM")
     assert (await kafka.committed(group, topic)).get(0, 0) == 0

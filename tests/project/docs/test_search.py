@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 from playwright.async_api import Page
-from starlette.applications import Starlette
-from starlette.routing import Mount
-from starlette.staticfiles import StaticFiles
 
 from tests.support.browsing import open_browser, served
 from tests.support.chromium import ChromiumUnavailableError
 from tests.support.provision import skip_or_fail
+from tests.support.site import application
 
 WORDS = {
     "DLQ": ("glossary/", "dead-letters/"),
@@ -37,9 +35,8 @@ STEADY = 10
 
 @pytest.fixture
 async def page(site: Path) -> AsyncIterator[Page]:
-    api = Starlette(routes=[Mount("/", StaticFiles(directory=site, html=True))])
     try:
-        async with open_browser() as browser, served(api) as url:
+        async with open_browser() as browser, served(application(site)) as url:
             opened = await browser.new_page()
             await opened.goto(f"{url}/")
             yield opened

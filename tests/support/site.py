@@ -1,0 +1,39 @@
+"""The site of the documentation: built from a copy of the checkout, in which nothing changes."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from tests.support.running import PROJECT
+
+
+def build(place: Path) -> Path:
+    """Build the site below an empty directory, and return the directory of its pages."""
+    for name in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(PROJECT / name, place)
+    for name in ("docs", "aioshard", "examples", "tests"):
+        shutil.copytree(PROJECT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    built = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict", "--clean"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return place / "site"
+
+
+def addresses(site: Path) -> list[str]:
+    """The pages of a built site, such as `concepts/`; the landing page is empty."""
+    return sorted(str(page.relative_to(site)).removesuffix("index.html") for page in site.rglob("index.html"))
+
+
+def application(site: Path) -> Starlette:
+    """Serves a built site."""
+    return Starlette(routes=[Mount("/", StaticFiles(directory=site, html=True))])
