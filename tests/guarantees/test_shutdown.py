@@ -48,6 +48,7 @@ async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenar
         pytest.param("thread", "until released", marks=pytest.mark.chaos, id="is a thread"),
     ],
 )
+@pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])  # keys wait behind no other key
 async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_ends_in_time(
     scenario: Scenario, form: str, hangs: str
 ) -> None:
