@@ -1,4 +1,4 @@
-"""What members of a group tell each other, and what the leader assigns to them."""
+"""Assignors: the user data that members send, and the assignment that the leader computes from it."""
 
 import logging
 from types import SimpleNamespace
@@ -167,3 +167,20 @@ def test_a_topic_without_partitions_is_named(caplog: pytest.LogCaptureFixture) -
 
     assert gets(assignor.assign(cluster(t=1, gone=0), members)) == {"a": [0]}
     assert "no partitions of gone were assigned" in caplog.text
+
+
+def test_who_leads_no_more_forgets_what_it_has_withheld_and_was_going_to_move() -> None:
+    leader, other = (ConsumerAssignor("cooperative-fair", delay=30) for _ in range(2))
+    assigned(leader, 4, "t", 0, 1, 2, 3)
+    assigned(other, 4, "t", 4, 5)
+    both = {"a": sent(leader.metadata(["t"])), "b": sent(other.metadata(["t"]))}
+    leader.assign(cluster(t=6), both)
+    leader.assign(cluster(t=6), {"a": sent(leader.metadata(["t"]))})
+    assert leader.joins_again_in is not None
+    leader.moving = {TopicPartition("t", 3): "b"}
+
+    leader.metadata(["t"])  # joins again, and another member leads
+    assigned(leader, 6, "t", 0, 1, 2)
+
+    assert leader.joins_again_in is None
+    assert leader.moving == {}

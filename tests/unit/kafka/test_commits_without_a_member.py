@@ -1,4 +1,4 @@
-"""A commit of partitions given by hand (`assign`): how it is sent, and what its answers mean."""
+"""A commit of manually assigned partitions: how it is sent, and what its answers mean."""
 
 from types import SimpleNamespace
 from typing import Any

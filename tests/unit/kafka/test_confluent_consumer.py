@@ -71,12 +71,14 @@ class FakeClient:
 class World:
     """A consumer thread with a fake client, and an engine that drains when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: str) -> None:
         self.ours = True
         self.draining, self.drained = asyncio.Event(), asyncio.Event()
         self.failures: list[KafkaError] = []
         callbacks = Callbacks(self._check, self._assigned, self._revoked, self.failures.append)
-        self.thread = ConsumerThread({}, "billing", SESSION, callbacks)
+        self.thread = ConsumerThread(
+            {name.replace("_", "."): value for name, value in options.items()}, "billing", SESSION, callbacks
+        )
         self.client: Any = self.thread._consumer
         self.now = 0.0
 
@@ -362,3 +364,19 @@ async def test_a_commit_that_is_unanswered_when_the_client_is_closed_fails(world
 
     with pytest.raises(ClientLostError, match="is closed"):
         await committing
+
+
+@pytest.mark.parametrize(("protocol", "fails"), [("consumer", True), ("classic", False)])
+async def test_a_member_that_the_group_does_not_know_ends_under_kip_848_only(
+    world: World, protocol: str, fails: bool
+) -> None:
+    """The client joins again by itself under the classic protocol, and reads on under the other one."""
+    other = World(group_protocol=protocol)
+    committing = await other.commit()
+    await other.hear(None, [answer(KafkaError.UNKNOWN_MEMBER_ID)])
+    with pytest.raises(CommitRefusedError):
+        await committing
+    await asyncio.sleep(0.01)
+    assert [failure.code() for failure in other.failures] == [KafkaError.UNKNOWN_MEMBER_ID] * fails
+    other.thread.stop()
+    assert world.failures == []
