@@ -2,12 +2,16 @@
 
 import asyncio
 
+import pytest
+
 from aioshard import App, Record
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 
 
-def test_what_is_in_hand_goes_on_and_reading_goes_on_behind_what_was_deleted() -> None:
-    """A hole like any other: the epoch continues, and nothing runs twice."""
+@pytest.mark.parametrize("seconds", [0.0, 1.5], ids=["answer at once", "take longer than the pause between two faults"])
+def test_what_is_in_hand_goes_on_and_reading_goes_on_behind_what_was_deleted(seconds: float) -> None:
+    """A hole like any other: the epoch continues, and nothing runs twice. The partition is paused while brokers answer:
+    another fault would begin the search for its position anew, and with slow brokers it would never end."""
     app = App("retention", auto_offset_reset="earliest", max_buffered_records=10)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     runs: list[int] = []
@@ -20,8 +24,10 @@ def test_what_is_in_hand_goes_on_and_reading_goes_on_behind_what_was_deleted() -
     async def test() -> None:
         for _ in range(60):
             broker.publish("orders", b"")
-        async with app.started(lambda: InMemoryTransport(broker, "retention")):
-            await asyncio.sleep(2.5)
+        latency = {"committed": seconds}
+        transport = InMemoryTransport(broker, "retention", latency=lambda operation: latency.get(operation, 0.0))
+        async with app.started(lambda: transport):
+            await asyncio.sleep(2.5 + seconds)
             broker.log("orders", 0).truncate_before(50)
             async with asyncio.timeout(60.0):
                 await broker.until(lambda: broker.committed("retention", "orders", 0) == 60)

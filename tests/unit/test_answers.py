@@ -24,6 +24,11 @@ def test_offsets_are_read_with_their_texts_and_minus_one_is_none() -> None:
     assert stored_offsets(answer, [ORDERS, OTHERS]) == {ORDERS: Committed(7, "note")}
 
 
+def test_the_end_of_a_c_string_is_no_part_of_the_text() -> None:
+    """librdkafka commits one."""
+    assert stored_offsets(_answer((0, 7, "note\0", 0)), [ORDERS]) == {ORDERS: Committed(7, "note")}
+
+
 @pytest.mark.parametrize("code", [14, 15, 16, 30], ids=["loading", "unavailable", "moved", "denied"])
 def test_an_error_of_the_whole_answer_is_raised(code: int) -> None:
     """A broker that does not coordinate the group names no partition; that once counted as "nothing is committed"."""

@@ -10,7 +10,7 @@ from aiokafka import errors as kafka
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.group import HeartbeatRequest
 
-from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, refuse_useless_connections
+from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, close_client, refuse_useless_connections
 from aioshard.testing import run
 
 PATIENCE = 4.0
@@ -130,5 +130,27 @@ def test_a_request_that_the_broker_does_not_support_is_not_a_lost_connection(
             connection.send(HeartbeatRequest("billing", 1, "me"))
         assert type(error.value) is raised
         assert connection.connected() is connected
+
+    scenario(test)
+
+
+def test_a_broker_that_is_just_starting_and_knows_no_versions_is_connected_to_again() -> None:
+    async def test(client: Client) -> None:
+        connection = await client._get_conn(2)
+        connection._versions = {}
+        assert await client._get_conn(2) is None
+        assert connection.closed
+        assert await client._get_conn(2) not in (None, connection)
+
+    scenario(test)
+
+
+def test_a_client_that_was_torn_down_does_not_connect_again_and_keeps_nobody_waiting() -> None:
+    async def test(client: Client) -> None:
+        client._sync_task = asyncio.create_task(asyncio.sleep(1_000))
+        client._md_update_fut = asyncio.get_running_loop().create_future()
+        await close_client(client, ())
+        assert client._md_update_fut.done()
+        assert await client._get_conn(2) is None
 
     scenario(test)

@@ -14,6 +14,7 @@ from aiokafka.protocol.fetch import FetchResponse_v11
 from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.protocol.offset import OffsetResponse_v3
 from aiokafka.protocol.produce import ProduceResponse_v7
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard.errors import CommitError, TransportError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
@@ -315,6 +316,51 @@ async def test_a_log_that_is_not_searched_by_time_is_not_one_without_newer_recor
 async def test_a_fetch_that_failed_as_a_whole_is_an_error() -> None:
     with pytest.raises(kafka.KafkaError):
         await reading(FetchRequest=FetchResponse_v11(0, 71, 0, [])).fetch(1, {ONE: 5}, 0.0)
+
+
+def fetched(number: int, end: int, data: bytes, aborted: list[tuple[int, int]] | None = None) -> tuple[Any, ...]:
+    """What a fetch answers of a partition."""
+    return number, 0, end, end, 0, aborted, -1, data
+
+
+async def test_a_partition_behind_one_with_records_is_not_known_to_be_at_its_end() -> None:
+    """The broker may have left it out for lack of room."""
+    builder = DefaultRecordBatchBuilder(2, 0, 0, -1, 0, 0, 1 << 10)
+    builder.append(0, 0, None, b"", [])
+    for data, position in ((bytes(builder.build()), 5), (b"", 9)):
+        answer = FetchResponse_v11(0, 0, 0, [("orders", [fetched(0, 1, data), fetched(1, 9, b"")])])
+        results = await reading(FetchRequest=answer).fetch(1, {ONE: 0, TWO: 5}, 0.0)
+        assert [record.offset for record in results[ONE].records] == [0] * bool(data)
+        assert results[TWO].next_offset == position
+
+
+async def test_records_of_an_aborted_transaction_are_not_returned() -> None:
+    builder = DefaultRecordBatchBuilder(2, 0, 1, 4, 0, 0, 1 << 10)
+    builder.append(0, 0, None, b"", [])
+    data = bytes(builder.build())
+    for aborted, count in (([(4, 0)], 0), ([(5, 0)], 1)):
+        answer = FetchResponse_v11(0, 0, 0, [("orders", [fetched(0, 1, data, aborted)])])
+        result = (await reading(FetchRequest=answer).fetch(1, {ONE: 0}, 0.0))[ONE]
+        assert (len(result.records), result.next_offset, result.error) == (count, 1, None)
+
+
+@pytest.mark.parametrize("creates_topics", [True, False])
+async def test_a_look_up_creates_topics_for_the_producer_only(creates_topics: bool) -> None:
+    asked: list[Any] = []
+
+    class Connection:
+        async def send(self, request: Any) -> Any:
+            asked.append(request)
+            return LED
+
+    async def connection(_: int) -> Connection:
+        return Connection()
+
+    made: Any = object.__new__(BareClient)
+    made._topics, made._creates_topics, made._get_conn = set(), creates_topics, connection
+    made.cluster = SimpleNamespace(brokers=lambda: [SimpleNamespace(nodeId=1)], update_metadata=lambda _: None)
+    assert await made.look_up("orders")
+    assert [(one._topics, one._allow_auto_topic_creation) for one in asked] == [(["orders"], creates_topics)]
 
 
 # Members ----------------------------------------------------------------------------------

@@ -180,3 +180,35 @@ def test_an_answer_that_is_an_error_as_a_whole_is_raised_and_the_coordinator_loo
         assert dead == [True]
 
     scenario(test)
+
+
+@pytest.mark.parametrize(
+    ("generation", "named", "refused"),
+    [(-1, 2, True), (-1, 1, False), (3, 2, False)],
+    ids=["another", "ours", "member"],
+)
+def test_who_is_no_member_has_the_coordinator_confirmed_by_another_broker(
+    generation: int, named: int, refused: bool
+) -> None:
+    """One that was frozen answers with old offsets until it learns that another one took over."""
+
+    async def test(member: Member) -> None:
+        dead: list[bool] = []
+
+        async def send(node: int, _: object) -> Any:
+            assert node == 2
+            return SimpleNamespace(error_code=0, coordinator_id=named)
+
+        brokers = [SimpleNamespace(nodeId=1), SimpleNamespace(nodeId=2)]
+        member.internals.client.cluster = SimpleNamespace(brokers=lambda: brokers)
+        member.internals.client.send = send
+        member.coordinator.coordinator_dead = lambda: dead.append(True)  # type: ignore[attr-defined]
+        member.coordinator.generation = generation
+        if refused:
+            with pytest.raises(kafka.NotCoordinatorForGroupError):
+                await member.internals.committed_once([ORDERS])
+        else:
+            assert await member.internals.committed_once([ORDERS]) == {ORDERS: Committed(7, "")}
+        assert bool(dead) is refused
+
+    scenario(test)

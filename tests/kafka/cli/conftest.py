@@ -1,50 +1,16 @@
-"""The command line in this process: quicker than a process of its own, and measured by coverage; and records for it."""
+"""The command line in this process, and records for it."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from aioshard.cli.main import main
 from aioshard.ports import Message
+from tests.support.commands import aioshard as aioshard  # noqa: PLC0414 - a fixture of the tests beside this file
 from tests.support.shared_kafka import SharedKafka
 
 DEADLINE = 30.0
-
-
-class Ended(NamedTuple):
-    """What became of a command."""
-
-    code: int
-    output: str
-    errors: str
-
-
-Run = Callable[..., Awaitable[Ended]]
-
-
-@pytest.fixture
-def aioshard(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs `aioshard` with these arguments in a thread, beside the loop of the test."""
-    for variable in [name for name in os.environ if name.startswith("AIOSHARD_") and "TEST" not in name]:
-        monkeypatch.delenv(variable)
-
-    def call(arguments: tuple[str, ...]) -> int:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert isinstance(ended.value.code, int)
-        return ended.value.code
-
-    async def run(*arguments: str) -> Ended:
-        capsys.readouterr()
-        code = await asyncio.to_thread(call, arguments)
-        return Ended(code, *capsys.readouterr())
-
-    return run
-
 
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
 

@@ -1,36 +1,16 @@
 """How long brokers may hold a fetch: briefly while a partition is drained, longer while all of many are idle."""
 
-import collections
-from typing import Any, cast
-
 import pytest
 from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import FetchError
 from aiokafka.consumer.subscription_state import Assignment
 
 from aioshard.kafka.aiokafka.buffer import FetchBuffer, fetch_wait
-from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.ports import Allowance
 from aioshard.records import TopicPartition
+from tests.unit.kafka.fetching import USUAL, Parts
 
-USUAL = 100
 PARTITIONS = [TopicPartition("t", number) for number in range(2_000)]
-
-
-class Parts(Internals):
-    """The parts of a consumer without a consumer: its buffer and its assignment."""
-
-    def __init__(self) -> None:
-        self.consumer = cast("Any", type("Consumer", (), {"_fetch_max_wait_ms": USUAL})())
-        self.consumer._fetcher = type("Fetcher", (), {"_fetch_max_wait_ms": USUAL, "_records": {}})()
-        self.consumer._fetcher._records = collections.OrderedDict()
-        self.consumer._fetcher._wait_consume_future = None
-        self.consumer._fetcher._notify = lambda _: None  # there is no task to wake
-        self.subscription = cast("Any", type("Subscription", (), {"reassignment_in_progress": False})())
-
-    @property
-    def wait(self) -> int:
-        return int(self.fetcher._fetch_max_wait_ms)
 
 
 def refuse(_: TopicPartition) -> Allowance:

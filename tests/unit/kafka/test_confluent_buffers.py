@@ -234,3 +234,23 @@ def test_errors_of_nobodys_partition_are_given_back() -> None:
 
     assert buffers.accept([other, *sent(TWO, 0), *sent(ONE, 0)], 0.0) == [other]
     assert offsets(buffers.take(everything)) == [0]
+
+
+def test_records_before_the_position_are_passed_over() -> None:
+    """A broker returns whole batches."""
+    buffers = reading(ONE)
+    buffers.seek(ONE, 5)
+    buffers.changes(0.0)
+
+    buffers.accept(sent(ONE, 3, 4, 5, 6), 0.0)
+
+    assert offsets(buffers.take(everything)) == [5, 6]
+
+
+def test_nothing_is_returned_of_a_revoked_partition() -> None:
+    buffers = reading(ONE, TWO)
+    buffers.accept(sent(ONE, 0, 1) + sent(TWO, 0), 0.0)
+
+    buffers.remove([ONE])
+
+    assert [batch.topic_partition for batch in buffers.take(everything).new] == [TWO]

@@ -10,8 +10,9 @@ from aiokafka import errors as kafka
 
 from aioshard.errors import CommitRefusedError, TransportError
 from aioshard.kafka.aiokafka.answers import error_for
+from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.transport import ConfluentTransport
-from aioshard.ports import Committed, Membership, Message
+from aioshard.ports import Allowance, Committed, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -189,6 +190,29 @@ async def test_a_member_whose_transaction_stays_undecided_ends(error: TransportE
     await asyncio.wait_for(member.revoke(), 2)
     assert member.consumer.released.is_set()
     assert member.transport._failure is not None
+    with pytest.raises(TransportError):
+        await member.transport.poll(lambda _: Allowance(1, 1), 0)
+
+
+async def test_nothing_is_fetched_of_a_partition_that_is_being_released() -> None:
+    member = Member()
+    buffer = member.transport._buffer
+    buffer.seek(ORDERS, 0)
+    buffer.resume([ORDERS])
+    assert buffer.changes(0.0) == [Change(ORDERS, 0)]
+    revoking = member.revoke()
+    await asyncio.sleep(0.02)
+    assert buffer.changes(0.0) == [Change(ORDERS, None)]
+    member.transactions.decided.set()
+    await revoking
+
+
+async def test_a_revocation_while_the_client_is_closed_keeps_its_thread_waiting_for_nothing() -> None:
+    member = Member()
+    member.transport._closed = True
+    await member.revoke()
+    assert member.listener.calls == []
+    assert member.consumer.released.is_set()
 
 
 async def test_lost_partitions_are_released_at_once() -> None:

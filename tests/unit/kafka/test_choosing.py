@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aioshard.errors import MissingExtraError, SettingsError
+from aioshard.errors import MissingExtraError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.clients import kafka_clients
 from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
@@ -97,27 +97,6 @@ def test_tls_and_sasl_are_told_under_the_clients_names(tmp_path: Any) -> None:
     assert (options["sasl.mechanisms"], options["sasl.username"]) == ("SCRAM-SHA-512", "ada")
     assert options["sasl.password"] == "secret"
     assert options["ssl.endpoint.identification.algorithm"] == "none"
-
-
-async def test_an_option_that_the_client_does_not_know_is_refused_in_its_words(
-    kafka: Any, topic: str, group: str
-) -> None:
-    chosen = Settings(bootstrap_servers=kafka.bootstrap, client="confluent", client_options={"no.such.option": 1})
-    transport = kafka_clients(chosen, group).transport()
-
-    with pytest.raises(SettingsError, match=r'No such configuration property: "no\.such\.option"'):
-        await transport.start([topic], None, _Nobody())
-
-
-class _Nobody:
-    async def revoked(self, partitions: Any) -> None:
-        """Nothing is held."""
-
-    def lost(self, partitions: Any) -> None:
-        """Nothing is held."""
-
-    def assigned(self, partitions: Any, membership: Any) -> None:
-        """Nothing is opened."""
 
 
 def test_the_clients_own_log_goes_to_one_logger() -> None:

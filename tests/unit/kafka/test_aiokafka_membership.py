@@ -1,0 +1,270 @@
+"""A member on aiokafka: under which membership it commits, and what it releases, keeps and loses."""
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from aiokafka import errors as kafka
+
+from aioshard.errors import CommitRefusedError
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.ports import NOT_A_MEMBER, Committed, InstanceIdTakenError, LogRange, Membership
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.unit.kafka.fetching import Parts
+
+ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
+COMMIT = {ONE: Committed(5, "")}
+
+
+class Listener:
+    """The engine; it hands partitions over when the test lets it."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, set[TopicPartition]]] = []
+        self.drained = asyncio.Event()
+        self.drained.set()
+
+    def assigned(self, partitions: Collection[TopicPartition], _: Membership) -> None:
+        self.events.append(("assigned", set(partitions)))
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
+        self.events.append(("revoked", set(partitions)))
+        await self.drained.wait()
+
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        self.events.append(("lost", set(partitions)))
+
+
+class Member:
+    """A transport that has joined in generation 4; `parts` is its client."""
+
+    def __init__(self, *partitions: TopicPartition, assignor: str = "range", **settings: Any) -> None:
+        self.parts, self.listener = Parts(assignor), Listener()
+        chosen = Settings(bootstrap_servers="127.0.0.1:9", assignor=assignor, **settings)
+        self.transport = AiokafkaTransport(chosen, "billing")
+        self.transport._internals, self.transport._listener = self.parts, self.listener
+        self.parts._session_timeout = 45.0
+        self.releasing = self.assign(*partitions)
+
+    def assign(self, *partitions: TopicPartition) -> Any:
+        """Let the group assign partitions; returns the release of those that move, with a cooperative assignor."""
+        self.parts.assign(partitions)
+        self.parts.assignor.owned = partitions
+        releasing = self.transport.on_partitions_assigned(())
+        for partition in partitions:
+            self.transport.seek(partition, 0)
+        return releasing
+
+    async def commit(self, membership: Membership | None = None, offsets: Any = COMMIT) -> None:
+        await self.transport.commit(offsets, membership or self.transport.membership())
+
+    @property
+    def commits(self) -> list[Any]:
+        commits: list[Any] = self.parts.coordinator.commits
+        return commits
+
+    def rejoin(self, member_id: str, generation: int) -> None:
+        self.parts.coordinator.member_id, self.parts.coordinator.generation = member_id, generation
+
+
+# Commits --------------------------------------------------------------------------------
+
+
+async def test_a_commit_carries_its_membership() -> None:
+    member = Member(ONE)
+    await member.commit()
+    (request,) = member.commits
+    assert (request._consumer_id, request._consumer_group_generation_id) == ("us", 4)
+    assert request._topics == [("orders", [(0, 5, "")])]
+
+
+@pytest.mark.parametrize(
+    "membership", [Membership("us", 3), Membership("us", 5), Membership("somebody", 4), NOT_A_MEMBER]
+)
+async def test_a_commit_of_another_membership_is_not_sent(membership: Membership) -> None:
+    """Brokers would accept it: the client sends its own generation."""
+    member = Member(ONE)
+    with pytest.raises(CommitRefusedError, match=f"made for generation {membership.generation}, and ours is 4"):
+        await member.commit(membership)
+    assert member.commits == []
+
+
+async def test_a_commit_of_a_partition_that_is_not_ours_is_not_sent() -> None:
+    member = Member(ONE)
+    with pytest.raises(CommitRefusedError, match="not assigned to us: orders/1"):
+        await member.commit(offsets={**COMMIT, TWO: Committed(1, "")})
+    assert member.commits == []
+
+
+@pytest.mark.parametrize("now", [("us", 5), ("us", -1), ("somebody", 4)])
+async def test_nothing_is_committed_before_the_engine_knows_the_new_membership(now: tuple[str, int]) -> None:
+    member = Member(ONE)
+    before = member.transport.membership()
+    member.rejoin(*now)
+
+    assert member.transport.membership() == NOT_A_MEMBER
+    for membership in (before, NOT_A_MEMBER, Membership(*now)):
+        with pytest.raises(CommitRefusedError, match="we are not a member"):
+            await member.commit(membership)
+    assert member.commits == []
+
+
+async def test_a_commit_is_checked_after_the_search_for_the_coordinator() -> None:
+    """The group may rebalance meanwhile."""
+    member = Member(ONE)
+
+    async def search() -> None:
+        member.rejoin("us", 5)
+
+    member.parts.coordinator.ensure_coordinator_known = search
+    with pytest.raises(CommitRefusedError):
+        await member.commit()
+    assert member.commits == []
+
+
+# Releases -------------------------------------------------------------------------------
+
+
+async def test_a_revocation_ends_the_assignment_when_the_engine_has_released_it() -> None:
+    member = Member(ONE, TWO)
+    member.listener.drained.clear()
+    assert member.transport.last_heartbeat is not None
+
+    revoking = asyncio.create_task(member.transport.on_partitions_revoked(()))
+    await asyncio.sleep(0)
+    await member.commit()
+    assert len(member.commits) == 1, "the last commit of what is handed over"
+    member.listener.drained.set()
+    await revoking
+
+    assert member.listener.events[1:] == [("revoked", {ONE, TWO})]
+    assert member.transport.position(ONE) is None
+    assert member.transport.last_heartbeat is None
+    with pytest.raises(CommitRefusedError, match="not a member"):
+        await member.commit()
+
+
+async def test_a_lost_session_is_reported_once_and_ends_the_assignment() -> None:
+    member = Member(ONE)
+
+    member.transport._lose()
+    member.transport._lose()
+    await member.transport.on_partitions_revoked(())
+
+    assert member.listener.events[1:] == [("lost", {ONE})]
+    assert member.transport.membership() == NOT_A_MEMBER
+    assert member.transport.position(ONE) is None
+    assert member.transport.last_heartbeat is None
+
+
+async def test_a_cooperative_member_keeps_its_partitions_and_releases_those_that_move() -> None:
+    member = Member(ONE, TWO, assignor="cooperative-fair")
+    await member.releasing
+
+    await member.transport.on_partitions_revoked(())
+    assert member.transport.membership() == Membership("us", 4)
+    assert member.transport.position(TWO) == 0
+    member.rejoin("us", 5)
+    member.parts.assignor.moving = {TWO: "them"}
+    await member.assign(ONE)
+
+    assert member.listener.events[1:] == [
+        ("assigned", {ONE, TWO}),
+        ("revoked", {TWO}),
+        ("assigned", {ONE}),
+    ]
+    assert member.transport.position(TWO) is None
+    assert member.parts.coordinator.rejoins == 1, "the leader lets the group assign what was released"
+    with pytest.raises(CommitRefusedError, match="not assigned to us"):
+        await member.commit(offsets={TWO: Committed(1, "")})
+
+
+async def test_closing_waits_for_a_drain_in_progress() -> None:
+    member = Member(ONE)
+    left: list[bool] = []
+
+    async def leave() -> None:
+        left.append(member.listener.drained.is_set())
+
+    async def tear_down() -> None:
+        """There is nothing to end."""
+
+    member.parts.leave, member.parts.tear_down = leave, tear_down  # type: ignore[method-assign]
+    member.listener.drained.clear()
+    revoking = asyncio.create_task(member.transport.on_partitions_revoked(()))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(member.transport.close())
+    await asyncio.sleep(0.01)
+    await member.commit()
+    assert left == []
+    member.listener.drained.set()
+    await asyncio.gather(revoking, closing)
+
+    assert left == [True]
+    assert len(member.commits) == 1
+
+
+# Another process with our instance id ----------------------------------------------------
+
+
+def taken_twice(member: Member) -> Exception | None:
+    """Lose the member's place twice in one generation; return why it must not rejoin."""
+    watch = member.transport._instance
+    watch.rejoins(NOT_A_MEMBER)
+    watch.joined(Membership("second", 4))
+    watch.rejoins(Membership("second", 4))
+    assert watch.taken is None, "one loss may be two processes that overlap, and a rebalance is none"
+    watch.rejoins(NOT_A_MEMBER)
+    return watch.taken
+
+
+async def test_a_static_member_that_loses_its_place_again_does_not_take_it_back() -> None:
+    member = Member(ONE, group_instance_id="worker-1")
+    assert isinstance(taken_twice(member), InstanceIdTakenError)
+    joining = asyncio.create_task(member.transport.on_partitions_revoked(()))
+    await asyncio.sleep(0.01)
+    assert not joining.done(), "the client would rejoin"
+    joining.cancel()
+
+
+async def test_a_member_without_an_instance_id_has_no_place_to_lose() -> None:
+    """A group that was deleted and made anew counts its generations from 1 again."""
+    assert taken_twice(Member(ONE)) is None
+
+
+async def test_a_member_that_was_silent_has_lost_no_place() -> None:
+    """It comes back with a new id too, but in a later generation."""
+    watch = Member(ONE, group_instance_id="worker-1").transport._instance
+    for generation in (5, 6, 7):
+        watch.rejoins(NOT_A_MEMBER)
+        watch.joined(Membership(f"us in {generation}", generation))
+    watch.rejoins(NOT_A_MEMBER)
+    assert watch.taken is None
+
+
+# Backlogs -----------------------------------------------------------------------------
+
+
+async def test_the_backlog_counts_from_the_commit_and_not_from_before_the_log() -> None:
+    member = Member(ONE, TWO, assignor="lag", auto_offset_reset="earliest")
+
+    async def committed_once(_: object) -> Any:
+        return {ONE: Committed(3, "")}
+
+    async def log_ranges(*_: object) -> Any:
+        return {ONE: LogRange(5, 9, 9), TWO: LogRange(2, 6, 6)}
+
+    member.parts.committed_once, member.parts.log_ranges = committed_once, log_ranges  # type: ignore[assignment,method-assign]
+    member.parts.subscribed_partitions = lambda: [ONE, TWO]  # type: ignore[method-assign]
+    member.transport.seek(TWO, 4)
+    assert await member.transport._backlogs(member.parts) == {ONE: 4, TWO: 2}
+
+    async def nobody(_: object) -> Any:
+        raise kafka.KafkaConnectionError("gone")
+
+    member.parts.committed_once = nobody  # type: ignore[assignment,method-assign]
+    state: Any = member.parts.states(member.parts.assignment())[TWO]
+    state.highwater = state.lso = 5
+    assert await member.transport._backlogs(member.parts) == {TWO: 1}, "our own position, where nobody answers"
