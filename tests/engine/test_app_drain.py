@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -320,6 +320,16 @@ def test_serve_goes_on_after_a_drain_until_it_is_stopped() -> None:
     run(test())
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """No object is left out of garbage collections, as in a process that has just started."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
 @pytest.mark.parametrize(
     ("serve", "settings", "tuned"),
     [

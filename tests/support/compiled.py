@@ -16,7 +16,14 @@ PROJECT = Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT = 1_200.0
 FAST_TESTS = [
     *("-m", "not chaos and not slow"),
-    *("tests/unit/core", "tests/unit/test_compiled.py", "tests/unit/properties", "tests/engine", "tests/simulation"),
+    *(
+        "tests/unit/core",
+        "tests/unit/kafka/test_decoding.py",
+        "tests/unit/test_compiled.py",
+        "tests/unit/properties",
+        "tests/engine",
+        "tests/simulation",
+    ),
 ]
 SEEDS, FEW_SEEDS = "AIOSHARD_TEST_SEEDS", "4"
 """How many seeds each simulation gets, unless the variable is set; the tests of the sources run them all."""
