@@ -32,6 +32,8 @@ LEFT_BY_AIOKAFKA = re.compile(
 
 SERVERS = "Kafka broker", "PostgreSQL", "Spark"
 """Real ones that tests need. Without one they are skipped, and fail in CI."""
+TOGETHER = "tests/spark", "tests/kafka/client", "tests/project/docs"
+"""Tests of such a folder run in one process of the run: what they share takes many seconds to start or to build."""
 
 # An example takes as long as a busy machine lets it: how long says nothing of what is tested.
 hypothesis.settings.register_profile("unhurried", deadline=None)
@@ -53,6 +55,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Gives the tests of a folder in `TOGETHER` to one process, and any other test to the next process that is free."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # noqa: PLC0415 - only where it runs
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in TOGETHER if nodeid.startswith(f"{folder}/")), nodeid)
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Says how a process of the run ended, if it ended by itself: -9 is SIGKILL, as by a machine without memory."""
     if error is not None:
@@ -62,12 +76,12 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"kafka", "own_kafka"} & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & {"kafka", "own_kafka", "brokers"}:
             item.add_marker(pytest.mark.kafka)
-        if "brokers" in getattr(item, "fixturenames", ()):
+        if "brokers" in fixtures:
             item.add_marker(pytest.mark.cluster)
-            item.add_marker(pytest.mark.kafka)
-        if "postgresql" in getattr(item, "fixturenames", ()):
+        if "postgresql" in fixtures:
             item.add_marker(pytest.mark.postgresql)
 
 

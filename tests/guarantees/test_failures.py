@@ -162,6 +162,7 @@ async def test_dead_letters_are_exactly_the_records_of_failing_keys(
     assert scenario.observations.finished.isdisjoint(scenario.failing)
 
 
+@pytest.mark.chaos
 @SIZES
 async def test_parked_keys_wait_in_the_side_topic_and_go_on_in_order(
     scenario: Scenario, records: int, kills: int

@@ -94,6 +94,7 @@ async def cleanup_policy(scenario: Scenario) -> str:
     return next(str(value) for name, value, *_ in answer.resources[0][4] if name == "cleanup.policy")
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("topic_is", "says"),
     [
@@ -123,6 +124,7 @@ async def test_a_park_topic_that_would_lose_records_ends_the_start(
     assert scenario.observations.refresh().seen == [], "nothing ran that could not be parked"
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(240)
 async def test_a_park_topic_that_may_not_be_created_or_seen_ends_the_start_with_what_to_grant(
     scenario: Scenario, kafka: SharedKafka

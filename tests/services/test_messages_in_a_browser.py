@@ -46,6 +46,7 @@ async def read(browser: Browser, address: str) -> Watched:
     return watched
 
 
+@pytest.mark.chaos
 async def test_messages(
     browser: Browser, kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,6 +32,7 @@ def test_databases_are_apart_and_go(postgresql: PostgresqlServer) -> None:
         psycopg.connect(one)
 
 
+@pytest.mark.chaos
 async def test_a_server_ends_with_the_process_it_belongs_to(postgresql: PostgresqlServer) -> None:
     """A test process that is killed leaves no server behind."""
     assert postgresql.process_group

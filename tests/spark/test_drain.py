@@ -90,8 +90,8 @@ async def scenario(
     spark_modules: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
+    spark: "SparkSession",
 ) -> Scenario:
-    spark: SparkSession = request.getfixturevalue("spark")
     await kafka.create_topic(topic, PARTITIONS)
     await kafka.produce(topic, [(b"k%d" % (n % 50), b"%d" % n) for n in range(RECORDS)])
     calls, flag = tmp_path / "calls", tmp_path / "flag"

@@ -194,6 +194,7 @@ async def test_a_crash_between_batches_repeats_the_letters_of_one_batch_with_the
     assert sending.noted()["acknowledged"] == len(BAD)
 
 
+@pytest.mark.chaos
 async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(sending: Sending) -> None:
     assert (await sending.run.verify()).dead_lettered == len(BAD)
     with pytest.raises(NotVerifiedError, match="5 of 5 dead letters"):

@@ -41,10 +41,9 @@ async def handle(record: Record) -> None:
 
 
 @pytest.fixture
-def session(request: pytest.FixtureRequest) -> "SparkSession":
+def session(spark: "SparkSession") -> "SparkSession":
     """The fixture `spark`, whose name is that of a module here."""
-    found: SparkSession = request.getfixturevalue("spark")
-    return found
+    return spark
 
 
 async def make_run(
@@ -121,6 +120,7 @@ async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
     assert await kafka.committed(group, topic) == {0: RECORDS}
 
 
+@pytest.mark.chaos
 def test_run_and_verify_in_this_process(
     session: "SparkSession",
     kafka: SharedKafka,

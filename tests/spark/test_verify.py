@@ -270,6 +270,7 @@ async def test_a_run_with_nothing_to_do_is_verified(run: HistoryRun) -> None:
     assert found.records == 0
 
 
+@pytest.mark.chaos
 async def test_a_run_that_followed_the_log_is_verified_as_far_as_it_went(drained: HistoryRun, tmp_path: Path) -> None:
     """Its planned ends lie before."""
     following = dataclasses.replace(drained, directory=tmp_path / "following")

@@ -205,6 +205,7 @@ async def test_a_handler_that_hangs_times_out(in_place: InPlace) -> None:
     assert await in_place.due() == {"hang", "swallow"}
 
 
+@pytest.mark.chaos
 async def test_batches_and_plain_functions_run_too(in_place: InPlace) -> None:
     await in_place.write("0:a", "1:b", "2:c", key=None, topic=f"{in_place.source}-batches")
     await in_place.write("3:d", "4:e", key=None, topic=f"{in_place.source}-plain")
@@ -216,6 +217,7 @@ async def test_batches_and_plain_functions_run_too(in_place: InPlace) -> None:
     assert await in_place.due() == {"b", "e"}
 
 
+@pytest.mark.chaos
 async def test_dead_letters_of_other_groups_are_left_alone(in_place: InPlace) -> None:
     await in_place.write("0:a")
     await in_place.write("1:b", group="accounts")
