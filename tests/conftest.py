@@ -32,8 +32,8 @@ LEFT_BY_AIOKAFKA = re.compile(
 
 SERVERS = "Kafka broker", "PostgreSQL", "Spark"
 """Real ones that tests need. Without one they are skipped, and fail in CI."""
-TOGETHER = "tests/spark", "tests/kafka/client", "tests/project/docs"
-"""Tests of such a folder run in one process of the run: what they share takes many seconds to start or to build."""
+TOGETHER = "tests/spark", "tests/kafka/client"
+"""Tests of such a folder run in one process of the run: what they share takes many seconds to start."""
 
 # An example takes as long as a busy machine lets it: how long says nothing of what is tested.
 hypothesis.settings.register_profile("unhurried", deadline=None)

@@ -316,6 +316,7 @@ def forking(record: Record) -> None:
     signal.pause()
 
 
+@pytest.mark.chaos
 async def test_a_process_that_the_handler_has_forked_does_not_keep_its_run_alive(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.5, retry=Retry(attempts=1), on_failure="skip")(forking)
@@ -396,6 +397,7 @@ def make_double() -> Callable[[int, object], int]:
     return lambda number, _: 2 * number
 
 
+@pytest.mark.chaos
 async def test_a_process_whose_start_was_cut_short_is_started_again() -> None:
     async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
         (process,) = pool._processes
@@ -526,6 +528,7 @@ async def test_processes_are_warm_before_the_first_record_and_end_with_the_app()
     assert children() == before
 
 
+@pytest.mark.chaos
 async def test_a_handler_has_no_more_workers_than_there_are_processes() -> None:
     app = make_app(2)
     app.consume("orders", run_in="process", concurrency=64)(numbered)
@@ -677,6 +680,7 @@ async def test_a_handler_in_the_main_module_is_imported_from_it(tmp_path: Path) 
         assert (await line(running)).endswith("__mp_main__")
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("start", ["asyncio.run(main())", "app.run()"])
 async def test_a_main_module_that_starts_the_app_at_import_is_refused(tmp_path: Path, start: str) -> None:
     """Otherwise each process would start an app, with processes that start an app."""

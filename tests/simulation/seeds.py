@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "20"))
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "10"))
 CHUNK = 50
 """Seeds of one test."""
 

@@ -83,6 +83,7 @@ async def test_quickstart_prints_every_order_on_a_real_broker(own_kafka: KafkaBr
     assert sum((await own_kafka.committed("billing", "orders")).values()) == 100
 
 
+@pytest.mark.chaos
 async def test_fastapi_app_consumes_between_start_up_and_shutdown(own_kafka: KafkaBroker) -> None:
     example = load("fastapi_app")
     app: App = example.app

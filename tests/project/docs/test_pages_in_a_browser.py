@@ -21,7 +21,6 @@ class Way(NamedTuple):
 
 
 WAYS = (Way(1280, "light"), Way(1280, "dark"), Way(390, "light"), Way(390, "dark"))
-FEW = ("", "concepts/", "tutorial/", "reference/failure-policies/")
 PICTURES_ARE_LOADED = """() => {
   for (const picture of document.images) picture.loading = "eager";
   return [...document.images].every((picture) => picture.complete);
@@ -33,17 +32,12 @@ SEEN = """() => ({
 })"""
 
 
-@pytest.mark.timeout(240)
-async def test_a_few_pages_are_whole_and_quiet_on_a_phone(site: Path) -> None:
-    assert await faults_of(site, FEW, WAYS[-1:]) == {}
-
-
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 async def test_every_page_is_whole_and_quiet_in_each_way(site: Path) -> None:
     pages = addresses(site)
 
-    assert set(FEW) < set(pages)
+    assert len(pages) > 20
     assert await faults_of(site, pages, WAYS) == {}
 
 

@@ -44,6 +44,7 @@ async def page(site: Path) -> AsyncIterator[Page]:
         skip_or_fail("Chromium", str(error))
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(240)
 async def test_the_first_hit_is_the_fitting_page(page: Page) -> None:
     await page.locator("[class*=md-search__button]").first.click()

@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.project.docs.public import public_names
 from tests.project.docs.tables import named_tests
 from tests.support.running import PROJECT
 
 
+@pytest.mark.chaos
 def test_the_site_builds_and_is_whole(site: Path) -> None:
     """A plugin that the builder does not know is ignored in silence: pages would be empty then."""
     check_reference(site)
