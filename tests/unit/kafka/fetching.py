@@ -13,10 +13,15 @@ from aiokafka.record.memory_records import MemoryRecords
 
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.ports import Allowance
 from aioshard.records import TopicPartition
 
 USUAL = 100
 """Milliseconds of `fetch_max_wait`."""
+
+
+def everything(_: TopicPartition) -> Allowance:
+    return Allowance(1_000, 1 << 30)
 
 
 class Fetcher:

@@ -11,14 +11,10 @@ from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL, FetchBuffer, PollResu
 from aioshard.ports import RECORD_OVERHEAD, Allowance, Fault, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 from aioshard.testing import run
-from tests.unit.kafka.fetching import Parts
+from tests.unit.kafka.fetching import Parts, everything
 
 ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
 SIZE = RECORD_OVERHEAD + 10
-
-
-def everything(_: TopicPartition) -> Allowance:
-    return Allowance(1_000, 1 << 30)
 
 
 def at_most(records: int, size: int = 1 << 30) -> Allowance:

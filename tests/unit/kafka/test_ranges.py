@@ -8,16 +8,12 @@ from aiokafka.consumer.fetcher import FetchError
 
 from aioshard.errors import DataLossError
 from aioshard.kafka.aiokafka.ranges import RangeTransport
-from aioshard.ports import Allowance, Committed, FetchedBatch, LogRange
+from aioshard.ports import Committed, FetchedBatch, LogRange
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from tests.unit.kafka.fetching import Parts
+from tests.unit.kafka.fetching import Parts, everything
 
 ONE = TopicPartition("orders", 0)
-
-
-def everything(_: TopicPartition) -> Allowance:
-    return Allowance(1_000, 1 << 30)
 
 
 def reading(start: int, end: int, *finished: int) -> tuple[RangeTransport, Parts]:
