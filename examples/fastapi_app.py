@@ -1,7 +1,7 @@
 """A consumer inside a FastAPI application: `uvicorn fastapi_app:api`.
 
-The server accepts requests once the group has given out its partitions. When it stops, what runs is finished and
-committed, for up to `shutdown_timeout` (25 s): whoever stops the server has to wait that long before killing it.
+The server accepts requests once the group has assigned partitions. When it stops, the app finishes running records and
+commits them, for up to `shutdown_timeout` (25 s). Do not kill the server before that.
 """
 
 from fastapi import FastAPI
@@ -20,7 +20,7 @@ async def on_payment(record: Record) -> None:
         balances[customer] = balances.get(customer, 0) + int(record.value)
 
 
-# /livez, /readyz, /metrics, /statistics.json and /explain beside your own routes
+# /livez, /readyz, /metrics, /statistics.json and /explain, next to your own routes
 api = FastAPI(lifespan=app.lifespan, routes=health_routes(app))
 
 

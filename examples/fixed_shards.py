@@ -1,6 +1,6 @@
-"""Fixed shards: the records of one key always meet the same worker, so each worker keeps a cache of its own.
+"""Fixed shards: the same worker handles all records of a key, so each worker can keep its own cache.
 
-No lock is needed: a shard runs one record at a time, and no other shard looks into its cache.
+No lock is needed: a shard runs one record at a time, and no other shard uses its cache.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ async def look_up(key: bytes) -> str:
 @app.consume("prices", shard_by="key", shards=SHARDS)
 async def on_price(record: Record) -> None:
     if record.key is None:
-        return  # records without a key take turns on all shards
+        return  # records without a key go to the shards in turn
     cache = caches[shard_number(record.key, SHARDS)]
     if record.key not in cache:
         cache[record.key] = await look_up(record.key)

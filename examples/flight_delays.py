@@ -1,4 +1,4 @@
-"""Classifies the flights of a topic, live with `aioshard run` and over history with `aioshard spark`."""
+"""Classify the flights of a topic: live with `aioshard run`, as a backfill with `aioshard spark`."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ app = App("flight-delays", auto_offset_reset="earliest")
 
 def delay_class(delay: int | None) -> str:
     if delay is None:
-        return "cancelled"  # was "on time" once: a flight that never left has no delay
+        return "cancelled"  # a flight that never left has no delay; the first version said "on time"
     if delay <= 15:
         return "on time"
     return "late" if delay <= 120 else "very late"

@@ -1,6 +1,7 @@
 """The journal of a year of flights, for `aioshard report`.
 
-Each flight is looked up, which takes 5 ms, and 50 ms where it left more than two hours late. The broker is in memory.
+Each flight is looked up. That takes 5 ms, or 50 ms if the flight left more than two hours late. The broker is in
+memory.
 
     python examples/flights_journal.py JOURNAL [RECORDS]
     aioshard report html JOURNAL

@@ -1,7 +1,7 @@
 """Every order has its effects exactly once, on PostgreSQL: inbox, version check and commutative update together.
 
-A record may be delivered again after a crash, or by two processes at the same time. What it does to the database and
-the note that it was done, its row in the inbox, are one transaction: either both are there or none of them is.
+A record may be delivered again after a crash, or by two processes at the same time. One transaction writes its changes
+and its row in the inbox: either both exist, or neither.
 
 Needs `psycopg[binary,pool]`.
 """
@@ -20,12 +20,12 @@ from aioshard import App, Context, Record
 
 DATABASE = os.environ.get("DATABASE_URL", "postgresql://localhost/customers")
 CONNECTIONS = 16
-STANDSTILL = 30  # seconds until the server ends a transaction in which nothing happens: its process may be gone
-KEPT = 3_600  # seconds: longer than any run of a handler may last, also one whose process was given up for dead
+STANDSTILL = 30  # seconds until the server ends an idle transaction: its process may be gone
+KEPT = 3_600  # seconds: longer than any run of a handler, even in a process that the group has declared dead
 
 logger = logging.getLogger("customers")
 
-# The lock is for processes that start at the same time; better still, let a migration make the tables.
+# The lock is for processes that start at the same time. In production, let a migration create the tables.
 SCHEMA = """
 SELECT pg_advisory_xact_lock(1);
 CREATE TABLE IF NOT EXISTS inbox (
@@ -75,17 +75,17 @@ async def on_order(record: Record, context: Context) -> None:
         "address": order["address"],
     }
     pool: AsyncConnectionPool = context.state
-    async with pool.connection() as connection:  # one transaction: committed at the end, rolled back by what is raised
-        # While another process has this record in hand, this waits for how that ends.
+    async with pool.connection() as connection:  # one transaction: committed at the end, rolled back on an exception
+        # If another process is handling this record, this statement waits for its transaction to end.
         noted = await connection.execute(
             "INSERT INTO inbox VALUES (%(key)s, %(topic)s, %(partition)s, %(offset)s) ON CONFLICT DO NOTHING", values
         )
         if noted.rowcount == 0:
-            return  # it was done before
+            return  # already handled
         await connection.execute("INSERT INTO customers (id) VALUES (%(customer)s) ON CONFLICT DO NOTHING", values)
-        # Commutative: in whatever order the orders come, the sum is the same. Twice would not be: hence the inbox.
+        # Commutative: the sum is the same in any order. Adding is not idempotent, so it needs the inbox.
         await connection.execute("UPDATE customers SET spent = spent + %(amount)s WHERE id = %(customer)s", values)
-        # The newest address wins: an older record that comes late finds a newer version and changes nothing.
+        # The newest address wins: an older record that arrives late finds a newer version and changes nothing.
         await connection.execute(
             "UPDATE customers SET address = %(address)s, version = %(offset)s"
             " WHERE id = %(customer)s AND version < %(offset)s",
@@ -94,7 +94,7 @@ async def on_order(record: Record, context: Context) -> None:
 
 
 async def clean(app: App, pool: AsyncConnectionPool) -> int:
-    """Delete the rows of records that never come again: committed, and handled some time ago."""
+    """Delete the rows of records that cannot be delivered again: committed, and handled some time ago."""
     deleted = 0
     async with pool.connection() as connection:
         for partition in app.statistics().partitions:
@@ -113,7 +113,7 @@ async def clean_regularly(app: App, pool: AsyncConnectionPool) -> None:
         try:
             await clean(app, pool)
         except psycopg.Error:
-            logger.exception("the inbox could not be cleaned; it is tried again in a minute")
+            logger.exception("the inbox could not be cleaned; trying again in a minute")
 
 
 if __name__ == "__main__":

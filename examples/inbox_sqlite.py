@@ -1,7 +1,7 @@
 """Every order has its effects exactly once, on SQLite: inbox, version check and commutative update together.
 
-A record may be delivered again after a crash. What it does to the database and the note that it was done, its row in
-the inbox, are one transaction: either both are there or none of them is.
+A record may be delivered again after a crash. One transaction writes its changes and its row in the inbox: either both
+exist, or neither.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from aioshard import App, Context, Record
 
 DATABASE = "customers.db"
-KEPT = 3_600.0  # seconds: longer than any run of a handler may last, also one whose process was given up for dead
+KEPT = 3_600.0  # seconds: longer than any run of a handler, even in a process that the group has declared dead
 
 logger = logging.getLogger("customers")
 
@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS customers (
 
 @contextlib.asynccontextmanager
 async def resources(app: App) -> AsyncIterator[sqlite3.Connection]:
-    # The handler runs in a thread, one at a time; waiting 30 s for another process that writes.
+    # The handler runs in a thread, one at a time. `timeout` waits for another process that is writing.
     with contextlib.closing(sqlite3.connect(DATABASE, timeout=30, check_same_thread=False)) as database:
         database.execute("PRAGMA journal_mode = WAL")
         database.executescript(SCHEMA)
@@ -68,16 +68,16 @@ def on_order(record: Record, context: Context) -> None:
         "address": order["address"],
     }
     database: sqlite3.Connection = context.state
-    with database:  # one transaction: committed at the end, rolled back by whatever is raised
+    with database:  # one transaction: committed at the end, rolled back on an exception
         noted = database.execute(
             "INSERT INTO inbox VALUES (:key, :topic, :partition, :offset, :now) ON CONFLICT DO NOTHING", values
         )
         if noted.rowcount == 0:
-            return  # it was done before
+            return  # already handled
         database.execute("INSERT INTO customers (id) VALUES (:customer) ON CONFLICT DO NOTHING", values)
-        # Commutative: in whatever order the orders come, the sum is the same. Twice would not be: hence the inbox.
+        # Commutative: the sum is the same in any order. Adding is not idempotent, so it needs the inbox.
         database.execute("UPDATE customers SET spent = spent + :amount WHERE id = :customer", values)
-        # The newest address wins: an older record that comes late finds a newer version and changes nothing.
+        # The newest address wins: an older record that arrives late finds a newer version and changes nothing.
         database.execute(
             "UPDATE customers SET address = :address, version = :offset WHERE id = :customer AND version < :offset",
             values,
@@ -85,7 +85,7 @@ def on_order(record: Record, context: Context) -> None:
 
 
 def clean(app: App) -> int:
-    """Delete the rows of records that never come again: committed, and handled some time ago."""
+    """Delete the rows of records that cannot be delivered again: committed, and handled some time ago."""
     deleted = 0
     with contextlib.closing(sqlite3.connect(DATABASE, timeout=30)) as database, database:
         for partition in app.statistics().partitions:
@@ -102,7 +102,7 @@ async def clean_regularly(app: App) -> None:
         try:
             await asyncio.to_thread(clean, app)
         except sqlite3.Error:
-            logger.exception("the inbox could not be cleaned; it is tried again in a minute")
+            logger.exception("the inbox could not be cleaned; trying again in a minute")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from aioshard import App, Context, Record
 async def resources(_: App) -> AsyncIterator[sqlite3.Connection]:
     with contextlib.closing(sqlite3.connect("ledger.db")) as database:
         database.execute("CREATE TABLE IF NOT EXISTS payments (id TEXT PRIMARY KEY, customer TEXT, amount INTEGER)")
-        yield database  # what is yielded is Context.state
+        yield database  # becomes Context.state
 
 
 app = App("ledger", bootstrap_servers="localhost:9092", auto_offset_reset="earliest", resources=resources)
@@ -20,7 +20,7 @@ app = App("ledger", bootstrap_servers="localhost:9092", auto_offset_reset="earli
 @app.consume("payments", shard_by="key", concurrency=64)
 async def on_payment(record: Record, context: Context) -> None:
     database: sqlite3.Connection = context.state
-    # A record may be delivered again after a crash. Its key in the table makes the second time harmless.
+    # A record may be delivered again after a crash. Its idempotency key in the table makes that harmless.
     with database:
         database.execute(
             "INSERT INTO payments VALUES (?, ?, ?) ON CONFLICT DO NOTHING",

@@ -1,4 +1,4 @@
-"""Tests of a handler without Kafka: the real engine on a broker in memory. Run them with pytest."""
+"""Tests of a handler without Kafka: the real engine on an in-memory broker. Run them with pytest."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ def test_orders_of_a_customer_are_charged_in_order() -> None:
             await client.settle()
             assert client.committed("orders", first.partition) == 2
 
-    run(scenario())  # time is virtual: waiting takes none
+    run(scenario())  # virtual time: waiting takes no real time
     assert payments.charged == [(b"alice", b"book"), (b"alice", b"pen")]
 
 

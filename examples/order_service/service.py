@@ -1,7 +1,7 @@
 """An order service in one process: an HTTP API that publishes orders, and a consumer that books them in PostgreSQL.
 
-Orders are accepted as soon as the brokers have them, and booked exactly once, in order per customer. README.md beside
-this file says how to run it.
+Orders are accepted as soon as the brokers have them, and booked exactly once, in order per customer. README.md says
+how to run it.
 
 Needs `fastapi`, `uvicorn` and `psycopg[binary,pool]`.
 """
@@ -24,11 +24,11 @@ from aioshard import App, Context
 from aioshard.web import dashboard, drain_route, health_routes
 
 DATABASE = os.environ.get("DATABASE_URL", "postgresql://localhost/orders")
-CONCURRENCY = 16  # runs of the handler at a time; each has a connection for as long as it lasts
-FOR_REQUESTS = 4  # connections beside them, so that a backlog does not keep requests waiting
-STANDSTILL = 30  # seconds until the server ends a transaction in which nothing happens: its process may be gone
+CONCURRENCY = 16  # concurrent runs of the handler; each uses one connection
+FOR_REQUESTS = 4  # additional connections, so that requests do not wait during a backlog
+STANDSTILL = 30  # seconds until the server ends an idle transaction: its process may be gone
 
-# The lock is for processes that start at the same time; better still, let a migration make the tables.
+# The lock is for processes that start at the same time. In production, let a migration create the tables.
 SCHEMA = """
 SELECT pg_advisory_xact_lock(1);
 CREATE TABLE IF NOT EXISTS inbox (
@@ -67,7 +67,7 @@ class Order(NewOrder):
 
 @contextlib.asynccontextmanager
 async def resources(_: App) -> AsyncIterator[AsyncConnectionPool]:
-    """Open until the last handler has ended: Context.state in a handler, app.state in a request."""
+    """Keep the pool open until the last handler has ended; it is Context.state in handlers, app.state in requests."""
     options = {"options": f"-c idle_in_transaction_session_timeout={STANDSTILL}s"}
     size = CONCURRENCY + FOR_REQUESTS
     async with AsyncConnectionPool(DATABASE, kwargs=options, min_size=2, max_size=size, open=False) as pool:
@@ -76,7 +76,7 @@ async def resources(_: App) -> AsyncIterator[AsyncConnectionPool]:
         yield pool
 
 
-# The brokers, and all else that differs between places, come from the environment: AIOSHARD_BOOTSTRAP_SERVERS.
+# The addresses of the brokers come from the environment: AIOSHARD_BOOTSTRAP_SERVERS.
 app = App("order-service", auto_offset_reset="earliest", resources=resources)
 
 
@@ -89,13 +89,13 @@ async def on_order(order: Order, context: Context) -> None:
             (context.idempotency_key, record.topic, record.partition, record.offset),
         )
         if noted.rowcount == 0:
-            return  # it was done before: a process was killed between its commit here and that of the offset
+            return  # already booked: a process was killed after this commit and before that of the offset
         booked = await connection.execute(
             "INSERT INTO orders VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
             (order.id, order.customer, order.article, order.amount),
         )
         if booked.rowcount == 0:
-            return  # two records, one order: the client had no answer and asked again
+            return  # two records of one order: the client got no response and sent it again
         await connection.execute(
             "INSERT INTO customers VALUES (%s, 1, %s) ON CONFLICT (id) DO UPDATE"
             " SET orders = customers.orders + 1, spent = customers.spent + excluded.spent",
@@ -105,8 +105,8 @@ async def on_order(order: Order, context: Context) -> None:
 
 # The API ------------------------------------------------------------------------------
 
-# When the app has failed, the server is told to stop, and whatever started it starts it again.
-# An ingress should lead to the API and not to /internal.
+# When the app fails, the server stops, so that Kubernetes or another supervisor restarts it.
+# Do not expose /internal through an ingress.
 api = FastAPI(
     title="Orders",
     lifespan=functools.partial(app.lifespan, stop_server=True),
@@ -126,7 +126,7 @@ Pool = Annotated[AsyncConnectionPool, Depends(pool_of_app)]
 
 @api.put("/orders/{order_id}", status_code=202)
 async def create_order(order_id: uuid.UUID, new: NewOrder) -> Order:
-    """Accepted when the brokers have acknowledged it. The client chooses the id, so that it may ask again."""
+    """Accept an order once the brokers have acknowledged it. The client chooses the id, so that it can retry."""
     order = Order(id=order_id, **new.model_dump())
     await app.publish("orders", order.model_dump(mode="json"), key=order.customer)
     return order

@@ -1,4 +1,4 @@
-"""The app, as it also runs live: `aioshard run orders_app:app`."""
+"""The same app as in production: `aioshard run orders_app:app`."""
 
 import json
 
@@ -9,6 +9,6 @@ app = App("orders")
 
 @app.consume("orders", concurrency=64, on_failure=DeadLetter("orders.dead", breaker=None))
 async def on_order(record: Record) -> dict[str, object]:
-    """Price an order; what is returned becomes the column `result` of its outcome row, as JSON."""
+    """Price an order. The return value becomes the column `result` of its outcome row, as JSON."""
     order = json.loads(record.value or b"")
     return {"customer": order["customer"], "total": order["price"] * order["pieces"]}

@@ -1,4 +1,4 @@
-"""Two tables: what became of each order, and what each customer spent."""
+"""Two tables: the outcome of each order, and the total of each customer."""
 
 from pyspark import pipelines as dp
 from pyspark.sql import DataFrame, SparkSession
@@ -7,13 +7,13 @@ from pyspark.sql import functions as f
 
 @dp.table
 def order_outcomes() -> DataFrame:
-    """One row for each record of the topic; the handlers run as the rows are written, and never again."""
+    """One row for each record of the topic. The handlers run once, while the rows are written."""
     return SparkSession.active().readStream.format("aioshard").option("app", "orders_app:app").load()
 
 
 @dp.materialized_view
 def customers() -> DataFrame:
-    """What each customer spent, of the orders that were processed."""
+    """The number and total of each customer's processed orders."""
     result = f.from_json(f.col("result").cast("string"), "customer string, total double")
     processed = SparkSession.active().table("order_outcomes").where("status = 'processed'")
     return (
