@@ -237,7 +237,7 @@ def cause_of(group: Group, position: Position) -> str | None:
     metavar="SECONDS",
     type=click.FloatRange(min=0.0),
     default=0.0,
-    help="Measure for so long, and tell when the last partition has caught up.",
+    help="Measure for this time, and estimate when the last partition will catch up.",
 )
 @options.bootstrap_servers()
 @options.as_json("the lag")
@@ -245,7 +245,7 @@ def lag(group: str, *, topics: tuple[str, ...], over: float, bootstrap_servers: 
     """Show the consumer lag of GROUP for each partition, and its cause.
 
     The lag counts offsets from the committed one to the last stable one, including those that finished beyond it,
-    which have a column of their own. The cause is a guess from the brokers' view: they do not report heartbeats, so a
+    which have a separate column. The cause is a guess from the brokers' view: they do not report heartbeats, so a
     dead member counts until its session expires.
     """
     settings, before, began = settings_of(bootstrap_servers), {}, time.monotonic()

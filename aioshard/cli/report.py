@@ -107,7 +107,7 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
 def progress(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
     """Show the records of JOURNAL that finished over time, and stalls.
 
-    A stall is an interval in which nothing finished; its cause is the rebalance that took longest of it.
+    A stall is an interval in which nothing finished; its cause is the rebalance that took most of it.
     """
     _report("progress", path, handler, master, as_json=as_json, moments=moments)
 

@@ -86,7 +86,7 @@ ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
     help="Format of the log, for people or for programs.",
 )
 @options.app_dir
-@options.as_json("how it ended")
+@options.as_json("the outcome")
 @click.option("--parent", type=int, hidden=True)
 def command(
     *,

@@ -83,7 +83,7 @@ def _stops_after_batch(run_dir: RunDirectory) -> Signals:
     default="committed",
     show_default=True,
     metavar="committed|earliest|TIME|FILE",
-    help="Start at the group's offsets, the oldest record, the first one not older than a time, or offsets.",
+    help="Start at the group's offsets, the oldest record, the first one not older than a time, or offsets in a file.",
 )
 @click.option(
     "--end",
@@ -91,7 +91,7 @@ def _stops_after_batch(run_dir: RunDirectory) -> Signals:
     default="latest",
     show_default=True,
     metavar="latest|TIME|FILE",
-    help="End, frozen now.",
+    help="End of the run, fixed now.",
 )
 @click.option("--group", metavar="GROUP", help="Consumer group to start from and hand over to; by default the app's.")
 @click.option("--tasks", type=click.IntRange(1), metavar="N", help="Maximum number of tasks of a micro-batch.")
@@ -151,8 +151,8 @@ def _lines_of(plan: Plan) -> Iterator[str]:
 def run_(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
     """Run the handlers over the remaining records of the run in DIR.
 
-    The first SIGINT or SIGTERM stops it after the current micro-batch, a second one immediately. In any case the same
-    command continues after the last complete micro-batch. A record whose handler halts ends it with exit code 3.
+    The first SIGINT or SIGTERM stops it after the current micro-batch, a second one immediately. Run the same
+    command again to continue after the last complete micro-batch. If a record halts, the run ends with exit code 3.
     """
     run_dir = RunDirectory(directory)
     run_dir.plan()
