@@ -476,7 +476,7 @@ class App(Router):
             await self._engine.start(self._watch.run())
             self._engine.failed.add_done_callback(
                 lambda failed: logger.critical(
-                    "app %r has failed and consumes nothing more: %s", self.group_id, failed.exception()
+                    "app %r has failed and no longer consumes: %s", self.group_id, failed.exception()
                 )
             )
         except BaseException:
@@ -827,7 +827,7 @@ class App(Router):
         watch = self._watch
         if watch is None:
             return "The app is not running.\n"
-        return "The app has drained: it consumes nothing more.\n" if self._has_drained else explain(watch)
+        return "The app has drained and no longer consumes.\n" if self._has_drained else explain(watch)
 
     def diagnose(self) -> Diagnosis:
         """Return the data behind `explain`: findings and oldest records with their stacks; safe from any thread."""

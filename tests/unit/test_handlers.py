@@ -342,7 +342,7 @@ async def takes_what_cannot_be_decoded(orders: list[Opaque]) -> None: ...
         (
             takes_missing_ones,
             Batch(),
-            "no value can be decoded (name 'Missing' is not defined)",
+            "which values cannot be decoded into (name 'Missing' is not defined)",
         ),
         (takes_what_cannot_be_decoded, Batch(), "takes Opaque, which values cannot be decoded into"),
     ],
