@@ -393,7 +393,7 @@ class Settings(BaseSettings):
         needed = ("rebalance_timeout", "commit_timeout", "heartbeat_interval")
         rebalance, commit, heartbeat = (info.data.get(name, 0.0) for name in needed)  # a refused setting is missing
         room = rebalance - commit - heartbeat
-        return min(20.0, 0.9 * room) if room > 0 else 20.0  # refused below if there is no room
+        return min(20.0, 0.9 * room) if room > 0 else 20.0  # without room it is refused below
 
     @field_validator("commit_interval", mode="before")
     @classmethod

@@ -60,7 +60,7 @@ default first threshold of 700, repeated scans of them cost almost as much as ev
 
 @functools.cache
 def worker_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this worker process, which runs in a thread of its own.
+    """Return the event loop of this worker process, which runs in a separate thread.
 
     It is created with the first task: threads do not survive the fork that precedes it. Spark reuses its workers, and
     their tasks run one after another, so the event loop outlives a task; nothing that a task started on it may. If a
@@ -241,7 +241,7 @@ class _Task:
         """Return the oldest records, because nothing has completed for too long.
 
         Raises:
-            StuckError: There are no incomplete records.
+            StuckError: No records are incomplete.
         """
         stuck_after = self._app.settings.stuck_after
         epochs = engine.rebalance.epochs

@@ -364,7 +364,7 @@ class InMemoryTransport:
         of this moment. A partition with more records than could be fetched goes last the next time.
 
         Returns:
-            What is new, and the oversized records that were reported before; those do not end a poll.
+            The new items, and the oversized records that were reported before; those do not end a poll.
         """
         new: Items = []
         repeated: Items = []
