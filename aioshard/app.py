@@ -750,8 +750,8 @@ class App(Router):
         """
         engine = self._engine_here()
         request = engine.rebalance.client.partitions(topic)
-        found = await answered(engine, request, f"the partitions of topic {topic!r}")
-        return tuple(info for _, info in sorted(found.items()))
+        infos = await answered(engine, request, f"the partitions of topic {topic!r}")
+        return tuple(info for _, info in sorted(infos.items()))
 
     async def topics(self) -> tuple[str, ...]:
         """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.

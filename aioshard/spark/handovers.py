@@ -171,7 +171,7 @@ async def _commit(
         GroupMovedError: The group has moved, and *force* is not set.
         TransportError: The commit was not stored.
     """
-    group_id, planned_commits = plan.group_id, {planned.topic_partition: planned.before for planned in plan.ranges}
+    group_id, expected = plan.group_id, {planned.topic_partition: planned.before for planned in plan.ranges}
     loop = asyncio.get_running_loop()
     began = loop.time()
     waited = 0.0
@@ -181,10 +181,7 @@ async def _commit(
         # Check before every attempt: an unacknowledged commit may be stored, and a consumer may have resumed there.
         current = await brokers.group_commits(group_id, due)
         before = before or current
-        changes = (
-            tuple(moved({at: planned_commits[at] for at in planned_commits if current[at] != due[at]}, current))
-            or changes
-        )
+        changes = tuple(moved({at: expected[at] for at in expected if current[at] != due[at]}, current)) or changes
         if changes and not force:
             raise GroupMovedError(group_id, changes)
         try:
@@ -255,9 +252,9 @@ def send_letters(
     """Send the unsent dead letters of a run's complete micro-batches.
 
     They have the same headers as the live app's dead letters; `aioshard.failed_at` is the end of the last attempt. The
-    additional header `aioshard.message_id` holds the record's `topic/partition/offset`. They are sent batch by
-    batch, ordered by topic, partition and offset. Progress is recorded after each batch: after a crash, the dead
-    letters of at most one batch are sent again, with the same ids.
+    additional header `aioshard.message_id` holds the record's `topic/partition/offset`. Dead letters are sent batch
+    by batch, ordered by topic, partition and offset. Progress is recorded after each batch: after a crash, those of at
+    most one batch are sent again, with the same ids.
 
     Args:
         spark: Any session; it sorts the dead letters of a batch, which are streamed from it.

@@ -181,7 +181,7 @@ class RowTransport(Groupless):
         self._reading: asyncio.Future[list[Record] | None] | None = None
 
     def finish(self) -> None:
-        """Read and discard the remaining rows, otherwise the next task of this worker would read them."""
+        """Read and discard the remaining rows; otherwise the next task of this worker would read them."""
         self._thread.shutdown()
         deque(self._rows, maxlen=0)
 
