@@ -74,11 +74,11 @@ def git_ref(variables: Mapping[str, str]) -> str:
 def absolute_links(text: str, repository: str, ref: str, root: Path) -> str:
     """Make relative links and images absolute; code, anchors and absolute links stay as they are."""
 
-    def absolute(found: re.Match[str]) -> str:
-        path, mark, anchor = found["target"].partition("#")
+    def absolute(link: re.Match[str]) -> str:
+        path, mark, anchor = link["target"].partition("#")
         path = posixpath.normpath(path)
         view = "raw" if path.endswith(IMAGES) else "tree" if (root / path).is_dir() else "blob"
-        return f"{found['before']}{repository}/{view}/{ref}/{path}{mark}{anchor}"
+        return f"{link['before']}{repository}/{view}/{ref}/{path}{mark}{anchor}"
 
     pieces, end = [], 0
     for code in CODE.finditer(text):
@@ -88,11 +88,12 @@ def absolute_links(text: str, repository: str, ref: str, root: Path) -> str:
 
 
 class CompilingBuildHook(BuildHookInterface[Any]):
-    """Compiles the modules that `pyproject.toml` lists with mypyc, and adds them to the wheel beside their sources.
+    """Compiles the modules that `pyproject.toml` lists with mypyc, and adds them to the wheel next to their sources.
 
-    Compiled are the classes that each record passes through, and those that inherit from them: a compiled class has
-    neither interpreted subclasses nor a second base. Code that calls users' functions (`attempts.py`, `failures.py`,
-    `handler.py`) is not: a compiled coroutine has no frame, so `engine/stack.py` could not say where a handler waits.
+    The compiled classes are those that each record passes through, and those that inherit from them: a compiled class
+    has neither interpreted subclasses nor a second base. Code that calls users' functions (`attempts.py`,
+    `failures.py`, `handler.py`) is not: a compiled coroutine has no frame, so `engine/stack.py` could not
+    find where a handler waits.
 
     In compiled modules, an attribute has one type: no `int` in place of a `float`, no narrower type in a subclass.
     Defaults of classes are constants (`PROCESSED`, not `Outcome.PROCESSED`); otherwise the attribute is missing.

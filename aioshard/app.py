@@ -101,8 +101,8 @@ class App(Router):
             settings: Used instead of `AIOSHARD_*` variables and defaults.
             resources: An async context manager that is open while handlers run; the value it yields is
                 `Context.state`.
-            overrides: Single settings by name, such as `bootstrap_servers`; they take precedence over *settings* and
-                the environment.
+            overrides: Settings by name, such as `bootstrap_servers`; they take precedence over *settings* and the
+                environment.
 
         Raises:
             SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
@@ -147,7 +147,7 @@ class App(Router):
             partitions=(),
             handlers=(),
         )
-        """Those at the end of the last run."""
+        """The statistics at the end of the last run."""
         self._run_by_started = False
         """Whether `started` runs the app: entering the app then joins that run."""
 
@@ -175,8 +175,8 @@ class App(Router):
         """Reject handlers and settings that do not fit together; starting the app also calls it.
 
         Raises:
-            HandlerError: There is no handler, the batches of one wait longer than `stuck_after`, or worker processes
-                cannot import one.
+            HandlerError: The app has no handlers, a handler's batches wait for `stuck_after` or longer, or worker
+                processes cannot import a handler.
             SettingsError: The partitions in `assign` do not match the handlers.
         """
         if not self._handlers:
@@ -264,7 +264,7 @@ class App(Router):
             runner.close()
 
     async def serve_until_signal(self, signals: Signals, *, until_caught_up: bool = False) -> None:
-        """Serve until the first signal, or as long as `serve` does; raises as `serve`.
+        """Serve until the first signal, or until `serve` returns; raise as `serve` does.
 
         Args:
             signals: The open handlers of this process.
@@ -316,7 +316,7 @@ class App(Router):
             for future in done:
                 future.result()
         if engine.failed.done() and isinstance(refused := engine.failed.exception(), GroupHasMembersError):
-            raise refused  # it was the last commit that was refused, after the call of stop
+            raise refused  # the last commit, after stop(), was refused
 
     def stop(self) -> None:
         """Request `run` or `serve` to drain, commit and end; return immediately. Safe from any thread.
@@ -333,7 +333,7 @@ class App(Router):
 
         The other members get the partitions immediately (with `group_instance_id`, when the successor joins). The app
         is not ready from the start of the drain. Resources stay open, and `publish` works, until the app is ended,
-        which then has nothing more to wait for. All calls, and the end of the app, wait for the same drain and have the
+        which then does not have to wait. All calls, and the end of the app, wait for the same drain and have the
         same result. Before the start and after the end it does nothing.
 
         You can await it in any event loop, and cancelling a call does not end the drain. A handler that awaits it would
@@ -476,7 +476,7 @@ class App(Router):
             await self._engine.start(self._watch.run())
             self._engine.failed.add_done_callback(
                 lambda failed: logger.critical(
-                    "app %r has failed and consumes nothing more: %s", self.group_id, failed.exception()
+                    "app %r has failed and no longer consumes: %s", self.group_id, failed.exception()
                 )
             )
         except BaseException:
@@ -485,7 +485,7 @@ class App(Router):
             raise
 
     async def _start_processes(self) -> dict[int, InProcesses]:
-        """Start the worker processes of the handlers that need some; return how to run each of them there."""
+        """Start worker processes if a handler needs them; return an `InProcesses` for each such handler."""
         calls = {number: process_call(handler) for number, handler in enumerate(self) if handler.run_in == "process"}
         if not calls or self._exit is None:
             return {}
@@ -538,20 +538,20 @@ class App(Router):
 
         Args:
             topic: Destination topic.
-            value: Bytes; a string, in UTF-8; None for a tombstone; as JSON: pydantic models, dataclasses, msgspec
-                structs, and what pydantic can write of dicts, lists, numbers, dates and the like.
+            value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON: pydantic models,
+                dataclasses, msgspec structs, dicts, lists, numbers, dates and other types that pydantic serializes.
             key: Bytes or a string.
             headers: Pairs of name and content.
             partition: Overrides the partitioner.
-            partitioner: `"key"` lets the key choose the partition, as in Java's partitioner; without a key, messages
-                take turns. With `"round_robin"`, messages with a key take turns too, which spreads frequent keys
-                evenly and gives up the order per key.
+            partitioner: `"key"` chooses the partition by the key, as Java's partitioner does, and sends messages
+                without a key round robin. `"round_robin"` ignores keys: frequent keys spread evenly, but order per key
+                is lost.
 
         Returns:
             The offset.
 
         Raises:
-            MessageError: The value cannot be written as JSON, or the message is otherwise invalid.
+            MessageError: The value cannot be encoded as JSON, or the message is otherwise invalid.
             StateError: The app is not running, or runs in another event loop.
             TransportError: The message was not acknowledged; subclasses include `AuthorizationError` and
                 `MessageTooLargeError`.
@@ -563,7 +563,7 @@ class App(Router):
         return await self._engine.producer.publish(outgoing)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
-        """Retry a halted record now, with all its attempts; also a record that waits for its next attempt.
+        """Retry a record now that is halted or waits for its next attempt; it gets all its attempts again.
 
         Raises:
             StateError: The app is not running, or the record is not waiting in this process.
@@ -647,14 +647,14 @@ class App(Router):
         """Let a handler of the running app consume more topics.
 
         The group rebalances; partitions of the new topics come with the next assignment. The app keeps the topics if it
-        is started again; other processes of the group are not told.
+        is started again; other processes of the group do not get them.
 
         Args:
             handler: Name of the handler.
             topics: Topic names.
 
         Raises:
-            HandlerError: A topic is not allowed beside the other topics and handlers.
+            HandlerError: A topic is invalid, or conflicts with another topic or handler.
             StateError: The app is not running, has no such handler, or `assign` fixes its partitions; or another
                 handler of this process has read a topic.
             ClientLostError: The client is being replaced. Nothing has changed; try again.
@@ -664,11 +664,12 @@ class App(Router):
     def unsubscribe(self, handler: str, *topics: str) -> None:
         """Let a handler of the running app stop consuming topics; it keeps at least one, or its pattern.
 
-        The group rebalances: partitions of the topics are drained and committed as they leave.
+        The group rebalances: the partitions of the topics are drained and committed when they are revoked.
 
         Raises:
             HandlerError: No topic would be left; `pause_handler` is for that.
-            StateError: As for `subscribe`; also `ClientLostError`.
+            StateError: As for `subscribe`.
+            ClientLostError: As for `subscribe`.
         """
         self._do(lambda engine: self._set_topics(engine, handler, lambda now: (t for t in now if t not in topics)))
 
@@ -711,7 +712,7 @@ class App(Router):
         return await seek(self._engine_here(), TopicPartition(topic, partition), to)
 
     def assignment(self) -> tuple[TopicPartition, ...]:
-        """Return the partitions that this process owns now, sorted, except those that are being handed over.
+        """Return the partitions that this process owns now, sorted, except those being revoked.
 
         Raises:
             StateError: The app is not running.
@@ -741,7 +742,7 @@ class App(Router):
     async def partitions(self, topic: str) -> tuple[PartitionInfo, ...]:
         """Return the partitions of a topic with their leader and replicas, in order; empty if it does not exist.
 
-        The topic is not created. Leaders and replicas are those that the client has last heard of.
+        The topic is not created. Leaders and replicas come from the client's latest metadata.
 
         Raises:
             StateError: The app is not running, or runs in another event loop.
@@ -749,8 +750,8 @@ class App(Router):
         """
         engine = self._engine_here()
         request = engine.rebalance.client.partitions(topic)
-        found = await answered(engine, request, f"the partitions of topic {topic!r}")
-        return tuple(info for _, info in sorted(found.items()))
+        infos = await answered(engine, request, f"the partitions of topic {topic!r}")
+        return tuple(info for _, info in sorted(infos.items()))
 
     async def topics(self) -> tuple[str, ...]:
         """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.
@@ -763,7 +764,7 @@ class App(Router):
         return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
 
     def _engine_here(self) -> Engine:
-        """The engine, for a call that awaits it."""
+        """Return the engine to a coroutine; reject callers in another event loop."""
         engine = self.running_engine()
         self._check_loop()
         return engine
@@ -772,7 +773,7 @@ class App(Router):
         """Raise if the caller's event loop is not the app's."""
         if asyncio.get_running_loop() is not self._loop:
             raise StateError(
-                f"app {self.group_id!r} runs in another event loop: call this one there, or from here with "
+                f"app {self.group_id!r} runs in another event loop: call this method there, or from here with "
                 "asyncio.run_coroutine_threadsafe(…, loop)"
             )
 
@@ -793,7 +794,7 @@ class App(Router):
         return asyncio.run_coroutine_threadsafe(act_there(), loop).result(_ANSWER_TIMEOUT)
 
     def running_engine(self) -> Engine:
-        """Return the engine, for parts of this package that run handlers in another way.
+        """Return the engine, for other parts of this package.
 
         Raises:
             StateError: The app is not running.
@@ -826,17 +827,17 @@ class App(Router):
         watch = self._watch
         if watch is None:
             return "The app is not running.\n"
-        return "The app has drained: it consumes nothing more.\n" if self._has_drained else explain(watch)
+        return "The app has drained and no longer consumes.\n" if self._has_drained else explain(watch)
 
     def diagnose(self) -> Diagnosis:
-        """Return the data behind `explain`: findings and oldest records with their stacks; from any thread."""
+        """Return the data behind `explain`: findings and oldest records with their stacks; safe from any thread."""
         watch = self._watch
         if watch is None:
             return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
         return diagnose(watch)
 
     def workload(self) -> Workload | None:
-        """Return current runs, deep shards, and failed and parked records; from any thread.
+        """Return current runs, deep shards, and failed and parked records; safe from any thread.
 
         It contains only the worst few of each kind. None while the app is not running.
         """
@@ -844,9 +845,9 @@ class App(Router):
         return None if watch is None else workload(watch)
 
     def history(self) -> tuple[Sample, ...]:
-        """Return the figures that the dashboard plots, every 5 s for the last hour, oldest first; from any thread.
+        """Return the figures that the dashboard plots: every 5 s for the last hour, oldest first.
 
-        Empty while the app is not running.
+        Empty while the app is not running. Safe from any thread.
         """
         return () if (watch := self._watch) is None else tuple(watch.history)
 

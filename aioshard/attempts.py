@@ -42,7 +42,7 @@ async def _no_app(outgoing: Message) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt(Generic[State]):
-    """Information about any attempt."""
+    """Shared part of `Context` and `BatchContext`."""
 
     attempt: int
     """Counted from 1; the same for all records of a batch."""
@@ -61,7 +61,7 @@ class _Attempt(Generic[State]):
         return dataclasses.replace(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the part that a worker process can have; the deadline is set there."""
+        """Pickle the fields that a worker process can use; it sets the deadline itself."""
         names = {"record", "records", "attempt", "replay"} & {field.name for field in dataclasses.fields(self)}
         return _context_in_process, (type(self), {name: getattr(self, name) for name in names})
 
@@ -195,11 +195,11 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
     Args:
         handler: The handler as registered.
         provided: Values from the app.
-        processes: For a handler that runs in worker processes; without, it runs in a thread, one attempt at a time.
+        processes: For a handler that runs in worker processes; without it, attempts run in a thread, one at a time.
     """
     middleware = [function for level in handler.middleware for function in level]
     wants_context = handler.takes_context or bool(middleware) or handler.publish_to is not None
-    if handler.run_in == "process":  # more runs would wait for a process, and a drain for them
+    if handler.run_in == "process":  # further runs would wait for a process, and a drain for those runs
         handler = handler._replace(concurrency=min(handler.concurrency, processes.number if processes else 1))
     threads = None if handler.run_in == "loop" else anyio.CapacityLimiter(handler.concurrency)
     read = None if handler.payload is None else handler.payload.read
@@ -219,7 +219,7 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
     else:
         invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
     if processes is not None:
-        handler = handler._replace(timeout=None)  # the process ends the run: waiting for one does not count
+        handler = handler._replace(timeout=None)  # the process applies it: waiting for one does not count
     return handler._replace(
         invoke=invoke,
         read=None if handler.batch is None or middleware else read,
@@ -341,7 +341,7 @@ def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
         # Otherwise the record would complete unprocessed.
         raise HandlerError(
             f"middleware {getattr(layer, '__name__', type(layer).__name__)!r} returned before the handler had ended: "
-            "await what call_next gives, as in 'return await call_next(record, context)'"
+            "await the result of call_next, as in 'return await call_next(record, context)'"
         )
 
     return wrapped
@@ -355,8 +355,8 @@ def _publishing_result(call: CallNext, topic: str) -> CallNext:
 
     async def run(record: Record, context: Context) -> object:
         result: Any = await call(record, context)
-        several = isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result)
-        for output in result if several else [result]:
+        is_list = isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result)
+        for output in result if is_list else [result]:
             if output is not None:
                 outgoing = output if isinstance(output, Message) else message(topic, output, key=record.key)
                 await context.publisher(outgoing)
@@ -368,7 +368,7 @@ def _publishing_result(call: CallNext, topic: str) -> CallNext:
 # Processes ----------------------------------------------------------------------------
 
 
-def call_in_process(  # noqa: PLR0917 - `functools.partial` gives them by position
+def call_in_process(  # noqa: PLR0917 - `functools.partial` passes them by position
     function: Callable[..., object],
     takes_context: bool,
     is_batch: bool,

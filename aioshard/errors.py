@@ -57,10 +57,10 @@ class DecodeError(AioshardError):
     """
 
 
-class RetryLater(AioshardError):  # noqa: N818 - it asks for something
+class RetryLater(AioshardError):  # noqa: N818 - a request rather than an error
     """Raised by a handler to choose the delay until its next attempt, as with HTTP's `Retry-After`.
 
-    It counts as a failed attempt, whatever `retry_on` and `give_up_on` say. `Retry.maximum` does not limit the delay.
+    It counts as a failed attempt, regardless of `retry_on` and `give_up_on`. `Retry.maximum` does not limit the delay.
 
     Args:
         seconds: Delay until the next attempt.
@@ -104,8 +104,8 @@ class BatchError(AioshardError):
     def __init__(self, errors: Mapping[Record, BaseException]) -> None:
         if not isinstance(errors, Mapping):
             raise HandlerError(
-                f"BatchError was given a {type(errors).__name__}; expected is a mapping from records of the batch to "
-                "the exceptions with which they failed, such as BatchError({record: error})"
+                f"BatchError was given a {type(errors).__name__}; expected a mapping from records of the batch to "
+                "their exceptions, such as BatchError({record: error})"
             )
         self.errors = dict(errors)
         if not self.errors:
@@ -113,8 +113,8 @@ class BatchError(AioshardError):
         for record, error in self.errors.items():
             if not (isinstance(record, Record) and isinstance(error, BaseException)):  # type: ignore[redundant-expr]
                 raise HandlerError(
-                    f"BatchError was given {record!r}: {error!r}; expected are records of the batch, and for each the "
-                    "exception with which it failed"
+                    f"BatchError was given {record!r}: {error!r}; expected records of the batch, each with its "
+                    "exception"
                 )
         failed = tuple(
             f"{record.topic}/{record.partition}/{record.offset} ({type(error).__name__})"
@@ -123,7 +123,7 @@ class BatchError(AioshardError):
         super().__init__(f"{counted(len(failed), 'record')} of the batch failed: {_some_of(failed)}")
 
     def __reduce__(self) -> tuple[type, tuple[object]]:
-        """Pickle the errors, for the way from a worker process to the app."""
+        """Pickle the errors, to send them from a worker process to the app."""
         return type(self), (self.errors,)
 
 
@@ -146,7 +146,7 @@ class TransportError(AioshardError):
 
 
 class _PermanentError(TransportError):
-    """One that the same request meets again until somebody intervenes."""
+    """An error that repeats until somebody intervenes."""
 
     retriable = False
 
@@ -156,7 +156,7 @@ class ConnectError(TransportError):
 
 
 class ClientLostError(TransportError):
-    """The client's background work ended; only a new client helps. The supervisor builds one."""
+    """The client's background work ended; only a new client helps. The app creates one."""
 
 
 class AuthenticationError(_PermanentError):
@@ -318,7 +318,7 @@ class GroupBusyError(AioshardError):
         shown = _some_of(self.members) if self.members else "the brokers no longer list them"
         super().__init__(
             f"group {group_id!r} has members after {waited:g} s of waiting, and nothing was changed: {shown}. "
-            "Stop them; one that was killed, or is static, counts until its session time-out has passed: wait longer"
+            "Stop them; one that was killed, or is static, counts until its session timeout has passed: wait longer"
         )
 
 
@@ -333,8 +333,8 @@ class GroupMovedError(AioshardError):
         self.moved = tuple(moved)
         super().__init__(
             f"group {group_id!r} has moved since the plan was made, and nothing was changed: {_some_of(self.moved)}. "
-            "Somebody consumed, or reset the group, meanwhile: make a new plan, or hand over by force, which may "
-            "repeat or skip what was done in between"
+            "Another consumer, or a reset, has moved it: make a new plan, or hand over by force, which may repeat or "
+            "skip records"
         )
 
 
@@ -364,7 +364,7 @@ class AttemptTimeoutError(AioshardError, TimeoutError):
 
 
 class ProcessError(AioshardError):
-    """A worker process ended during a run, or what the run raised or returned cannot be sent to the app."""
+    """A worker process ended during a run, or the result or exception of the run cannot be sent to the app."""
 
 
 class SwallowedCancellationError(AioshardError):

@@ -79,8 +79,8 @@ class Router:
                 function of the record. Records for which it returns None, or that have no key, have no order.
             shards: None creates shards on demand, served by *concurrency* workers. A number creates that many
                 fixed shards, each a bounded queue with one worker: for local caches, or to protect a back end.
-            shard_queue_size: Records that the queue of a fixed shard holds, by default its part of
-                `max_buffered_records`. While a queue is full, a partition with a record for it waits.
+            shard_queue_size: Capacity of each fixed shard's queue, in records; by default an equal share of
+                `max_buffered_records`. A partition whose next record belongs to a full queue waits.
             concurrency: Workers, 64 by default; not allowed with *shards*.
             timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
@@ -93,13 +93,13 @@ class Router:
             decode: Converts a `Record` into the handler's argument, regardless of annotations: a function, or without
                 *batch* an async function. Its exceptions become `DecodeError`, except `OSError`, which may be
                 transient.
-            run_in: `"process"` runs a plain `def` that computes in the worker processes of the app, on all cores;
-                the setting `processes` is their number, and the highest number of concurrent runs. The function, its
-                payload's type and *decode* must be importable by name. A run that exceeds *timeout* really ends: its
-                process is killed and replaced. By default `"loop"` for an `async def`, and `"thread"` for a `def`.
-            publish_to: Topic in which to publish what the function returns, with the key of the record, before the
-                record is complete; see `App.publish` for the types. It publishes nothing for None, and each of a list
-                of `aioshard.message`, which name their own topics and keys. Not allowed with *batch*.
+            run_in: `"process"` runs a CPU-bound plain `def` in the app's worker processes, on all cores; the setting
+                `processes` is their number, and the maximum number of concurrent runs. The function, its payload's
+                type and *decode* must be importable by name. A run that exceeds *timeout* really ends: its process is
+                killed and replaced. By default `"loop"` for an `async def`, and `"thread"` for a `def`.
+            publish_to: Topic for the function's return value, which is published with the key of the record before the
+                record is complete; see `App.publish` for the types. None publishes nothing; of a list of
+                `aioshard.message`, each goes to its own topic, with its own key. Not allowed with *batch*.
             unknown: Refused.
 
         Returns:
@@ -164,12 +164,12 @@ class Router:
         return register
 
     def middleware(self, middleware: M) -> M:
-        """Register the decorated function to run around every attempt of every handler of this set.
+        """Register the decorated function to run around every attempt of every handler of this router or app.
 
         It takes the record (with batches the list of records), the context, and `call_next(record, context)`, which
         runs the handler and accepts a replaced record or context. An exception that it raises fails the attempt; if it
-        swallows one, the attempt has succeeded. The first registered middleware is outermost, and that of an app runs
-        around that of the sets it includes. Let `CancelledError` pass.
+        swallows one, the attempt has succeeded. The first registered middleware is outermost, and the
+        middleware of an app runs outside that of the routers it includes. Let `CancelledError` pass.
 
         Raises:
             HandlerError: It is not an async function of three parameters.
@@ -199,11 +199,11 @@ class Router:
 
     def _add(self, handler: Handler) -> None:
         self._check_open(f"handler {handler.name!r}")
-        _check_beside(handler, self._handlers)
+        _check_conflicts(handler, self._handlers)
         self._handlers.append(handler)
 
     def _with_topics(self, handler: Handler, topics: tuple[str, ...]) -> Handler:
-        """A handler with other topics, checked as by `consume`."""
+        """Return the handler with other topics, checked as by `consume`."""
         if not topics and handler.pattern is None:
             raise HandlerError(f"handler {handler.name!r} would have no topic left: pause it with pause_handler")
         _check_source(topics, handler.pattern)
@@ -211,7 +211,7 @@ class Router:
         if handler.publish_to in topics:
             raise HandlerError(f"handler {handler.name!r} publishes to topic {handler.publish_to!r}: it cannot read it")
         changed = handler._replace(topics=topics)
-        _check_beside(changed, [other for other in self if other is not handler])
+        _check_conflicts(changed, [other for other in self if other is not handler])
         return changed
 
 
@@ -314,12 +314,12 @@ def _check_decode(decode: Callable[[Record], object], batch: object) -> None:
 def _checked_run_in(
     run_in: RunIn | None, function: Callable[..., Any], decode: Callable[[Record], object] | None
 ) -> RunIn:
-    """Return where a handler runs; reject a place that it, or the function that decodes for it, cannot run in."""
-    places: Sequence[RunIn] = ("loop",) if is_async(function) else ("thread", "process")
+    """Return where a handler runs; reject a choice that does not suit it or its decode function."""
+    choices: Sequence[RunIn] = ("loop",) if is_async(function) else ("thread", "process")
     name, kind = name_of(function), "an 'async def'" if is_async(function) else "a plain 'def'"
-    if run_in is not None and run_in not in places:
+    if run_in is not None and run_in not in choices:
         raise HandlerError(
-            f"handler {name!r} is {kind} and was given run_in={run_in!r}: expected {' or '.join(map(repr, places))}; "
+            f"handler {name!r} is {kind} and was given run_in={run_in!r}: expected {' or '.join(map(repr, choices))}; "
             "an 'async def' runs in the 'loop', a plain 'def' in a 'thread' or a 'process'"
         )
     if run_in == "process" and sys.platform == "win32":
@@ -329,7 +329,7 @@ def _checked_run_in(
             f"handler {name!r} was given run_in='process' and decode=… is an async function: the records are decoded "
             "in the process, so use a plain function"
         )
-    return run_in or places[0]
+    return run_in or choices[0]
 
 
 def process_call(handler: Handler, *, registers: bool = False) -> bytes:
@@ -337,10 +337,10 @@ def process_call(handler: Handler, *, registers: bool = False) -> bytes:
 
     Args:
         handler: The handler.
-        registers: Whether its decorator runs: a plain function has no name in its module until that has returned.
+        registers: True while its decorator runs: until it returns, the module does not have the function's name.
 
     Raises:
-        HandlerError: They could not import it.
+        HandlerError: A worker process could not import it.
     """
     function, kind = handler.function, Any if handler.payload is None else handler.payload.type
     if registers and inspect.isfunction(function) and "<" not in function.__qualname__:
@@ -356,7 +356,7 @@ def process_call(handler: Handler, *, registers: bool = False) -> bytes:
 
 
 def _check_arguments(message: str, function: Callable[..., Any], count: int) -> None:
-    """Reject a function that cannot be called with *count* arguments; *message* has a place for the error."""
+    """Reject a function that cannot be called with *count* arguments; *message* contains `{error}`."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError as error:
@@ -376,7 +376,7 @@ def _plain(function: Any) -> Any:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function returns a coroutine."""
+    """Return whether calling the function returns a coroutine."""
     plain = _plain(function)
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
@@ -388,7 +388,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: bool) -> tuple[Any, bool]:
-    """Return what a handler takes: the type of the record (in a batch, of each element), and whether a context.
+    """Return the type of a handler's payload (in a batch, of each element), and whether it takes a context.
 
     Raises:
         HandlerError: The function cannot be called with a record or, with *batch*, a list of records.
@@ -402,14 +402,16 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:
-        raise HandlerError(f"handler {name!r} was refused ({error}): decorate a function of your own") from None
+        raise HandlerError(f"handler {name!r} was refused ({error}): decorate your own function") from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = "the record" if batch is None else "the list of records"
-    wanted = Context if batch is None else BatchContext
+    context_type = Context if batch is None else BatchContext
     if not positional or any(p not in positional[:2] for p in required):
         given = ", ".join(map(str, parameters)) or "no parameter"
-        raise HandlerError(f"handler {name!r} takes ({given}): expected {first} and, optionally, a {wanted.__name__}")
+        raise HandlerError(
+            f"handler {name!r} takes ({given}): expected {first} and, optionally, a {context_type.__name__}"
+        )
     annotation = _annotation(positional[0], function)
     if _is_a(annotation, Context) or _is_a(annotation, BatchContext):
         raise HandlerError(f"handler {name!r} takes a {shown(annotation)} first: expected {first}, then a context")
@@ -418,21 +420,21 @@ def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: b
         return payload, False
     second = positional[1]
     annotation = _annotation(second, function)
-    if _is_a(annotation, wanted):
+    if _is_a(annotation, context_type):
         return payload, True
     if second.default is not second.empty:
         return payload, False  # the user's own parameter, as in `async def h(record, cache=cache)`
-    by_name = isinstance(annotation, str) and annotation.partition("[")[0].rpartition(".")[2] == wanted.__name__
+    by_name = isinstance(annotation, str) and annotation.partition("[")[0].rpartition(".")[2] == context_type.__name__
     if not by_name and annotation not in (Any, object):
         raise HandlerError(
             f"handler {name!r} takes {second.name}: {shown(annotation)} as its second parameter: expected a "
-            f"{wanted.__name__}; annotate it with {wanted.__name__}, or give a parameter of your own a default"
+            f"{context_type.__name__}; annotate it with {context_type.__name__}, or give your own parameter a default"
         )
     return payload, True
 
 
 def _is_a(annotation: Any, kind: type) -> bool:
-    """Whether an annotation is a context of this kind, also with the type of its state or in a union."""
+    """Return whether an annotation is this context type, possibly parametrized or in a union."""
     return any((get_origin(part) or part) is kind for part in alternatives(annotation))
 
 
@@ -484,8 +486,8 @@ def _payload(takes: str, annotation: Any, batch: Batch | None, *, decoded: bool)
 # Several handlers ---------------------------------------------------------------------
 
 
-def _check_beside(handler: Handler, others: Iterable[Handler]) -> None:
-    """Reject a handler that gets in the way of others."""
+def _check_conflicts(handler: Handler, others: Iterable[Handler]) -> None:
+    """Reject a handler that conflicts with others."""
     for other in others:
         _check_overlap(other, handler)
         _check_parking(other, handler)
@@ -505,12 +507,12 @@ def _check_overlap(first: Handler, other: Handler) -> None:
 
 
 def _check_parking(handler: Handler, other: Handler) -> None:
-    """Reject another handler that reads, or writes dead letters to, the topic of parked records of this one."""
+    """Reject another handler that reads the topic of parked records, or writes dead letters to it."""
     if not isinstance(handler.on_failure, Park):
         return
     topic = handler.on_failure.topic
     if other.takes(topic) or (isinstance(other.on_failure, DeadLetter) and other.on_failure.topic == topic):
         raise HandlerError(
-            f"handler {handler.name!r} parks its records in topic {topic!r}, which handler {other.name!r} uses too: a "
-            "topic of parked records is for those alone, so name another one"
+            f"handler {handler.name!r} parks its records in topic {topic!r}, which handler {other.name!r} uses too: "
+            "name a topic that contains only parked records"
         )

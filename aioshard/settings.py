@@ -1,7 +1,7 @@
 """Every setting of an app, with its default, unit and limits.
 
-A setting comes from an argument, else from its environment variable (`AIOSHARD_` and the name in capitals), else from
-the default below. Settings that cannot work are refused with the reason; none is ignored.
+A setting comes from an argument, from its environment variable (`AIOSHARD_` and the name in capitals), or from the
+default below, in this order. Settings that cannot work are refused with the reason; none is ignored.
 """
 
 import difflib
@@ -226,7 +226,7 @@ SettingsDict = TypedDict(  # noqa: UP013 - one statement
     },
     total=False,
 )
-"""What `App` accepts for each setting: type checkers know its names and types."""
+"""The settings that `App` accepts, for type checkers."""
 
 
 class Settings(BaseSettings):
@@ -391,9 +391,9 @@ class Settings(BaseSettings):
         if value is not None:
             return value
         needed = ("rebalance_timeout", "commit_timeout", "heartbeat_interval")
-        rebalance, commit, heartbeat = (info.data.get(name, 0.0) for name in needed)  # without those refused already
+        rebalance, commit, heartbeat = (info.data.get(name, 0.0) for name in needed)  # a refused setting is missing
         room = rebalance - commit - heartbeat
-        return min(20.0, 0.9 * room) if room > 0 else 20.0  # no room is refused below
+        return min(20.0, 0.9 * room) if room > 0 else 20.0  # without room it is refused below
 
     @field_validator("commit_interval", mode="before")
     @classmethod
@@ -468,7 +468,7 @@ def unit_of(name: str) -> str | None:
 
 
 def _reason(detail: ErrorDetails) -> str:
-    """Say in one sentence why pydantic refused a value."""
+    """Return the sentence that explains why pydantic refused a value."""
     name = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
         return _unknown(name)
@@ -562,29 +562,29 @@ def _check_group(settings: Settings) -> Iterator[str]:
         )
     instance = settings.group_instance_id
     if instance is not None and not TOPIC_NAME.fullmatch(instance):
-        yield f"group_instance_id={instance!r} is refused: Kafka takes letters, digits, '.', '_' and '-' only"
+        yield f"group_instance_id={instance!r} is refused: Kafka allows letters, digits, '.', '_' and '-' only"
 
 
 def _check_exactly_once(settings: Settings) -> Iterator[str]:
-    """Refuse what transactions cannot have."""
-    what = "processing_guarantee='exactly_once'"
+    """Refuse settings that transactions do not support."""
+    setting = "processing_guarantee='exactly_once'"
     if settings.client != "confluent":
         yield (
-            f"{what} needs client='confluent': aiokafka has no transactions that stop with the group membership "
+            f"{setting} needs client='confluent': aiokafka has no transactions that stop with the group membership "
             "(KIP-447)"
         )
     if settings.assign is not None:
-        yield f"{what} needs a consumer group, which stops the transactions of former members: remove assign"
-    drain, commit, lasts = settings.drain_timeout, settings.commit_timeout, settings.transaction_timeout
+        yield f"{setting} needs a consumer group, which fences the transactions of stale members: remove assign"
+    drain, commit, timeout = settings.drain_timeout, settings.commit_timeout, settings.transaction_timeout
     needed = drain + 2 * commit + settings.heartbeat_interval
     if settings.rebalance_timeout <= needed:
         yield (
-            f"rebalance_timeout={settings.rebalance_timeout:g} s is too short with {what}: draining, the last "
+            f"rebalance_timeout={settings.rebalance_timeout:g} s is too short with {setting}: draining, the last "
             f"transaction and waiting for one that is undecided may take {needed:g} s; raise it, or lower drain_timeout"
         )
-    if lasts <= drain + commit:
+    if timeout <= drain + commit:
         yield (
-            f"transaction_timeout={lasts:g} s is not longer than drain_timeout={drain:g} s and commit_timeout="
+            f"transaction_timeout={timeout:g} s is not longer than drain_timeout={drain:g} s and commit_timeout="
             f"{commit:g} s together: the brokers could abort the last transaction of a rebalance; raise it above "
             f"{drain + commit:g} s"
         )
@@ -699,7 +699,7 @@ def timeout_warnings(settings: Settings, timeouts: Iterable[tuple[str, float | N
 def misspelled_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     """Return warnings about environment variables with names close to a setting's.
 
-    They are not refused: clusters set variables such as `AIOSHARD_PORT` automatically.
+    They are not refused: Kubernetes sets variables such as `AIOSHARD_PORT` for a service named `aioshard`.
     """
     variables = sorted(os.environ if environment is None else environment)
     names = {name: name[len(PREFIX) :].lower() for name in variables if name.upper().startswith(PREFIX)}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks p1 --json`: measures, prints, and says by its exit code whether it is good enough."""
+"""`python -m benchmarks p1 --json`: measure, print, and exit with 3 if a required figure is missed."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from tests.support.kafka_libs import BrokerUnavailableError
 
 EXIT_MISSED = 3
 WIDTH = 140
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 Run = Callable[[Stage], Awaitable[Report]]
 
@@ -42,7 +42,7 @@ ON_A_BROKER: dict[str, Run] = {
     "p19": p19.run,
 }
 ALONE = {"p7": p7.run, "p14": p14.run}
-"""Those that need no broker."""
+"""Benchmarks that need no broker."""
 NAMES = sorted([*ON_A_BROKER, *ALONE], key=lambda name: int(name[1:]))
 
 
@@ -76,25 +76,25 @@ def main(names: tuple[str, ...], *, as_json: bool, markdown: bool, quick: bool, 
 
 
 async def _measure(names: list[str], bootstrap: str | None, *, quick: bool, progress: Console) -> list[Report]:
-    """All of them on one broker, one after the other; none is started where none is needed."""
+    """Run the benchmarks one after the other on one broker, which is started only if one of them needs it."""
     reports = []
     async with contextlib.AsyncExitStack() as stack:
-        where: Stage | None = None
+        shared: Stage | None = None
         for name in names:
             if name in ALONE:
                 reports.append(await ALONE[name](quick=quick))
                 continue
-            if where is None:
-                where = await stack.enter_async_context(stage(bootstrap, quick=quick, progress=progress))
+            if shared is None:
+                shared = await stack.enter_async_context(stage(bootstrap, quick=quick, progress=progress))
             try:
-                reports.append(await ON_A_BROKER[name](where))
+                reports.append(await ON_A_BROKER[name](shared))
             finally:
-                await where.tidy()
+                await shared.tidy()
     return reports
 
 
 def _as_object(reports: list[Report], before: dict[str, Any], *, quick: bool) -> dict[str, Any]:
-    """One benchmark is the object itself; several are listed in it."""
+    """Return the report of one benchmark, or an object that lists several."""
     common = {"machine": before, "quick": quick}
     if len(reports) == 1:
         return reports[0].asdict() | common

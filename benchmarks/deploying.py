@@ -42,10 +42,10 @@ class Group:
     members: list[Process] = field(default_factory=list)
     journals: list[Path] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """Of the members that run, the oldest first."""
+    """Numbers of the running members, oldest first."""
 
     async def add(self, number: int) -> None:
-        """Start a member; returns once it has processed a record."""
+        """Start a member; return once it has processed a record."""
         journal = self.directory / f"member-{len(self.journals)}"
         journal.touch()
         self.journals.append(journal)
@@ -61,7 +61,7 @@ class Group:
                 await asyncio.sleep(LOOK_INTERVAL)
 
     async def replace_oldest(self) -> None:
-        """Stop the member that runs longest, as an operator would, and start another."""
+        """Stop the oldest member with SIGTERM, and start another."""
         oldest = self.members.pop(0)
         oldest.signal(signal.SIGTERM)
         await oldest.measurement()
@@ -75,7 +75,7 @@ class Group:
             await member.measurement()
 
     def seen(self) -> Iterator[Seen]:
-        """What was processed, by all members that ever were."""
+        """Yield the records that all current and former members processed."""
         for journal in self.journals:
             for line in journal.read_bytes().splitlines():
                 partition, offset, at = map(int, line.split())
@@ -84,43 +84,43 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Deploy:
-    """What was seen of one deploy."""
+    """The records of one deploy, and its begin and end."""
 
     produced: int
     seen: list[Seen]
     began: int
-    """When the first member was stopped, and when the last one was replaced; as `Seen`."""
+    """When the first member was stopped; on the clock of `Seen`, as `ended`, when the last one was replaced."""
     ended: int
 
     @property
     def distinct(self) -> int:
-        """How many different records were processed."""
+        """Number of distinct records that were processed."""
         return len({(partition, offset) for partition, offset, _ in self.seen})
 
     @property
     def twice(self) -> int:
-        """How many runs there were beyond the first of each record."""
+        """Number of runs beyond the first of each record."""
         return len(self.seen) - self.distinct
 
     @property
     def lost(self) -> int:
-        """How many records were not processed."""
+        """Number of records that were not processed."""
         return self.produced - self.distinct
 
     def standstills(self) -> list[float]:
-        """The longest time for which nothing of a partition was processed during the deploy, of each, in seconds."""
+        """Return the longest pause of each partition during the deploy, in seconds, sorted."""
         times: dict[int, list[int]] = {}
         for partition, _, at in self.seen:
             times.setdefault(partition, []).append(at)
         longest = []
-        for found in times.values():
-            inside = sorted([self.began, self.ended, *(at for at in found if self.began <= at <= self.ended)])
+        for processed in times.values():
+            inside = sorted([self.began, self.ended, *(at for at in processed if self.began <= at <= self.ended)])
             longest.append(max(later - earlier for earlier, later in itertools.pairwise(inside)) / 1e9)
         return sorted(longest)
 
 
 async def deploy(stage: Stage, name: str, contestant: str, rate: int) -> Deploy:
-    """Produce *rate* records a second while every member is replaced; then let the rest be processed."""
+    """Produce *rate* records a second while every member is replaced; then wait until all are processed."""
     topic = await stage.fill(name, PARTITIONS, iter(()))
     with tempfile.TemporaryDirectory(prefix="aioshard-bench-") as directory:
         group = Group(stage, contestant, topic, Path(directory))
@@ -141,7 +141,7 @@ async def deploy(stage: Stage, name: str, contestant: str, rate: int) -> Deploy:
 
 
 async def kill(stage: Stage, name: str, contestant: str) -> Deploy:
-    """Kill the only member when half of a topic is processed, and let another one take its place."""
+    """Kill the only member when half of a topic is processed, and start another one."""
     records = stage.size(20_000, 500)
     topic = await stage.fill(name, 8, numbered_messages(records, KEYS))
     with tempfile.TemporaryDirectory(prefix="aioshard-bench-") as directory:
@@ -165,7 +165,7 @@ async def kill(stage: Stage, name: str, contestant: str) -> Deploy:
 
 
 async def _until_processed(group: Group, records: int) -> None:
-    """Wait until so many different records were processed; gives up, as they may be lost."""
+    """Wait until *records* distinct records were processed; give up after `STEP_TIMEOUT`, because some may be lost."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STEP_TIMEOUT):
             while len({(partition, offset) for partition, offset, _ in group.seen()}) < records:
@@ -174,7 +174,7 @@ async def _until_processed(group: Group, records: int) -> None:
 
 @contextlib.asynccontextmanager
 async def _load(stage: Stage, topic: Topic, rate: int) -> AsyncIterator[list[int]]:
-    """Produce *rate* records a second until the block ends; what was acknowledged by then is in the list."""
+    """Produce *rate* records a second until the block ends; the list then has the acknowledged offsets."""
     sent: list[int] = []
     ending = asyncio.Event()
 

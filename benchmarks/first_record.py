@@ -1,4 +1,4 @@
-"""An app that prints how much CPU it had used when its first record came; see `p19`."""
+"""An app that prints the CPU seconds that it had used when its first record arrived; see `p19`."""
 
 import os
 import time
@@ -11,7 +11,7 @@ used: list[float] = []
 
 @app.consume(os.environ["TOPIC"])
 async def print_first(_: Record) -> None:
-    """Print it once."""
+    """Print the CPU seconds once."""
     if not used:
         used.append(time.process_time())
         print(*used, flush=True)

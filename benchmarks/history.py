@@ -1,4 +1,4 @@
-"""Runs over a whole topic: an app and the jobs of Spark sessions, each in one process for all rounds."""
+"""Backfills of a whole topic: an app and Spark jobs, each in one process for all rounds."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _END_TIMEOUT = 30.0
 
 
 class _Jobs:
-    """The processes, which are started when they are needed: starting them, and a session, is never measured."""
+    """The processes, started on first use: the start of a process and of its session is not measured."""
 
     def __init__(self, spec: Spec, log: IO[bytes]) -> None:
         self._spec = spec
@@ -41,12 +41,12 @@ class _Jobs:
         try:
             process.stdin.write(f"{spec.to_json()}\n".encode())
             async with asyncio.timeout(RUN_TIMEOUT):
-                answer = await process.stdout.readline()
+                line = await process.stdout.readline()
         except TimeoutError as error:
             raise ContestantFailedError(f"{spec.contestant} did not end within {RUN_TIMEOUT:g} s") from error
-        if not answer:
-            raise ContestantFailedError(f"{spec.contestant} ended with {await process.wait()}:\n{self._told()}")
-        return Measurement(**json.loads(answer))
+        if not line:
+            raise ContestantFailedError(f"{spec.contestant} ended with {await process.wait()}:\n{self._output()}")
+        return Measurement(**json.loads(line))
 
     async def _process(self, kind: str) -> asyncio.subprocess.Process:
         if kind not in self._running:
@@ -63,12 +63,12 @@ class _Jobs:
             )
         return self._running[kind]
 
-    def _told(self) -> str:
+    def _output(self) -> str:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-4000:]
 
     async def end(self) -> None:
-        """End the processes: in order, and else at once."""
+        """Let the processes end; kill those that take too long."""
         for process in self._running.values():
             if process.stdin is not None:
                 process.stdin.close()
@@ -89,21 +89,21 @@ async def measure(
     concurrency: int,
     **handler: float,
 ) -> tuple[Runs, Runs]:
-    """Let every contestant consume a topic once, to see that it does that whole, and then in turn.
+    """Let every contestant consume a topic once, to check that it processes all of it, and then in turn.
 
-    The first time is the first job of each too, which is not measured.
+    The check is the first job of each contestant, so it also warms up.
 
     Returns:
-        What the first time showed, and what the rounds did; in a quick run that is the same.
+        The runs of the check, and those of the rounds; in a quick run they are the same.
 
     Raises:
         ContestantFailedError: One of them failed, or Spark is not installed.
     """
     if importlib.util.find_spec("pyspark") is None:
         raise ContestantFailedError("Spark is not installed: pip install 'aioshard[spark]'")
-    told = stage.spec("", topic, records=topic.records, work=work, concurrency=concurrency, **handler)
+    spec = stage.spec("", topic, records=topic.records, work=work, concurrency=concurrency, **handler)
     with tempfile.TemporaryFile() as log:
-        jobs = _Jobs(told, log)
+        jobs = _Jobs(spec, log)
         try:
             checked = await stage.contest(
                 contestants, topic, rounds=1, work="check", concurrency=concurrency, run=jobs.run, **handler
@@ -119,7 +119,7 @@ async def measure(
 
 
 def job_rows(runs: Runs, checked: Runs, *, ceiling: str) -> list[dict[str, Cell]]:
-    """One row per contestant, as `rate_rows`; what is lost or came twice was seen the first time."""
+    """Return a row per contestant, as `rate_rows` does; lost and repeated records are those of the check."""
     rows = rate_rows(runs, ceiling=ceiling)
     for row, name in zip(rows, runs, strict=True):
         row["lost"], row["twice"] = checked[name][0].missing, checked[name][0].repeated

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine on which the figures were measured."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ GIB = 1024**3
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, load and versions."""
+    """Return processor, memory, load and versions."""
     return {
         "processor": _processor(),
         "processors": os.cpu_count(),
@@ -25,12 +25,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def described(found: dict[str, Any]) -> str:
-    """What `machine` found, as one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+def described(facts: dict[str, Any]) -> str:
+    """Format the result of `machine` as one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     return (
-        f"{found['processors']} × {found['processor']}, {found['memory_gib']} GiB, {found['system']}, "
-        f"load {found['load']} at the start; Python {found['python']}, {versions}"
+        f"{facts['processors']} × {facts['processor']}, {facts['memory_gib']} GiB, {facts['system']}, "
+        f"load {facts['load']} at the start; Python {facts['python']}, {versions}"
     )
 
 

@@ -1,4 +1,4 @@
-"""P1: what the engine costs per record, where handlers do nothing."""
+"""P1: CPU per record of the engine, with handlers that do nothing."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ KEYS = 1_000
 
 
 def numbered_messages(records: int, keys: int) -> Iterator[Message]:
-    """Messages of 100 bytes of JSON, with keys that take turns."""
+    """Return messages of 100 bytes of JSON, with keys in turn."""
     value = b'{"padding":"%s"}' % (b"x" * 86)
     names = [b"key-%d" % number for number in range(keys)]
     return zip(itertools.islice(itertools.cycle(names), records), itertools.repeat(value))

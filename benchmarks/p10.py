@@ -1,4 +1,4 @@
-"""P10: what a run over history costs on Spark, per core, where handlers do nothing."""
+"""P10: throughput per core of a backfill on Spark, with handlers that do nothing."""
 
 import psutil
 

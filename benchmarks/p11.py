@@ -1,4 +1,4 @@
-"""P11: what a few slow records do to a run over history on Spark."""
+"""P11: the effect of a few slow records on a backfill on Spark."""
 
 from benchmarks.history import job_rows, measure
 from benchmarks.p1 import PARTITIONS, numbered_messages
@@ -10,7 +10,7 @@ TITLE = "Slow records on Spark, local[2]: 1 % take 300 ms, the others 4 ms; 256 
 OURS, THOUSAND, TEN_THOUSAND = "aioshard, fused", "gather per 1,000 rows", "gather per 10,000 rows"
 CONCURRENCY = 256
 KEYS = 20_000
-"""So many that order per key limits nobody."""
+"""Enough that order per key does not limit anybody."""
 
 
 async def run(stage: Stage) -> Report:

@@ -1,4 +1,4 @@
-"""P12: how long partitions stand still in a deploy, and what runs twice, for each kind of membership."""
+"""P12: pauses of partitions and repeated records in a deploy, for each kind of membership."""
 
 import statistics
 
@@ -18,7 +18,7 @@ STUCK = "a member processed nothing for 90 s"
 
 
 async def run(stage: Stage) -> Report:
-    """One deploy for each contestant."""
+    """Measure one deploy for each contestant."""
     report = Report("P12", TITLE)
     contestants = stage.lineup(
         [Contestant(OURS)],
@@ -39,8 +39,8 @@ async def run(stage: Stage) -> Report:
             if name.startswith(OURS):
                 raise
             stage.say(f"{name}: {failure}")
-            told = str(failure).splitlines() or [STUCK]
-            report.rows.append({"contestant": name, "records": told[-1]})
+            lines = str(failure).splitlines() or [STUCK]
+            report.rows.append({"contestant": name, "records": lines[-1]})
             continue
         report.rows.append(_row(stage, name, found))
         if name.startswith(OURS):

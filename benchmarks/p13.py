@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 WARM_UP = 100_000
 WARM_UP_HASHES = 4_000
 SPARE_SECONDS = 60.0
-"""What a run may take beside twice the time that nobody can do without."""
+"""Seconds that a run may take in addition to twice the bound."""
 
 
 BOUND_NOTE = "× bound: of the records/s that nobody can exceed who keeps the order of each key with that concurrency."
@@ -44,24 +44,24 @@ PEER_NOTE = (
 
 @dataclass(slots=True)
 class Outcome:
-    """What one contestant did with one workload."""
+    """The result of one contestant on one workload."""
 
     runs: list[Measurement] = field(default_factory=list)
     uncommitted: int = 0
-    """Records, of all rounds, that its commits did not cover when it had ended."""
+    """Number of records in all rounds that its commits did not cover at the end."""
     failure: str = ""
-    """Why it is out, in a sentence."""
+    """Sentence that explains why it was excluded."""
 
 
 async def run(stage: Stage) -> Report:
-    """Each workload in turn, and in it the contestants in turn."""
+    """Measure each workload, with the contestants in turn."""
     report = Report("P13", TITLE)
     others = [Contestant(CONFLUENT, package="confluent_kafka"), Contestant(PEER, peer=True)]
     names = [contestant.name for contestant in stage.lineup([Contestant(OURS)], others)]
     easy = await fill_to_warm_up(stage, stage.size(WARM_UP, 200))
     hard = await fill_to_warm_up(stage, stage.size(WARM_UP_HASHES, 50))
     wrong = {name: 0 for name in [*names, *COMPUTING] if name != PEER}
-    for workload in WORKLOADS if not stage.quick else [one for one in WORKLOADS if one.quick]:
+    for workload in WORKLOADS if not stage.quick else [workload for workload in WORKLOADS if workload.quick]:
         try:
             filled = await fill(stage, workload)
         except UnfilledError as failure:
@@ -96,7 +96,7 @@ class Course:
     warm_up: Topic
 
     async def contest(self, names: Sequence[str]) -> dict[str, Outcome]:
-        """A B A B, backwards in every second round; who fails is out."""
+        """Run the contestants in turn, backwards in every second round; exclude a contestant that fails."""
         outcomes = {name: Outcome() for name in names}
         for number in range(self.stage.size(self.workload.rounds, 1)):
             for name in names if number % 2 == 0 else reversed(names):
@@ -133,7 +133,7 @@ class Course:
 
 
 def _verdicts(outcomes: dict[str, Outcome]) -> list[Verdict]:
-    """How quickly it computes in processes, beside Parallel Consumer."""
+    """Compare CPU-bound handlers in processes with Parallel Consumer."""
     rates = {name: [run.rate for run in outcome.runs] for name, outcome in outcomes.items() if outcome.runs}
     if PEER not in rates:
         return []
@@ -144,7 +144,7 @@ def _verdicts(outcomes: dict[str, Outcome]) -> list[Verdict]:
 
 
 def row_of(workload: Workload, name: str, filled: Filled, outcome: Outcome) -> dict[str, Cell]:
-    """A line of the table."""
+    """Return a row of the table."""
     row: dict[str, Cell] = {"workload": workload.name, "contestant": name, "records": filled.records}
     if outcome.failure:
         return row | {"records/s": outcome.failure}

@@ -1,4 +1,4 @@
-"""P14: what a scrape of the metrics costs, and for how long it keeps the event loop from turning."""
+"""P14: CPU of a scrape of the metrics, and how long it blocks the event loop."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ from aioshard.telemetry.metrics import AppCollector
 from aioshard.testing import InMemoryBroker, TestClient
 from benchmarks.report import Report, Verdict, spread
 
-TITLE = "A scrape of /metrics, in a thread beside the event loop; every partition has a record in hand"
+TITLE = "A scrape of /metrics, in a thread beside the event loop; every partition has a record in flight"
 ACCEPT = "application/openmetrics-text;version=1.0.0"
-"""What Prometheus asks for."""
+"""The `Accept` header of Prometheus."""
 T = TypeVar("T")
 INTERVAL = 15.0
 """Seconds between two scrapes, for their share of a core."""
@@ -24,38 +24,38 @@ LONGEST_HOLD = 0.02
 
 
 class Scrape(NamedTuple):
-    """One of them."""
+    """The measurement of one scrape."""
 
     seconds: float
-    """CPU that its thread took."""
+    """CPU seconds of its thread."""
     hold: float
-    """CPU seconds of the process in the longest time for which the event loop did not turn."""
+    """CPU seconds of the process during the longest block of the event loop."""
     page: bytes
     without: float
-    """The same as `hold`, of as long a time in which nobody scrapes."""
+    """The same as `hold`, for an equally long time without a scrape."""
 
 
 async def run(*, quick: bool) -> Report:
-    """One app after the other, each with more partitions."""
+    """Measure one app after the other, each with more partitions."""
     report = Report("P14", TITLE)
     seconds = hold = spread([0.0])
     for partitions in (1, 100, 1_000):
         found = await scrapes(partitions, 3 if quick else 30)
-        seconds = spread([one.seconds for one in found])
-        hold = spread([one.hold for one in found])
+        seconds = spread([scrape.seconds for scrape in found])
+        hold = spread([scrape.hold for scrape in found])
         report.rows.append(
             {
                 "partitions": partitions,
                 "series": sum(1 for line in found[0].page.splitlines() if not line.startswith(b"#")),
-                "ms CPU": spread([one.seconds * 1_000 for one in found]),
-                "ms in which the loop did not turn": spread([one.hold * 1_000 for one in found]),
-                "without a scrape": spread([one.without * 1_000 for one in found]),
+                "ms CPU": spread([scrape.seconds * 1_000 for scrape in found]),
+                "ms in which the loop was blocked": spread([scrape.hold * 1_000 for scrape in found]),
+                "without a scrape": spread([scrape.without * 1_000 for scrape in found]),
                 "% of a core, one each 15 s": 100 * seconds.median / INTERVAL,
             }
         )
     report.verdicts += [
         Verdict("CPU of a scrape of 1,000 partitions", seconds.median, must=MOST_SECONDS, unit="s", judged=not quick),
-        Verdict("the loop did not turn for", hold.median, must=LONGEST_HOLD, unit="s", judged=not quick),
+        Verdict("the loop was blocked for", hold.median, must=LONGEST_HOLD, unit="s", judged=not quick),
         Verdict("% of a core, one each 15 s", 100 * seconds.median / INTERVAL, must=2.0, unit="%", judged=not quick),
     ]
     report.notes.append("Without a scrape, it is the engine and its broker in memory that look at each partition.")
@@ -64,13 +64,13 @@ async def run(*, quick: bool) -> Report:
 
 
 async def scrapes(partitions: int, rounds: int) -> list[Scrape]:
-    """Scrape an app that has a record of each partition in hand."""
+    """Scrape an app that has a record of each partition in flight."""
     app = App("billing", auto_offset_reset="earliest", max_buffered_records=100_000)
-    let_go = asyncio.Event()
+    release = asyncio.Event()
 
     @app.consume("orders", concurrency=64)
     async def on_order(_: Record) -> None:
-        await let_go.wait()
+        await release.wait()
 
     broker = InMemoryBroker()
     broker.create_topic("orders", partitions)
@@ -79,10 +79,10 @@ async def scrapes(partitions: int, rounds: int) -> list[Scrape]:
     async with TestClient(app, broker=broker) as client:
         for partition in range(partitions):
             await client.publish("orders", b"1", key=b"%d" % partition, partition=partition)
-        while sum(one.incomplete for one in app.statistics().partitions) < partitions:
+        while sum(partition.incomplete for partition in app.statistics().partitions) < partitions:
             await asyncio.sleep(0.01)
         found = [await _scrape(registry) for _ in range(rounds)]
-        let_go.set()
+        release.set()
         await client.settle()
     return found
 
@@ -95,16 +95,16 @@ def _timed(registry: CollectorRegistry) -> tuple[float, bytes]:
 
 
 async def _scrape(registry: CollectorRegistry) -> Scrape:
-    """One, and as long a time without."""
+    """Measure one scrape, and an equally long time without one."""
     began = time.perf_counter()
     hold, (seconds, page) = await _watched(asyncio.to_thread(_timed, registry))
     without, _ = await _watched(asyncio.sleep(time.perf_counter() - began))
     return Scrape(seconds, hold, page, without)
 
 
-async def _watched(what: Coroutine[None, None, T]) -> tuple[float, T]:
-    """The longest time, in CPU seconds of the process, for which the loop did not turn meanwhile; and the result."""
-    watched = asyncio.create_task(what, name="watched")
+async def _watched(coroutine: Coroutine[None, None, T]) -> tuple[float, T]:
+    """Return the longest block of the event loop meanwhile, in CPU seconds of the process, and the result."""
+    watched = asyncio.create_task(coroutine, name="watched")
     hold = 0.0
     while not watched.done():
         before = time.process_time()

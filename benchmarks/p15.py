@@ -1,4 +1,4 @@
-"""P15: exactly once against at least once, with handlers that wait and publish."""
+"""P15: exactly once compared with at least once, with handlers that wait and publish."""
 
 import asyncio
 import statistics
@@ -66,7 +66,7 @@ async def run(stage: Stage) -> Report:
         Verdict(
             f"longest time without a start, median ({without:.3g} ms without transactions)",
             pause,
-            must=max(LONGEST_PAUSE, without),  # a pause that is there without transactions is not theirs
+            must=max(LONGEST_PAUSE, without),  # pauses that also occur without transactions do not count
             unit="ms",
             judged=not stage.quick,
         ),

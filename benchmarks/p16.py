@@ -1,4 +1,4 @@
-"""P16: handlers that compute, in worker processes and in threads."""
+"""P16: CPU-bound handlers, in worker processes and in threads."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ CONCURRENCY = 64
 
 
 async def run(stage: Stage) -> Report:
-    """Let both consume the same topic in turn; then measure what a call costs that computes nothing."""
+    """Let both consume the same topic in turn; then measure the cost of a call that computes nothing."""
     topic = await stage.fill("p16", PARTITIONS, _messages(stage.size(10_000, 200)))
     contestants = [Contestant(PROCESSES), Contestant(THREADS)]
     runs = await stage.contest(
@@ -58,7 +58,7 @@ def _messages(records: int) -> Iterator[Message]:
 
 
 def _turns(seconds: float) -> int:
-    """How many turns of the loop take so long here, at best."""
+    """Return how many iterations of `compute` take *seconds* here, at best."""
     turns = 10_000
     times = []
     for _ in range(20):

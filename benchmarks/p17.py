@@ -1,4 +1,4 @@
-"""P17: a long tail, 32 unequal partitions of three topics, four members of which one dies."""
+"""P17: a long tail: 32 unequal partitions of three topics, and four members, one of which dies."""
 
 import asyncio
 import itertools
@@ -24,9 +24,9 @@ RECORDS = 320_000
 LAG = "aioshard, lag"
 CONTESTANTS = {"aioshard, range": "range", "aioshard, fair": "fair", LAG: "lag", PLAIN: PLAIN}
 INTERVAL = 2.0
-"""The `balance_interval` of `LAG`: the run takes a minute, where others take hours."""
+"""The `balance_interval` of `LAG`: this run takes a minute, while a real backlog takes hours."""
 SMALLER = 32
-"""A plain group runs one record at a time: it gets so much less, and its time counts so many times."""
+"""A plain group runs one record at a time: its input is divided by this, and its time multiplied."""
 STEP_TIMEOUT = 300.0
 LOOK_INTERVAL = 0.2
 
@@ -49,8 +49,8 @@ class Tail:
         journal = self.directory / f"member-{len(self.members)}"
         journal.touch()
         self._read[journal] = 0
-        told = replace(self.spec, journal=str(journal)).to_json()
-        command = [sys.executable, "-m", "benchmarks.contestants.tail", told]
+        spec = replace(self.spec, journal=str(journal)).to_json()
+        command = [sys.executable, "-m", "benchmarks.contestants.tail", spec]
         self.members.append(
             await asyncio.create_subprocess_exec(
                 *command, cwd=PROJECT, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
@@ -62,16 +62,16 @@ class Tail:
         for journal, begin in self._read.items():
             with journal.open("rb") as file:
                 file.seek(begin)
-                found = file.read()
-            whole = found.rfind(b"\n") + 1
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
             self._read[journal] = begin + whole
-            for line in found[:whole].splitlines():
+            for line in data[:whole].splitlines():
                 topic, partition, offset, at = line.decode().split()
                 self.first.setdefault((topic, int(partition), int(offset)), int(at))
         return len(self.first)
 
     async def until(self, records: int) -> None:
-        """Wait until so many records were processed."""
+        """Wait until *records* records were processed."""
         async with asyncio.timeout(STEP_TIMEOUT):
             while self.look() < records:
                 if self.members[-1].returncode is not None:
@@ -80,7 +80,7 @@ class Tail:
 
 
 async def run(stage: Stage) -> Report:
-    """One run for each contestant."""
+    """Measure one run for each contestant."""
     report = Report("P17", TITLE)
     names = [LAG, "aioshard, range"] if stage.quick else list(CONTESTANTS)
     for name in names:
@@ -105,7 +105,7 @@ async def run(stage: Stage) -> Report:
 
 
 async def _measure(stage: Stage, assignor: str, total: int) -> tuple[float, float]:
-    """Return the seconds to the last record, and those that the work would take if all workers always had some."""
+    """Return the seconds to the last record, and the ideal: the work divided by the workers."""
     topics = await _fill(stage, total)
     with tempfile.TemporaryDirectory(prefix="aioshard-bench-") as directory:
         spec = TailSpec(
@@ -123,8 +123,8 @@ async def _measure(stage: Stage, assignor: str, total: int) -> tuple[float, floa
             began = time.monotonic_ns()
             Path(spec.go).touch()
             await tail.until(total // 3)
-            dead = tail.members.pop(0)
-            dead.kill()
+            killed = tail.members.pop(0)
+            killed.kill()
             died = time.monotonic_ns()
             await tail.until(total)
         workers = 1 if assignor == PLAIN else CONCURRENCY
@@ -135,7 +135,7 @@ async def _measure(stage: Stage, assignor: str, total: int) -> tuple[float, floa
 
 @asynccontextmanager
 async def _group(tail: Tail) -> AsyncIterator[Tail]:
-    """Four members that have their partitions; all end with the block."""
+    """Run four members, which have their partitions when the block begins and end with it."""
     try:
         for _ in range(MEMBERS):
             await tail.start()
@@ -150,7 +150,7 @@ async def _group(tail: Tail) -> AsyncIterator[Tail]:
 
 
 async def _fill(stage: Stage, total: int) -> list[str]:
-    """Make the topics; the partition of rank r has a share of 1 / r, and the ranks go through all topics."""
+    """Create the topics; the partition of rank r has a share of 1 / r, and the ranks are spread over all topics."""
     places = [(topic, number) for topic, count in TOPICS.items() for number in range(count)]
     shares = [1 / (place * 7 % len(places) + 1) for place in range(len(places))]
     names = {topic: await stage.begin(f"p17-{topic}", count, {}) for topic, count in TOPICS.items()}

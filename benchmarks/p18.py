@@ -1,4 +1,4 @@
-"""P18: what thousands of partitions cost: the CPU of those that bring nothing, and of handing half of them over."""
+"""P18: the cost of thousands of partitions: CPU of idle ones, and of moving half of them."""
 
 import time
 
@@ -9,12 +9,12 @@ from benchmarks.stage import Stage
 
 TITLE = "Thousands of partitions"
 START = 10.0
-"""Seconds for connecting, joining and opening, which are not measured."""
+"""Seconds for connecting, joining and the first assignment, which are not measured."""
 ROUNDS = 15
 
 
 async def run(stage: Stage) -> Report:
-    """Wait on empty partitions, more in each run; then compute what a second member gets."""
+    """Wait on empty partitions, more in each run; then assign half of them to a second member."""
     report = Report("P18", TITLE)
     share = 0.0
     for partitions in (stage.size(number, 4) for number in (1, 100, 2_000)):
@@ -33,7 +33,7 @@ async def run(stage: Stage) -> Report:
 
 
 async def _idle(stage: Stage, partitions: int) -> float:
-    """Percent of a core: how much longer the CPU works in a long run than in a short one."""
+    """Return the percent of a core that idle partitions use: CPU of a long run minus that of a short one."""
     topic = await stage.fill(f"p18-{partitions}", partitions, iter(()))
     start, wait = (1.0, 1.0) if stage.quick else (START, 20.0)
     short, long = [
@@ -44,7 +44,7 @@ async def _idle(stage: Stage, partitions: int) -> float:
 
 
 def _hand_over(name: str, partitions: int) -> float:
-    """Milliseconds of CPU when a second member joins the one that has everything."""
+    """Return the milliseconds of CPU when a second member joins one that owns everything."""
     everything = [TopicPartition("t", number) for number in range(partitions)]
     topics = frozenset({"t"})
     members = {

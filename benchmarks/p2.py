@@ -1,4 +1,4 @@
-"""P2: how much of the paid-for concurrency is used, with waiting handlers."""
+"""P2: how much of the concurrency is used, with handlers that wait."""
 
 from benchmarks.p1 import KEYS, PARTITIONS, numbered_messages
 from benchmarks.report import Report, Verdict

@@ -1,4 +1,4 @@
-"""P3: what a sequential consumer cannot do: a 10 ms handler on 32 partitions; and what waiting handlers cost."""
+"""P3: a 10 ms handler on 32 partitions, which a sequential consumer cannot keep up with; CPU of waiting handlers."""
 
 from benchmarks.p1 import numbered_messages
 from benchmarks.report import Report, Verdict, spread

@@ -1,4 +1,4 @@
-"""P4: what a few slow records do to the others."""
+"""P4: the effect of a few slow records on the others (head-of-line blocking)."""
 
 from benchmarks.p1 import KEYS, PARTITIONS, numbered_messages
 from benchmarks.report import Report, Verdict

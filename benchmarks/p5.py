@@ -1,4 +1,4 @@
-"""P5: what many partitions cost."""
+"""P5: CPU per record with many partitions."""
 
 from benchmarks.p1 import CONCURRENCY, numbered_messages
 from benchmarks.report import Cell, Report, Verdict, spread
@@ -10,7 +10,7 @@ RECORDS = 600_000
 FEW, MANY, MOST = 8, 512, 2_048
 KEYS_PER_PARTITION = 20
 BATCHES = {"120 KB": 120_000, "4 records": 540}
-"""Most bytes of a batch. A producer fills a batch of a partition up to this size, or with all there is."""
+"""Maximum bytes of a batch. A producer fills a batch of a partition up to this size, or with all that it has."""
 MUSTS = {MANY: (1.3, 1.15), MOST: (2.0, 1.5)}
 """Must and aim of the CPU per record, times that with 8 partitions."""
 
@@ -43,7 +43,7 @@ async def run(stage: Stage) -> Report:
             }
             for partitions, (must, aim) in MUSTS.items():
                 many = costs[contestant.name, partitions]
-                ratios = spread([one / other for one, other in zip(many, few, strict=True)])
+                ratios = spread([cost / base for cost, base in zip(many, few, strict=True)])
                 row |= {f"µs, {partitions:,}": spread(many), f"{partitions:,} × {FEW}": ratios}
                 if contestant.name == OURS:
                     what = f"CPU per record with {partitions:,} partitions, times that with {FEW}, batches of {shape}"

@@ -1,4 +1,4 @@
-"""P6: memory, when handlers hang and the topic is large."""
+"""P6: memory when handlers hang and the topic is large."""
 
 import itertools
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def _mixed_messages(total_bytes: int) -> Iterator[Message]:
 
 
 async def run(stage: Stage) -> Report:
-    """Hang on a full topic and on an empty one, and compare."""
+    """Compare memory with hanging handlers on a full topic and on an empty one."""
     size = 1024 * MIB if not stage.quick else 8 * MIB
     partitions = stage.size(PARTITIONS, 4)
     full = await stage.fill("p6", partitions, _mixed_messages(size))

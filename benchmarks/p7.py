@@ -1,4 +1,4 @@
-"""P7: what `import aioshard` costs and brings in."""
+"""P7: the time of `import aioshard`, and the modules that it imports."""
 
 import asyncio
 import json
@@ -13,14 +13,14 @@ TITLE = "Import: `import aioshard` above a bare interpreter"
 FORBIDDEN = ("pyspark", "pyarrow", "pandas", "fastapi", "starlette", "uvicorn", "aiohttp", "flask", "django")
 """Never imported by aioshard itself."""
 ON_USE = ("click", "rich", "prometheus_client", "uvloop", "pydantic_settings")
-"""Imported where they are used, and not before."""
+"""Imported only on use."""
 
 
 async def run(*, quick: bool) -> Report:
     """Start interpreters in turn, with and without the import."""
     bare: list[tuple[float, float]] = []
     importing: list[tuple[float, float]] = []
-    await _measure("import aioshard")  # writes the byte code, reads the files into memory
+    await _measure("import aioshard")  # writes the byte code and warms the file cache
     for _ in range(2 if quick else 15):
         bare.append(await _measure("pass"))
         importing.append(await _measure("import aioshard"))
@@ -30,8 +30,8 @@ async def run(*, quick: bool) -> Report:
     for name, measured in (("bare interpreter", bare), ("import aioshard", importing)):
         cpu, wall = spread([one for one, _ in measured]), spread([one for _, one in measured])
         report.rows.append({"what": name, "CPU, s": cpu, "wall, s": wall})
-    above = spread([mine - without for (mine, _), (without, _) in zip(importing, bare, strict=True)])
-    wall = spread([mine - without for (_, mine), (_, without) in zip(importing, bare, strict=True)])
+    above = spread([with_import - without for (with_import, _), (without, _) in zip(importing, bare, strict=True)])
+    wall = spread([with_import - without for (_, with_import), (_, without) in zip(importing, bare, strict=True)])
     report.verdicts += [
         Verdict("CPU time above a bare interpreter", above.median, must=0.3, unit="s", judged=not quick),
         Verdict("modules that must not be imported", len(loaded & {*FORBIDDEN, *ON_USE}), must=0),
@@ -45,7 +45,7 @@ async def run(*, quick: bool) -> Report:
 
 
 async def _measure(statement: str) -> tuple[float, float]:
-    """CPU and wall seconds of an interpreter that runs *statement*."""
+    """Return CPU and wall seconds of an interpreter that runs *statement*."""
     started = time.perf_counter()
     process_id = os.posix_spawn(
         sys.executable, [sys.executable, "-c", statement], {**os.environ, "PYTHONPATH": _path()}

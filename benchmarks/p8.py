@@ -1,4 +1,4 @@
-"""P8: a deploy under load, each of three members is stopped in order and replaced; and one that is killed."""
+"""P8: a deploy under load, in which three members are stopped and replaced in turn; and a member that is killed."""
 
 from benchmarks.deploying import deploy, kill
 from benchmarks.report import Report, Verdict
@@ -11,7 +11,7 @@ RATES = {OURS: 2_000, "plain loop": 300, "faststream-concurrent-aiokafka": 2_000
 
 
 async def run(stage: Stage) -> Report:
-    """One deploy for each contestant."""
+    """Measure one deploy for each contestant, and one kill."""
     report = Report("P8", TITLE)
     names = [OURS] if stage.quick else list(RATES)
     for name in names:

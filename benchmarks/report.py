@@ -1,4 +1,4 @@
-"""What a benchmark found: a table for people, one object for programs, and whether it is good enough."""
+"""The result of a benchmark: a table for people, one object for programs, and verdicts."""
 
 import statistics
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ Cell = str | float | Spread | None
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and range of *values*, of which there is at least one."""
+    """Return median and range of *values*, at least one."""
     return Spread(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One figure that must be reached, and perhaps a better one that is aimed at."""
+    """A measured figure with its required bound and, optionally, a better aim."""
 
     what: str
     measured: float
@@ -43,23 +43,23 @@ class Verdict:
     unit: str = ""
     at_least: bool = False
     judged: bool = True
-    """False where the input was too small for the figure to mean anything."""
+    """False if the input was too small for the figure to mean anything."""
 
     @property
     def passed(self) -> bool:
-        """Whether the must is met; true where it is not judged."""
+        """Whether the bound is met; True if it is not judged."""
         return not self.judged or self._meets(self.must)
 
     @property
     def aimed(self) -> bool:
-        """Whether the aim, or without one the must, is met."""
+        """Whether the aim is met, or without an aim the bound."""
         return self._meets(self.must if self.aim is None else self.aim)
 
     def _meets(self, bound: float) -> bool:
         return self.measured >= bound if self.at_least else self.measured <= bound
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return an object for JSON."""
         return {
             "what": self.what,
             "measured": self.measured,
@@ -79,25 +79,25 @@ class Report:
     benchmark: str
     title: str
     rows: list[dict[str, Cell]] = field(default_factory=list)
-    """The keys are the table's heads."""
+    """Rows of the table; the keys are its headings."""
     verdicts: list[Verdict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What aioshard did wrong, whatever the figures: records lost, or run twice."""
+    """Faults of aioshard, regardless of the figures: records lost, or run twice."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Whether every must is met and nothing went wrong."""
+        """Whether every bound is met and nothing went wrong."""
         return not self.problems and all(verdict.passed for verdict in self.verdicts)
 
     def blame(self, contestant: str, runs: Sequence[Measurement]) -> None:
-        """Note records that were lost or ran twice, where the contestant is ours."""
+        """Record a problem if aioshard lost records or ran them twice."""
         lost, twice = sum(run.missing for run in runs), sum(run.repeated for run in runs)
         if contestant.startswith("aioshard") and (lost or twice):
             self.problems.append(f"{contestant} lost {lost} records and ran {twice} more than once")
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return an object for JSON."""
         return {
             "benchmark": self.benchmark,
             "title": self.title,
@@ -112,7 +112,7 @@ class Report:
         }
 
     def markdown(self) -> str:
-        """Heading, table and notes as they stand in a page."""
+        """Return heading, table and notes as Markdown."""
         heads = list(dict.fromkeys(head for row in self.rows for head in row))
         texts = {head for head in heads if all(isinstance(row.get(head), str) for row in self.rows)}
         lines = [f"### {self.benchmark}: {self.title}", ""]
@@ -124,7 +124,7 @@ class Report:
         return "\n".join([*lines, ""])
 
     def show(self, console: Console) -> None:
-        """Print the table, the verdicts and what there is to say."""
+        """Print the table, the verdicts, the problems and the notes."""
         console.print()
         console.print(f"[bold]{self.benchmark}[/bold]  {self.title}")
         if self.rows:

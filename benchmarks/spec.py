@@ -1,16 +1,16 @@
-"""What a contestant is told, and what it answers: the two ends of one measured process."""
+"""The input and the output of one measured process."""
 
 import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
-"""The variable that tells tasks of Spark their spec, as JSON."""
+"""Environment variable with the spec of Spark tasks, as JSON."""
 
 Work = Literal["count", "check", "sleep", "hang", "journal", "told", "hash", "compute"]
-"""What the handler does: count and nothing else; note which records came; sleep and note; never return;
-sleep and write to a file which record it was, and when; sleep as long as the record says, compute 500 × SHA-256, or
-compute *turns* of a loop, and note order and concurrency as well."""
+"""The work of the handler: only count; mark each record; sleep and mark; never return; sleep and write the record and
+the time to a file; sleep as long as the record says, compute 500 × SHA-256, or compute *turns* of a loop. The last
+three also observe order and concurrency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +24,27 @@ class Spec:
     ends: tuple[int, ...]
     """End offset of each partition; every offset below has a record."""
     records: int
-    """How many records to process; the run ends then."""
+    """Number of records after which the run ends."""
     concurrency: int
     work: Work
     seconds: float = 0.0
-    """How long the handler sleeps."""
+    """Seconds that the handler sleeps."""
     slow_seconds: float = 0.0
-    """How long it sleeps for one record in a hundred."""
+    """Seconds that it sleeps for one record in a hundred."""
     watch_seconds: float = 0.0
-    """With `hang`: how long the process is watched."""
+    """With `hang`: seconds for which the process is watched."""
     journal: str = ""
-    """With `journal`: the file. The run ends in order when the process gets SIGTERM."""
+    """With `journal`: the file. SIGTERM ends the run with a drain."""
     member: int = 0
-    """Which of several members it is; one that replaces another takes its number."""
+    """Number of this member; a replacement takes the number of its predecessor."""
     keys: int = 0
-    """With `told`, `hash` and `compute`: how many there are; they are numbers of eight digits."""
+    """With `told`, `hash` and `compute`: number of keys, which are numbers of eight digits."""
     turns: int = 0
-    """With `compute`: how long it computes."""
+    """With `compute`: iterations of the loop."""
     present: int = 0
-    """How many offsets have a record, where not all of them do."""
+    """Number of offsets with a record, if not all of them have one."""
     warm_up: str = ""
-    """A topic that is consumed to its end before, in the same process; that is not measured."""
+    """Topic that the process consumes first, unmeasured, to warm up."""
     warm_up_ends: tuple[int, ...] = ()
     spawned_at: float = 0.0
     """When the process was started, in seconds of the machine's monotonic clock."""
@@ -53,17 +53,17 @@ class Spec:
     uvloop: bool = True
 
     def to_json(self) -> str:
-        """For the command line of the process."""
+        """Return the spec for the command line of the process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Spec":
-        """The other direction."""
+        """Parse the output of `to_json`."""
         values: dict[str, Any] = json.loads(text)
         return cls(**(values | {name: tuple(values[name]) for name in ("ends", "warm_up_ends")}))
 
     def warming_up(self) -> "Spec":
-        """The run that comes before, in a group of its own."""
+        """Return the spec of the warm-up run, which has a separate group."""
         ends = self.warm_up_ends
         group = f"{self.group}-warm-up"
         return replace(self, topic=self.warm_up, ends=ends, group=group, records=sum(ends), present=0, warm_up="")
@@ -71,11 +71,11 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one run showed.
+    """The figures of one run.
 
-    CPU is user and system time of the consuming process between the record that ends the warm-up, the
-    first tenth, and the last one; start-up and joining the group are not in it. Where another topic was
-    consumed to warm up, it is counted from the first record. Wall time is from the first record to the last one.
+    CPU is user and system time of the consuming process from the end of the warm-up, which is the first tenth of the
+    records, to the last record; start-up and joining the group are not included. After a warm-up with another topic,
+    it is counted from the first record. Wall time is from the first record to the last one.
     """
 
     records: int
@@ -85,27 +85,27 @@ class Measurement:
     wall_seconds: float
     wall_records: int
     repeated: int = 0
-    """Records that ran more than once; 0 where the handler only counts."""
+    """Records that ran more than once; 0 if the handler only counts."""
     missing: int = 0
-    """Records that never ran; 0 where the handler only counts, or not all of the topic is read."""
+    """Records that never ran; 0 if the handler only counts, or the topic is read in part."""
     rss: int = 0
-    """Bytes that the process held at the end."""
+    """Resident memory at the end, in bytes."""
     peak_rss: int = 0
-    """Bytes; the most that the process ever held."""
+    """Maximum resident memory, in bytes."""
     dropped: int = 0
-    """Rows that a journal did not keep."""
+    """Rows that a journal dropped."""
     late_growth: int = 0
-    """Bytes by which it grew in the last third of a watched time."""
+    """Bytes by which memory grew in the last third of the watched time."""
     disordered: int = 0
-    """Records that started while another of their key ran, or after a later one; the watching kinds see it."""
+    """Records that started while another of their key ran, or after a later one; with `told`, `hash` and `compute`."""
     peak_concurrency: int = 0
-    """The most handlers that ran at once; seen by `told`, `hash` and `compute`."""
+    """Maximum number of concurrent runs; with `told`, `hash` and `compute`."""
     longest_pause: float = 0.0
-    """Most seconds from one start of a handler to the next; seen by those that publish."""
+    """Maximum seconds from one start of a handler to the next, for handlers that publish."""
     nearly_seconds: float = 0.0
-    """From the first record until 99 % were done; known where each record is noted."""
+    """Seconds from the first record until 99 % were done, if records are marked."""
     start_seconds: float = 0.0
-    """From the start of the process to its first record of all."""
+    """Seconds from the start of the process to its first record."""
 
     @property
     def cpu_per_record(self) -> float:

@@ -1,4 +1,4 @@
-"""Where a benchmark happens: a broker, topics that are filled once, and one process per run of a contestant."""
+"""The stage of a benchmark: a broker, topics that are filled once, and one process per run of a contestant."""
 
 import asyncio
 import importlib.util
@@ -27,14 +27,14 @@ RUN_TIMEOUT = 600.0
 COMPILED = "aioshard, compiled"
 """The contestant that runs on the compiled package."""
 CHUNK_BYTES = 32 * 1024 * 1024
-"""How much is produced at once."""
+"""Bytes that are produced in one call."""
 
 Runs = dict[str, list[Measurement]]
 """The measurements of each contestant, in the order of the rounds."""
 
 
 class ContestantFailedError(RuntimeError):
-    """A measured process did not end well; the message holds what it printed."""
+    """A measured process failed; the message contains its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +46,32 @@ class Topic:
 
     @property
     def records(self) -> int:
-        """All of it."""
+        """Number of records."""
         return sum(self.ends)
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Who takes part, with how much of the topic and in how many of the rounds."""
+    """A participant of a benchmark, with its share of the topic and its number of rounds."""
 
     name: str
     records: int | None = None
-    """How many records it processes; None for all."""
+    """Number of records that it processes; None for all."""
     rounds: int | None = None
-    """In how many rounds it takes part; None for every one."""
+    """Number of rounds in which it takes part; None for all."""
     package: str | None = None
-    """What it needs that may not be installed; it is left out then."""
+    """Package that it needs; without it the contestant is left out."""
     peer: bool = False
-    """Whether it runs in a JVM, which may not be installed either."""
+    """Whether it runs in a JVM; left out without Java."""
     compiled: bool = False
-    """Whether it runs on the compiled package, which needs a C compiler."""
+    """Whether it runs on the compiled package; left out without a C compiler."""
 
 
 class Stage:
     """A broker for one command.
 
     Attributes:
-        quick: Whether inputs are tiny, to see that everything works; figures mean nothing then.
+        quick: Whether inputs are tiny, to test that everything works; figures mean nothing then.
     """
 
     def __init__(self, cluster: KafkaCluster, *, quick: bool, progress: Console) -> None:
@@ -82,32 +82,36 @@ class Stage:
         self._whole_runs: list[Spec] = []
 
     def say(self, text: str) -> None:
-        """Tell how far it is, on standard error."""
+        """Print progress on standard error."""
         self._progress.print(text, style="dim", highlight=False)
 
     def size(self, full: int, quick: int) -> int:
-        """A number of records or rounds, small in a quick run."""
+        """Return a number of records or rounds, small in a quick run."""
         return quick if self.quick else full
 
     def lineup(self, needed: Sequence[Contestant], others: Sequence[Contestant]) -> list[Contestant]:
-        """Who can take part here; in a quick run only those that the verdict needs."""
-        asked = [*needed, *([] if self.quick else others)]
-        if any(one.peer for one in asked):
+        """Return the contestants that can run here; in a quick run only those that the verdict needs."""
+        contestants = [*needed, *([] if self.quick else others)]
+        if any(contestant.peer for contestant in contestants):
             try:
                 find_peers()
             except ParallelConsumerUnavailableError as missing:
                 self.say(f"without contestants in a JVM: {missing}")
-                asked = [one for one in asked if not one.peer]
-        if any(one.compiled for one in asked):
+                contestants = [contestant for contestant in contestants if not contestant.peer]
+        if any(contestant.compiled for contestant in contestants):
             try:
                 compiled_package()
             except CompilerUnavailableError as missing:
                 self.say(f"without the compiled package: {missing}")
-                asked = [one for one in asked if not one.compiled]
-        return [one for one in asked if one.package is None or importlib.util.find_spec(one.package) is not None]
+                contestants = [contestant for contestant in contestants if not contestant.compiled]
+        return [
+            contestant
+            for contestant in contestants
+            if contestant.package is None or importlib.util.find_spec(contestant.package) is not None
+        ]
 
     async def begin(self, name: str, partitions: int, config: Mapping[str, str]) -> str:
-        """Make an empty topic, which `tidy` deletes; returns its name."""
+        """Create an empty topic, which `tidy` deletes; return its name."""
         unique = f"bench-{name}-{uuid.uuid4().hex[:8]}"
         await self.cluster.create_topic(unique, partitions, config)
         self._topics.append(unique)
@@ -116,7 +120,7 @@ class Stage:
     async def fill(
         self, name: str, partitions: int, messages: Iterator[Message], *, batch_bytes: int = BATCH_BYTES
     ) -> Topic:
-        """Make a topic and produce *messages* to it in batches of at most *batch_bytes*; keys decide the partition."""
+        """Create a topic and produce *messages* in batches of at most *batch_bytes*; keys choose the partition."""
         unique = await self.begin(name, partitions, {})
         chunk: list[Message] = []
         size = 0
@@ -134,7 +138,7 @@ class Stage:
         return topic
 
     async def tidy(self) -> None:
-        """Delete the topics that were filled."""
+        """Delete the topics that were created."""
         while self._topics:
             await self.cluster.delete_topic(self._topics.pop())
         self._whole_runs.clear()
@@ -152,8 +156,8 @@ class Stage:
     ) -> Runs:
         """Let the contestants run in turn, round after round: A B A B.
 
-        A change of the machine's load so hits all of them; every second round goes backwards. Each runs in a process
-        of its own, unless *run* does that otherwise.
+        Every second round goes backwards, so a change of the machine's load affects all of them. Each run has a
+        separate process, unless *run* is given.
         """
         runs: Runs = {contestant.name: [] for contestant in contestants}
         for number in range(rounds):
@@ -172,7 +176,7 @@ class Stage:
         return runs
 
     def spec(self, contestant: str, topic: Topic, *, records: int, work: Work, concurrency: int, **more: float) -> Spec:
-        """One run, in a consumer group of its own."""
+        """Return the spec of one run, in a new consumer group."""
         spec = Spec(
             contestant=contestant,
             bootstrap=self.cluster.bootstrap,
@@ -187,7 +191,7 @@ class Stage:
         return replace(spec, **changes)
 
     async def run(self, spec: Spec, timeout: float = RUN_TIMEOUT) -> Measurement:
-        """Run one contestant in a process of its own, for at most *timeout* seconds.
+        """Run one contestant in a separate process, for at most *timeout* seconds.
 
         Raises:
             ContestantFailedError: It ended with an error or not at all.
@@ -202,20 +206,20 @@ class Stage:
         return measured
 
     async def start(self, spec: Spec) -> "Process":
-        """Start one contestant; whoever asked for it ends it."""
+        """Start one contestant; the caller must end it."""
         return Process(spec, await _start(replace(spec, spawned_at=time.monotonic())))
 
     async def uncommitted(self, contestant: str) -> list[str]:
-        """What a contestant's groups did not commit of topics that they consumed to the end."""
-        found = []
+        """Return sentences about records that a contestant consumed to the end of a topic and did not commit."""
+        sentences = []
         for spec in self._whole_runs:
             if spec.contestant != contestant:
                 continue
             committed = await self.cluster.committed(spec.group, spec.topic)
             short = sum(end - committed.get(partition, 0) for partition, end in enumerate(spec.ends))
             if short:
-                found.append(f"{contestant} did not commit {short} of {sum(spec.ends)} records of {spec.topic}")
-        return found
+                sentences.append(f"{contestant} did not commit {short} of {sum(spec.ends)} records of {spec.topic}")
+        return sentences
 
 
 class Process:
@@ -230,7 +234,7 @@ class Process:
         self._process.send_signal(number)
 
     def check(self) -> None:
-        """See that it runs.
+        """Check that it is still running.
 
         Raises:
             ContestantFailedError: It has ended.
@@ -252,13 +256,13 @@ class Process:
             message = f"{self._spec.contestant} did not end within {timeout:g} s"
             raise ContestantFailedError(message) from error
         if self._process.returncode != 0:
-            told = err.decode(errors="replace")[-4000:]
-            message = f"{self._spec.contestant} ended with {self._process.returncode}:\n{told}"
+            output = err.decode(errors="replace")[-4000:]
+            message = f"{self._spec.contestant} ended with {self._process.returncode}:\n{output}"
             raise ContestantFailedError(message)
         return Measurement(**json.loads(out.decode().splitlines()[-1]))
 
     async def kill(self) -> None:
-        """End it at once, if it still runs."""
+        """Kill it, if it is still running."""
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -266,11 +270,11 @@ class Process:
 
 async def _start(spec: Spec) -> asyncio.subprocess.Process:
     if spec.contestant in (*PEERS, TRANSACTIONAL):
-        started_with = await asyncio.to_thread(command, spec)
+        arguments = await asyncio.to_thread(command, spec)
     else:
-        started_with = [sys.executable, "-m", "benchmarks.contestants", spec.to_json()]
+        arguments = [sys.executable, "-m", "benchmarks.contestants", spec.to_json()]
     return await asyncio.create_subprocess_exec(
-        *started_with,
+        *arguments,
         cwd=PROJECT,
         env=environment() if spec.contestant == COMPILED else None,
         stdout=asyncio.subprocess.PIPE,
@@ -280,10 +284,10 @@ async def _start(spec: Spec) -> asyncio.subprocess.Process:
 
 @asynccontextmanager
 async def stage(bootstrap: str | None, *, quick: bool, progress: Console) -> AsyncIterator[Stage]:
-    """A stage on the cluster at *bootstrap*, or on a broker that is started for it and ended with it.
+    """Provide a stage on the cluster at *bootstrap*, or on a new broker that ends with it.
 
     Raises:
-        BrokerUnavailableError: None was named and none can be started here.
+        BrokerUnavailableError: *bootstrap* is None, and no broker can be started here.
     """
     if bootstrap is not None:
         yield Stage(KafkaCluster(bootstrap), quick=quick, progress=progress)

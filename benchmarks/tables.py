@@ -5,19 +5,19 @@ from benchmarks.stage import Runs
 
 
 def rate_ratio(runs: Runs, one: str, other: str) -> Spread:
-    """Throughput of *one* by that of *other*, round by round."""
+    """Return the throughput of *one* divided by that of *other*, round by round."""
     return spread([mine.rate / theirs.rate for mine, theirs in zip(runs[one], runs[other], strict=False)])
 
 
 def cpu_ratio(runs: Runs, one: str, other: str) -> Spread:
-    """CPU per record of *one* by that of *other*, round by round."""
+    """Return the CPU per record of *one* divided by that of *other*, round by round."""
     return spread(
         [mine.cpu_per_record / theirs.cpu_per_record for mine, theirs in zip(runs[one], runs[other], strict=False)]
     )
 
 
 def rate_rows(runs: Runs, *, ceiling: str) -> list[dict[str, Cell]]:
-    """One row per contestant, with its throughput next to that of *ceiling*."""
+    """Return a row per contestant, with its throughput relative to *ceiling*."""
     return [
         {
             "contestant": name,

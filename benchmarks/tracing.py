@@ -1,7 +1,7 @@
-"""What tracing costs: CPU per record of an app on the broker in memory whose handler does nothing.
+"""The cost of tracing: CPU per record of an app on the in-memory broker whose handler does nothing.
 
-`python -m benchmarks.tracing` prints a table. Each row is a process of its own, and the least of several rounds: on a
-busy machine the others say how busy it is.
+`python -m benchmarks.tracing` prints a table. Each row is measured in a separate process and is the minimum of several
+rounds, because the load of the machine only adds to it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ ROWS = ["not traced", "a provider that does nothing", "the SDK, not sampled", "t
 
 
 class Nowhere(SpanExporter):
-    """Takes spans and drops them."""
+    """Drops all spans."""
 
     def export(self, _: object) -> SpanExportResult:
         """See `SpanExporter`."""
@@ -33,7 +33,7 @@ class Nowhere(SpanExporter):
 
 
 def provider(row: str) -> AnyProvider:
-    """What a row is traced with."""
+    """Return the tracer provider of a row."""
     if row == ROWS[1]:
         return NoOpTracerProvider()
     if row == ROWS[2]:
@@ -44,7 +44,7 @@ def provider(row: str) -> AnyProvider:
 
 
 async def measure(row: str, headers: tuple[tuple[str, bytes], ...]) -> float:
-    """Microseconds of CPU per record, from a full topic to the last commit."""
+    """Return the microseconds of CPU per record, from a full topic to the last commit."""
     app = App("tracing")
 
     @app.consume("orders")
@@ -64,19 +64,19 @@ async def measure(row: str, headers: tuple[tuple[str, bytes], ...]) -> float:
 
 
 def main() -> None:
-    """Print the table, or what one of its processes has measured."""
+    """Print the table, or in one of its processes the measurement."""
     if len(sys.argv) > 2:
         print(asyncio.run(measure(sys.argv[1], HEADERS if sys.argv[2] == "headers" else ())))
         return
     print("| | µs per record | with a trace context in its headers |\n| --- | --- | --- |")
     for row in ROWS:
-        found = [
+        figures = [
             float(
                 subprocess.run([sys.executable, __file__, row, kind], capture_output=True, text=True, check=True).stdout
             )
             for kind in ("bare", "headers")
         ]
-        print(f"| {row} | {found[0]:.1f} | {found[1]:.1f} |", flush=True)
+        print(f"| {row} | {figures[0]:.1f} | {figures[1]:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

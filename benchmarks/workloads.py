@@ -1,4 +1,4 @@
-"""The workloads of P13: what is in their topics, and how quick anybody could be with it."""
+"""The workloads of P13: the content of their topics, and an upper bound of the throughput."""
 
 import asyncio
 import bisect
@@ -17,16 +17,16 @@ from benchmarks.stage import Stage, Topic
 from tests.support.cluster import Message
 
 Planned = tuple[int, int]
-"""The number of a record's key, and how many milliseconds its handler waits: whole ones, as timers know no others."""
+"""The number of a record's key, and the whole milliseconds that its handler waits."""
 
 BYTES = 100
 TRANSACTION = 10
 ABORTED = 20
-"""One transaction in so many is aborted."""
+"""One of this many transactions is aborted."""
 WRITERS = 24
 COMPACTED_BYTES = 200
 SEGMENT_BYTES = 1024 * 1024
-"""The least that a broker takes; what is in the newest segment is not compacted."""
+"""The minimum of brokers; the newest segment is not compacted."""
 COMPACTION_TIMEOUT = 60.0
 COMPACTION_LOOK = 1.0
 WARM_UP_PARTITIONS = 4
@@ -35,7 +35,7 @@ HANG_SECONDS = 20.0
 
 
 class UnfilledError(RuntimeError):
-    """A topic did not become what its workload needs."""
+    """A topic could not be filled as its workload needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Workload:
     name: str
     records: int
     quick: int
-    """Records of a quick run; 0 where that goes without it."""
+    """Records in a quick run; 0 to leave it out there."""
     partitions: int
     keys: int
     concurrency: int
     plan: Callable[["Workload", int], Iterable[Planned]]
-    """What so many records are, the same ones in every run."""
+    """Returns that number of planned records, the same ones in every run."""
     work: Work = "told"
     rounds: int = 1
     holes: bool = False
-    """Whether it is written in transactions to a topic that is compacted, so that offsets without a record are left."""
+    """Whether it is written in transactions to a compacted topic, which leaves offsets without a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ class Filled:
 
     topic: Topic
     offsets: list[Sequence[int]]
-    """Of each partition, those that have a record."""
+    """The offsets of each partition that have a record."""
     bound: float
-    """Records per second that no consumer can exceed which keeps the order of each key; 0 where processors decide."""
+    """Maximum records per second of a consumer that keeps the order of each key; 0 if the CPU is the limit."""
 
     @property
     def records(self) -> int:
-        """How many there are."""
+        """Number of records."""
         return sum(map(len, self.offsets))
 
     def uncommitted(self, committed: dict[int, int]) -> int:
-        """How many records the *committed* offsets do not cover."""
+        """Return the number of records that the *committed* offsets do not cover."""
         return sum(
             len(present) - bisect.bisect_left(present, committed.get(partition, 0))
             for partition, present in enumerate(self.offsets)
@@ -90,7 +90,7 @@ def _always(milliseconds: int) -> Callable[[Workload, int], Iterator[Planned]]:
 
 
 def _skewed(workload: Workload, records: int) -> Iterator[Planned]:
-    """Keys by Zipf's law with 1.1, times log-normal with a median of 5 ms and a 99th percentile of 500 ms."""
+    """Return keys by Zipf's law with 1.1; times are log-normal, median 5 ms and 99th percentile 500 ms."""
     rng = random.Random(9)
     weights = list(itertools.accumulate(rank**-1.1 for rank in range(1, workload.keys + 1)))
     sigma = math.log(100) / 2.3263
@@ -99,7 +99,7 @@ def _skewed(workload: Workload, records: int) -> Iterator[Planned]:
 
 
 def _hanging(workload: Workload, records: int) -> Iterator[Planned]:
-    """One record in 10,000 hangs; in a small run one in all."""
+    """Return records of which one in 10,000 hangs, and at least one."""
     every, hang = (10_000, HANG_SECONDS) if records >= 10_000 else (records, HANG_SECONDS / 20)
     slow, rng = round(hang * 1000), random.Random(10)
     for number in range(records):
@@ -132,10 +132,10 @@ DESCRIPTIONS = (
 
 
 async def fill(stage: Stage, workload: Workload) -> Filled:
-    """Make the topic of a workload.
+    """Create and fill the topic of a workload.
 
     Raises:
-        UnfilledError: It could not be made.
+        UnfilledError: The topic could not be filled.
     """
     plan = list(workload.plan(workload, stage.size(workload.records, workload.quick)))
     if workload.holes:
@@ -146,7 +146,7 @@ async def fill(stage: Stage, workload: Workload) -> Filled:
 
 
 async def fill_to_warm_up(stage: Stage, records: int) -> Topic:
-    """A topic whose records take no time."""
+    """Fill a topic whose records take no time."""
     messages = (_message((number % WARM_UP_KEYS, 0)) for number in range(records))
     return await stage.fill("p13-warm-up", WARM_UP_PARTITIONS, messages)
 
@@ -157,7 +157,7 @@ def _message(planned: Planned, size: int = BYTES) -> Message:
 
 
 def _bound(plan: Sequence[Planned], concurrency: int) -> float:
-    """Nobody is quicker than the key that takes longest, nor than all places taken all the time."""
+    """Return the maximum throughput: limited by the slowest key, and by all workers being busy all the time."""
     by_key: Counter[int] = Counter()
     for key, milliseconds in plan:
         by_key[key] += milliseconds
@@ -166,14 +166,16 @@ def _bound(plan: Sequence[Planned], concurrency: int) -> float:
 
 
 async def _fill_with_holes(stage: Stage, workload: Workload, plan: list[Planned]) -> Filled:
-    """Each transaction leaves a marker; some are aborted; older records of a key are compacted away."""
+    """Fill a topic with gaps: transaction markers, aborted transactions, and compacted records."""
     config = {
         "cleanup.policy": "compact",
         "segment.bytes": str(SEGMENT_BYTES),
         "min.cleanable.dirty.ratio": "0.01",
     }
     name = await stage.begin("p13", workload.partitions, config)
-    lanes = [[one for one in plan if one[0] % workload.partitions == lane] for lane in range(workload.partitions)]
+    lanes = [
+        [record for record in plan if record[0] % workload.partitions == lane] for lane in range(workload.partitions)
+    ]
     pieces = [
         (lane, records[start : start + TRANSACTION])
         for lane, records in enumerate(lanes)
@@ -184,7 +186,7 @@ async def _fill_with_holes(stage: Stage, workload: Workload, plan: list[Planned]
     async with asyncio.TaskGroup() as writers:
         for number in range(WRITERS):
             writers.create_task(_write(stage.cluster.bootstrap, name, number, left), name=f"writer-{number}")
-    full = sum(len(piece) for place, (_, piece) in enumerate(pieces) if place % ABORTED)
+    full = sum(len(piece) for index, (_, piece) in enumerate(pieces) if index % ABORTED)
     records = await (stage.cluster.read(name) if stage.quick else _compacted(stage, name, full))
     offsets: list[list[int]] = [[] for _ in lanes]
     for record in records:
@@ -199,21 +201,21 @@ async def _fill_with_holes(stage: Stage, workload: Workload, plan: list[Planned]
 async def _write(
     bootstrap: str, topic: str, number: int, left: Iterator[tuple[int, tuple[int, list[Planned]]]]
 ) -> None:
-    """One transaction after the other, as long as some are left."""
+    """Write one transaction after the other until none is left."""
     producer = AIOKafkaProducer(bootstrap_servers=bootstrap, transactional_id=f"{topic}-{number}")
     async with producer:
-        for place, (lane, piece) in left:
+        for index, (lane, piece) in left:
             await producer.begin_transaction()
             batch = producer.create_batch()
             for planned in piece:
                 key, value = _message(planned, COMPACTED_BYTES)
                 batch.append(key=key, value=value, timestamp=None)
             await (await producer.send_batch(batch, topic, partition=lane))
-            await (producer.abort_transaction() if place % ABORTED == 0 else producer.commit_transaction())
+            await (producer.abort_transaction() if index % ABORTED == 0 else producer.commit_transaction())
 
 
 async def _compacted(stage: Stage, topic: str, full: int) -> list[Record]:
-    """What is left of *full* records once the broker has compacted all that it will: all but the newest segments."""
+    """Return the records that remain of *full* once the broker has compacted all but the newest segments."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + COMPACTION_TIMEOUT
     before: list[Record] = []

@@ -1,6 +1,6 @@
-"""Lets Spark find `format("aioshard")` by name: it looks into packages that begin with `pyspark_`, in every session.
+"""Makes Spark find `format("aioshard")`: every session imports the packages whose names begin with `pyspark_`.
 
-So nothing but pyspark is imported here; the rest comes with the first use.
+Therefore only pyspark is imported here, and the rest on first use.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ __all__ = ["DefaultSource"]
 
 
 class DefaultSource(DataSource):
-    """Stands for `aioshard.spark.source.AioshardSource`."""
+    """Proxy of `aioshard.spark.source.AioshardSource`."""
 
     @classmethod
     def name(cls) -> str:
-        """What `format` takes."""
+        """Return the name that you pass to `format`."""
         return "aioshard"
 
     def _source(self) -> DataSource:

@@ -86,7 +86,7 @@ class Findings(NamedTuple):
     processed: int
     """Completed runs of the handler."""
     duplicates: int
-    """Those beyond one for each flight."""
+    """Runs beyond one for each flight."""
     missing: int
     """Flights without a completed run."""
     order_violations: int

@@ -58,7 +58,7 @@ Finished = Callable[["Letter", str | None], None]
 _SHARES = 100
 """A partition with a halted record may hold one share of the bounds of the buffer."""
 _SHOWN = 20
-"""Failures that are printed."""
+"""Maximum number of failures that are printed."""
 
 
 def progress_group(topic: str) -> str:
@@ -103,15 +103,15 @@ class ReplayedOffsets:
 
     def __init__(self, committed: Committed | None) -> None:
         self.start, metadata = committed or Committed(0, "")
-        """All below are done, as of the last commit."""
+        """All offsets below are done, as of the last commit."""
         self.fits = True
         """Whether the last commit contains all finished offsets; brokers store a limited number."""
         self._finished = CommitMetadata.read(metadata, self.start).finished
-        """As of the last commit."""
+        """Finished offsets as of the last commit."""
         self._tracker = OffsetTracker[int](self.start)
 
     def is_done(self, offset: int) -> bool:
-        """Whether the dead letter at *offset* is done."""
+        """Return whether the dead letter at *offset* is done."""
         if offset < self._tracker.position:
             return offset not in self._tracker.incomplete
         return holds(self._finished, offset)
@@ -149,7 +149,7 @@ class DeadLetters:
         self._replayed = {number: ReplayedOffsets(None) for number in reader.ranges}
 
     async def fetch_progress(self) -> None:
-        """Fetch which dead letters were replayed before. Progress beyond the end is that of a deleted topic.
+        """Fetch the progress of earlier replays. Progress beyond the end belongs to a deleted topic.
 
         Raises:
             AuthorizationError: This user may not read with the group of the progress.
@@ -163,7 +163,7 @@ class DeadLetters:
                 self._replayed[number] = ReplayedOffsets(committed)
 
     async def letters(self, *, skip_done: bool = False) -> AsyncIterator[Letter]:
-        """Yield the selected ones, in offset order for each partition of the dead-letter topic.
+        """Yield the selected dead letters, in offset order for each partition of their topic.
 
         Args:
             skip_done: Whether to leave out those that are done.
@@ -185,7 +185,7 @@ class DeadLetters:
         """Store in the brokers that dead letters are done.
 
         Raises:
-            TransportError: They were not stored, or too many for the brokers to store.
+            TransportError: The progress was not stored, or has too many offsets for the brokers to store.
         """
         if not done:
             return
@@ -393,7 +393,7 @@ class ThroughHandlers:
     published. Only its input comes from here, and a record that fails again stays a dead letter.
 
     Invariants:
-        * Those of one shard key run in offset order; after a failure, the later ones do not run.
+        * Dead letters of one shard key run in offset order; after a failure, the later ones do not run.
     """
 
     verb = "processed"
@@ -402,7 +402,7 @@ class ThroughHandlers:
 
     def __init__(self, app: App) -> None:
         """Create a destination; *app* starts at the earliest record from now on, and without a journal."""
-        # A failed record must not keep the others of its partition from being taken in.
+        # A failed record must not keep the others of its partition from being read.
         app.configure(
             auto_offset_reset="earliest",
             journal=None,

@@ -75,7 +75,7 @@ class Position(NamedTuple):
         return max(self.bounds.stable - max(self.offset, self.bounds.start), 0)
 
     def as_object(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the position for JSON."""
         return {
             **self.partition._asdict(),
             "committed": self.offset,

@@ -32,7 +32,7 @@ _DEFAULT_URL = "http://127.0.0.1:8080"
 
 
 class NoAnswerError(click.ClickException):
-    """The health server did not answer, or something else did."""
+    """The health server did not answer, or another program answered."""
 
     exit_code = UNHEALTHY
 
@@ -98,7 +98,7 @@ class HealthServer:
         """Request `base/path`, which contains the state of the app as JSON; see `get`.
 
         Raises:
-            NoAnswerError: See `get`; or something else answered, as many servers do to every request.
+            NoAnswerError: As for `get`, or another program answered, as many servers do to every request.
         """
         status, text = self.get(path, *expected)
         try:
@@ -120,7 +120,7 @@ def health_servers(urls: Sequence[str], timeout: float) -> list[HealthServer]:
     """Return a client for each URL; for the default URL if there are none.
 
     Raises:
-        UsageError: Something is not a URL.
+        UsageError: An argument is not a URL.
     """
     return [HealthServer(url, timeout=timeout) for url in dict.fromkeys(urls or (_DEFAULT_URL,))]
 

@@ -41,7 +41,7 @@ HEADINGS = {
 """Summaries of the commands by heading."""
 
 _LOCATIONS = {"health": "health:health", "explain": "health:explain"}
-"""Modules and names of commands that are not `command` in the module of their own name."""
+"""Module and attribute of each command that is not `command` in a module of its name."""
 
 _BUILD = "pure Python" if Path(worker.__file__).suffix == ".py" else "compiled"
 

@@ -17,7 +17,7 @@ from aioshard.serde.side_records import Coordinates, Failure
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROWS = 50
-"""Rows of a table without `--limit`."""
+"""Maximum rows of a table without `--limit`."""
 _AGO = re.compile(r"-(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -151,7 +151,7 @@ class Selection(NamedTuple):
     until: dt.datetime | None = None
 
     def takes(self, original: Record, failure: Failure) -> bool:
-        """Whether a record matches; the reader filters by partition."""
+        """Return whether a record matches; the reader filters by partition."""
         return (
             self.handler in {None, failure.handler}
             and self.group in {None, failure.group}
@@ -165,7 +165,7 @@ class Selection(NamedTuple):
 
 
 def _is_key(key: bytes | None, given: str) -> bool:
-    """Whether *given* is a key, either as text or as the commands print it."""
+    """Return whether *given* is the key, either as text or as the commands print it."""
     return key is not None and (key == given.encode("utf-8", "surrogateescape") or bytes_as_text(key) == given)
 
 

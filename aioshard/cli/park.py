@@ -62,7 +62,7 @@ class ParkedTopic(NamedTuple):
         return sorted(by_key.values(), key=lambda key: (key[0].failure.failed_at, key[0].coordinates))
 
     def is_requested(self, key: Key) -> bool:
-        """Whether the release of a key was requested, and not answered."""
+        """Return whether a request to release a key is pending."""
         return any(record.coordinates in self.requests for record in key)
 
 

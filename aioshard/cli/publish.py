@@ -46,7 +46,7 @@ class JsonLines:
     line: int = 0
     """Number of the latest line."""
     rest: bytes = b""
-    """The beginning of the next one."""
+    """The beginning of the next line."""
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages whose lines *data* completes. Empty *data* is the end of the input.

@@ -40,7 +40,7 @@ def command() -> None:
 
 @contextlib.contextmanager
 def session(master: str, app_dir: str | None = None) -> "Iterator[SparkSession]":
-    """Start a Spark session that finds the modules of *app_dir*; stop it at the end, unless it ran before.
+    """Start a Spark session that finds the modules of *app_dir*; stop it at the end, unless it was already running.
 
     A signal during the start ends the command once Spark has started. Ending it earlier would remove the file that
     Spark's Java process writes when it is ready: that process would stay, and keep the command's output open. After a

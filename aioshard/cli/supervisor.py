@@ -1,11 +1,11 @@
 """`aioshard run --workers` and `--reload`: run the app in child processes and restart them.
 
-A pair of sockets connects each child with its parent. To request a drain, the parent closes its direction; its death
-closes it too. So a drain is requested once, even if signals reach the processes too, and no child outlives its
-parent. Once a second the child reports who it is in the group and whether a restart would help.
+A pair of sockets connects each child with its parent. To request a drain, the parent shuts down its side for writing;
+its death does the same. So a drain is requested once, even if signals reach the processes too, and no child outlives
+its parent. Once a second the child reports its member id and whether a restart would help.
 
-A signal would not do: systemd and terminals signal every process, and a child exits at the second signal without a
-drain. `PR_SET_PDEATHSIG` would not do either: it exists on Linux only, and depends on a thread of the parent.
+Signals do not work for this: systemd and terminals signal every process, and a child exits at the second signal without
+a drain. Nor does `PR_SET_PDEATHSIG`: it exists on Linux only, and depends on a thread of the parent.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class Ending(NamedTuple):
     member: str = ""
     """Its last member id in the group."""
     seconds: float = 0.0
-    """How long it ran."""
+    """Seconds that it ran."""
     overdue: bool = False
     """Whether it was killed because it did not drain in time."""
 
@@ -216,7 +216,7 @@ class Child:
 
 @dataclasses.dataclass(slots=True)
 class Worker:
-    """A place for a process; when one ends, another takes its place."""
+    """A slot for a process: when one ends, another is started."""
 
     number: int
     child: Child | None = None
@@ -312,7 +312,7 @@ class Supervisor:
         logger.error("worker %d is unhealthy and is drained and restarted: %s", number, problems)
 
     def _is_permanent(self, worker: Worker, ending: Ending) -> bool:
-        """Whether a new process would end in the same way."""
+        """Return whether a new process would end in the same way."""
         if ending.code < 0:
             worker.killed_at = time.monotonic()
         if ending.error == "InstanceIdTakenError":

@@ -65,10 +65,10 @@ class Frame(NamedTuple):
     totals: dict[str, Any]
     processes: list[dict[str, Any]]
     partitions: list[dict[str, Any]]
-    """The one with the oldest incomplete record first, then the one with the largest lag."""
+    """Sorted by the age of their oldest incomplete record, then by lag."""
     handlers: list[dict[str, Any]]
     findings: list[dict[str, str]]
-    """`process` and `sentence` of each."""
+    """`process` and `sentence` of each finding."""
 
 
 def take(server: HealthServer) -> Snapshot:
@@ -146,7 +146,7 @@ class Frames:
         }
 
     def _rate(self, at: float, value: int | None, *key: str | int) -> float | None:
-        """Return by how much a counter grew per second; None at first, and after a restart of its process."""
+        """Return the growth of a counter per second; None at first, and after a restart of its process."""
         before = self._counters.pop(key, None)
         if value is None:
             return None
@@ -182,7 +182,7 @@ def _sums(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, 
 
 
 def view(frame: Frame, height: int | None = None) -> Group:
-    """Draw a frame, the most important first.
+    """Draw a frame, with the most important rows first.
 
     Args:
         frame: The frame.

@@ -163,7 +163,7 @@ def _validators(annotation: Any, owner: str) -> tuple[Callable[[bytes], Any], Ca
     except (PydanticUserError, SchemaError, TypeError, NameError) as error:
         first = str(error).strip().splitlines()[0].rstrip(".")
         raise HandlerError(
-            f"{owner} takes {shown(annotation)}, for which no value can be decoded ({first}): annotate "
+            f"{owner} takes {shown(annotation)}, which values cannot be decoded into ({first}): annotate "
             "aioshard.Record, a pydantic model, a dataclass, a TypedDict or a msgspec struct, defined before the "
             "handler and outside 'if TYPE_CHECKING', or give consume() decode=…"
         ) from error
@@ -193,18 +193,18 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def raw_type(annotation: Any) -> Any:
-    """Return the one of `bytes`, `bytearray`, `memoryview` and `str` that is annotated; None if JSON is decoded.
+    """Return `bytes`, `bytearray`, `memoryview` or `str` if it is the annotated type; None if JSON is decoded.
 
     Example:
         >>> raw_type(str | None), raw_type(str | int)
         (<class 'str'>, None)
     """
-    wanted = [alternative for alternative in alternatives(annotation) if alternative is not NoneType]
-    return wanted[0] if len(wanted) == 1 and wanted[0] in (bytes, bytearray, memoryview, str) else None
+    types = [alternative for alternative in alternatives(annotation) if alternative is not NoneType]
+    return types[0] if len(types) == 1 and types[0] in (bytes, bytearray, memoryview, str) else None
 
 
 def read_by_msgspec(annotation: Any) -> bool:
-    """Whether msgspec decodes this type: the annotation contains a msgspec struct or constraint."""
+    """Return whether msgspec decodes this type: the annotation contains a msgspec struct or constraint."""
     return any(
         hasattr(part, "__struct_fields__") or (type(part).__module__, type(part).__name__) == ("msgspec", "Meta")
         for part in _mentioned(annotation, frozenset())
@@ -233,7 +233,7 @@ def shown(annotation: Any) -> str:
 
 
 def _is_alias(annotation: Any) -> bool:
-    """Whether it was defined by `type X = …`, or by the backport for older Pythons."""
+    """Return whether it was defined by `type X = …`, or by the backport for older Pythons."""
     return type(annotation).__name__ == "TypeAliasType"
 
 
@@ -261,7 +261,6 @@ def _fault(error: Exception, value: bytes | None = None) -> str:
     Args:
         error: The error that the decoder raised.
         value: The decoder's input, if known.
-
     """
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 from byte {error.start} on" if error.object == value else "a text in it is not UTF-8"
@@ -318,7 +317,7 @@ def encoded(value: object) -> bytes:
     except (PydanticSerializationError, ValueError) as error:
         raise MessageError(
             f"a {shown(type(value))} was not published ({error}): expected bytes, str, a pydantic model, a dataclass, "
-            "a TypedDict, a msgspec struct or what JSON has; encode anything else yourself"
+            "a TypedDict, a msgspec struct or a JSON value; encode anything else yourself"
         ) from error
 
 
@@ -340,7 +339,7 @@ def message(
     partition: int | None = None,
     partitioner: Partitioner = "key",
 ) -> Message:
-    """Build a message, for a handler with `publish_to` that returns several, or with another topic or key.
+    """Build a message: for a handler with `publish_to` that returns several, or one with another topic or key.
 
     Args:
         topic: Destination topic.

@@ -16,8 +16,8 @@ key moves to the header `aioshard.key` (bytes; missing if there was none). A nul
 becomes an empty one with `aioshard.null` = `1`. `aioshard.due` is the time of the next retry of the key (seconds since
 the epoch), `aioshard.replays` the number of retries so far. A tombstone for that key removes the record; its header
 `aioshard.generation` says which owner of the partition removed it, and is missing if an operator did. A request to
-release the key of a record has the key `release/topic/partition/offset` and the value `1`; its tombstone means that it
-was answered.
+release the key of a record has the key `release/topic/partition/offset` and the value `1`; its tombstone means that
+the owner has answered it.
 """
 
 import math
@@ -30,7 +30,7 @@ LONGEST_MESSAGE = 1000
 """Maximum length of a stored error message; headers count towards the size of a record."""
 
 _PREFIX = "aioshard."
-"""Of the names of all our headers."""
+"""Prefix of the names of our headers."""
 MESSAGE_ID = "aioshard.message_id"
 """Id of a dead letter from a backfill, `topic/partition/offset`: the same if it is sent again."""
 REPLAYED = "aioshard.replayed"
@@ -123,7 +123,7 @@ def _headers(values: dict[str, object]) -> Headers:
 
 
 def parted(headers: Headers) -> tuple[Headers, dict[str, bytes | None]]:
-    """Split the original's headers from ours, which come under their short names.
+    """Split the original's headers from ours; ours get their short names.
 
     Ours are those with our names, from the last `aioshard.topic` on. Headers that a proxy or tracer appended after
     them count as the record's own.
@@ -201,7 +201,7 @@ def seconds(headers: dict[str, bytes | None], name: str) -> float:
 
 
 def is_number(text: str) -> bool:
-    """Whether *text* is a number as `str` writes an offset; unlike `int`, no signs, blanks or underscores."""
+    """Return whether *text* is a number as `str` writes an offset; unlike `int`, no signs, blanks or underscores."""
     return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER and (text == "0" or text[0] != "0")
 
 
@@ -224,8 +224,8 @@ class Place(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Place | None":
         """Parse the output of `str`; None for any other *text*."""
-        where, _, generation = text.rpartition("@")
-        coordinates = Coordinates.parse(where)
+        position, _, generation = text.rpartition("@")
+        coordinates = Coordinates.parse(position)
         if coordinates is None or not is_number(generation):
             return None
         return cls(coordinates, int(generation))
@@ -390,11 +390,11 @@ def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | Non
 
 def _parked(record: Record, place: Place) -> ParkedRecord | None:
     original, ours = parted(record.headers)
-    letter = read_original(original, ours, ours.get("key"), None if "null" in ours else record.value)
-    if letter is None or Coordinates.of(letter.original) != place.coordinates:
+    decoded = read_original(original, ours, ours.get("key"), None if "null" in ours else record.value)
+    if decoded is None or Coordinates.of(decoded.original) != place.coordinates:
         return None
     try:
         due, replays = seconds(ours, "due"), whole(ours, "replays")
     except ValueError:
         return None
-    return ParkedRecord(letter.original, letter.failure, due, replays, place.generation)
+    return ParkedRecord(decoded.original, decoded.failure, due, replays, place.generation)

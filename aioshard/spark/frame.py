@@ -77,8 +77,8 @@ def _records(rows: "DataFrame") -> "DataFrame":
 
     if missing := [name for name in _REQUIRED_COLUMNS if name not in rows.columns]:
         raise PlanError(
-            f"column {missing[0]!r} is missing among {', '.join(rows.columns)}: the columns of Spark's Kafka connector "
-            f"were expected ({', '.join(_REQUIRED_COLUMNS)} and, where there are any, headers)"
+            f"column {missing[0]!r} is missing among {', '.join(rows.columns)}: expected the columns of Spark's Kafka "
+            f"connector ({', '.join(_REQUIRED_COLUMNS)} and optionally headers)"
         )
     headers = functions.col("headers") if "headers" in rows.columns else functions.lit(None)
     return rows.select(
@@ -121,7 +121,7 @@ def error_of_job(error: Exception, job: str) -> AioshardError:
     if kind == PlanError.__name__:
         return PlanError(message)
     if kind == DataLossError.__name__:
-        return DataLossError([message], "Process what is left with a new plan")
+        return DataLossError([message], "Process the remaining records with a new plan")
     return RunError(f"{job} ended: {kind}: {message}")
 
 

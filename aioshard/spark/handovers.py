@@ -99,7 +99,7 @@ async def handover(
         ```
     """
     if wait is not None and not wait >= 0:
-        raise PlanError(f"wait={wait!r} was found, seconds were expected")
+        raise PlanError(f"wait={wait!r}: expected a number of seconds, 0 or more")
     run_dir = RunDirectory.of(directory)
     plan = run_dir.plan()
     ends = verified_ends(run_dir, plan)
@@ -135,8 +135,8 @@ def verified_ends(run_dir: RunDirectory, plan: Plan) -> dict[TopicPartition, int
     """
     verification = run_dir.read_json(VERIFIED) or {}
     if verification.get("plan") != plan.digest:
-        what = "was verified with another plan" if verification else "was not verified"
-        raise NotVerifiedError(f"the run in {run_dir} {what}: run  aioshard spark verify {run_dir}  first")
+        problem = "was verified with another plan" if verification else "was not verified"
+        raise NotVerifiedError(f"the run in {run_dir} {problem}: run  aioshard spark verify {run_dir}  first")
     halted = verification.get("halted") or ()
     if halted or verification.get("ok") is not True:
         examples = f", with {len(halted)} halted records such as {halted[0]}" if halted else ""
@@ -171,7 +171,7 @@ async def _commit(
         GroupMovedError: The group has moved, and *force* is not set.
         TransportError: The commit was not stored.
     """
-    group_id, then = plan.group_id, {planned.topic_partition: planned.before for planned in plan.ranges}
+    group_id, expected = plan.group_id, {planned.topic_partition: planned.before for planned in plan.ranges}
     loop = asyncio.get_running_loop()
     began = loop.time()
     waited = 0.0
@@ -181,7 +181,7 @@ async def _commit(
         # Check before every attempt: an unacknowledged commit may be stored, and a consumer may have resumed there.
         current = await brokers.group_commits(group_id, due)
         before = before or current
-        changes = tuple(moved({at: then[at] for at in then if current[at] != due[at]}, current)) or changes
+        changes = tuple(moved({at: expected[at] for at in expected if current[at] != due[at]}, current)) or changes
         if changes and not force:
             raise GroupMovedError(group_id, changes)
         try:
@@ -252,21 +252,21 @@ def send_letters(
     """Send the unsent dead letters of a run's complete micro-batches.
 
     They have the same headers as the live app's dead letters; `aioshard.failed_at` is the end of the last attempt. The
-    additional header `aioshard.message_id` holds the record's `topic/partition/offset`. Letters are sent batch by
-    batch, ordered by topic, partition and offset. Progress is recorded after each batch: a crash sends the letters of
-    at most one batch again, with the same ids.
+    additional header `aioshard.message_id` holds the record's `topic/partition/offset`. Dead letters are sent batch
+    by batch, ordered by topic, partition and offset. Progress is recorded after each batch: after a crash, those of at
+    most one batch are sent again, with the same ids.
 
     Args:
-        spark: Any session; it sorts the letters of a batch, which are streamed from it.
+        spark: Any session; it sorts the dead letters of a batch, which are streamed from it.
         directory: The directory of the run.
-        tell: Called with a message for each batch with letters.
+        tell: Called with a message for each batch with dead letters.
 
     Returns:
-        The number of letters sent and acknowledged by this call.
+        The number of dead letters sent and acknowledged by this call.
 
     Raises:
         PlanError: The directory has no plan, or the plan has no dead-letter topic for the handler of a row.
-        TransportError: A letter was not acknowledged. Recorded progress is kept; call again.
+        TransportError: A dead letter was not acknowledged. Recorded progress is kept; call again.
 
     Example:
         ```python
@@ -281,7 +281,7 @@ def send_letters(
         counts = counts_of(run_dir, f"{_BATCH}{batch}")
         if batch in sent["batches"] or (counts is not None and "dead_lettered" not in counts):
             continue
-        count = blocking(functools.partial(_publish, plan, _letters(spark, run_dir, plan, batch)))
+        count = blocking(functools.partial(_publish, plan, _dead_letters(spark, run_dir, plan, batch)))
         sent["acknowledged"] += count
         sent["batches"].append(batch)
         run_dir.write_json(LETTERS, sent)
@@ -290,20 +290,20 @@ def send_letters(
 
 
 def letters_sent(run_dir: RunDirectory, plan: Plan) -> dict[str, Any]:
-    """Return which letters the directory records as acknowledged: their number, and the numbers of whole batches."""
+    """Return the dead letters recorded as acknowledged: their number, and the numbers of complete batches."""
     empty = {"plan": plan.digest, "acknowledged": 0, "batches": []}
     stored = run_dir.read_json(LETTERS) or {}
     return empty | stored if stored.get("plan") == plan.digest else empty
 
 
-async def _publish(plan: Plan, letters: Iterable[Message]) -> int:
+async def _publish(plan: Plan, messages: Iterable[Message]) -> int:
     async with Publisher(settings_for(plan)) as publisher:
-        await publisher.publish(letters)
+        await publisher.publish(messages)
     return publisher.acknowledged
 
 
-def _letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
-    """Yield the letters of one batch, fetched from Spark piece by piece."""
+def _dead_letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
+    """Yield the dead letters of one batch, streamed from Spark."""
     policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
     rows = (
         run_dir.rows(spark, f"{OUTCOMES}/{_BATCH}{batch}")
@@ -326,12 +326,12 @@ def _letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: in
         coordinates = Coordinates(row["topic"], row["partition"], row["offset"])
         headers = tuple((name, _bytes(content)) for name, content in row["headers"] or ())
         record = Record(*coordinates, _bytes(row["key"]), _bytes(row["value"]), headers, row["moment"])
-        letter = dead_letter(
+        message = dead_letter(
             policy.removeprefix(DEAD_LETTER),
             record,
             Failure(plan.group_id, row["handler"], row["attempts"], row["error_type"], row["error"], row["failed_at"]),
         )
-        yield letter._replace(headers=(*letter.headers, (MESSAGE_ID, as_text(str(coordinates)))))
+        yield message._replace(headers=(*message.headers, (MESSAGE_ID, as_text(str(coordinates)))))
 
 
 def _bytes(content: bytearray | bytes | None) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Plan a backfill: determine what it does from the app and the brokers, then freeze it."""
+"""Plan a backfill: work out its ranges and handlers from the app and the brokers, then freeze them."""
 
 import datetime as dt
 import logging
@@ -101,8 +101,8 @@ async def plan(
 
     Example:
         ```python
-        made = await plan("orders.app:app", directory="runs/7", start="earliest")
-        print(made.records)
+        backfill = await plan("orders.app:app", directory="runs/7", start="earliest")
+        print(backfill.records)
         ```
     """
     loaded = resolve_app(app)
@@ -186,8 +186,8 @@ async def _offsets_of(
         given = offsets_in(when, option)
         if different := sorted(given.keys() ^ {fact.at for fact in facts}):
             raise PlanError(
-                f"{option} must name an offset for each of the {len(facts)} partitions that the handlers read, and no "
-                f"other: see {different[0]}"
+                f"{option} must name an offset for each of the {len(facts)} partitions that the handlers read, and "
+                f"no others: check {different[0]}"
             )
         return given
     if isinstance(when, str) and when in words:
@@ -324,7 +324,7 @@ def _warn(plan: Plan, tell: Tell) -> None:
             tell(
                 f"the range of {planned.topic_partition} ends at {planned.end}, and the group has committed "
                 f"{planned.committed}: after the hand-over the app processes {planned.end} to {planned.committed - 1} "
-                "once more"
+                "again"
             )
         if metadata_of(planned.before).foreign:
             tell(

@@ -257,7 +257,7 @@ def check_ends(bounds: Mapping[TopicPartition, LogBounds], ends: Mapping[TopicPa
         if ends[partition] > log.end
     ]
     if lost:
-        raise DataLossError(lost, "Plan anew")
+        raise DataLossError(lost, "Make a new plan")
 
 
 def starts_of(ranges: Iterable[PlannedRange]) -> dict[str, dict[str, int]]:

@@ -61,7 +61,7 @@ class Journal(NamedTuple):
             start, and `total_us` the sum.
         start_us: Arrival of the first record, in microseconds since the epoch.
         wall_us: Microseconds from the first arrival to the last completion.
-        rebalances: Those of all its members, the oldest first.
+        rebalances: Rebalances of all members, oldest first.
     """
 
     spark: "SparkSession"
@@ -127,9 +127,9 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
         rows=rows,
         start=start,
     )
-    told = [row.asDict() for row in rebalances.collect()]
+    rebalance_rows = [row.asDict() for row in rebalances.collect()]
     rows = rows.where(functions.col("handler") == handler).cache()
-    return Journal(spark, handler, rows, start, max((end or start) - start, 1), told)
+    return Journal(spark, handler, rows, start, max((end or start) - start, 1), rebalance_rows)
 
 
 def skew(journal: Journal, top: int = 10) -> Report:
@@ -265,8 +265,8 @@ def lag(journal: Journal, moments: int = 12) -> Report:
 def progress(journal: Journal, moments: int = 12) -> Report:
     """Count the records that finished in equal intervals, with the rebalances and the stalls among them.
 
-    A stall is an interval, or several, in which no record of the handler finished. Its cause is the rebalance that
-    took longest of it; without one it is unknown, and the records that ran then are the ones to look at.
+    A stall is one or more consecutive intervals in which no record of the handler finished. Its cause is the rebalance
+    that overlaps it longest. Without a rebalance the cause is unknown: look at the records that ran then.
 
     Args:
         journal: The journal to analyze.
@@ -294,10 +294,10 @@ def progress(journal: Journal, moments: int = 12) -> Report:
 
 
 def _cause_of(stall: Mapping[str, int], rebalances: Sequence[Mapping[str, Any]]) -> str | None:
-    """The cause of the rebalance that overlaps most of a stall."""
+    """Return the cause of the rebalance that overlaps most of a stall."""
 
     def shared(rebalance: Mapping[str, Any]) -> int:
-        ends = [one["at_us"] + one["for_us"] for one in (stall, rebalance)]
+        ends = [period["at_us"] + period["for_us"] for period in (stall, rebalance)]
         return int(min(ends) - max(stall["at_us"], rebalance["at_us"]))
 
     longest = max(rebalances, key=shared, default=None)
@@ -369,11 +369,11 @@ def _progress_figure(report: Report, wall_us: int) -> str:
         series[name] = [moment["partitions"].get(name, 0) for moment in moments]
     bands = []
     for kind in ("stalls", "rebalances"):
-        for one in report[kind]:
-            left, width = (_WIDTH * one[name] / wall_us for name in ("at_us", "for_us"))
-            cause = _escaped(one["cause"] or "without a rebalance")
-            place = f'x="{left:.1f}" width="{width:.1f}" height="{_HEIGHT}"'
-            bands.append(f'<rect class="{kind}" {place}><title>{cause}</title></rect>')
+        for band in report[kind]:
+            left, width = (_WIDTH * band[name] / wall_us for name in ("at_us", "for_us"))
+            cause = _escaped(band["cause"] or "without a rebalance")
+            area = f'x="{left:.1f}" width="{width:.1f}" height="{_HEIGHT}"'
+            bands.append(f'<rect class="{kind}" {area}><title>{cause}</title></rect>')
     most = max(series["all partitions"]) * len(moments) * 1e6 / wall_us
     caption = f"Finished records over time, at most {most:,.0f}/s, of all partitions and of those that finished last"
     legend = '<span class="rebalances">rebalances</span><span class="stalls">stalls</span>'

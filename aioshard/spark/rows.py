@@ -117,7 +117,7 @@ def records_of(rows: pa.RecordBatch) -> list[Record]:
         rows.column("offset").to_pylist(),
         rows.column("key").to_pylist(),
         rows.column("value").to_pylist(),
-        (tuple((header["key"], header["value"]) for header in one or ()) for one in headers),
+        (tuple((header["key"], header["value"]) for header in pairs or ()) for pairs in headers),
         _seconds(rows.column("timestamp")),
         strict=True,
     )

@@ -205,7 +205,7 @@ class RunDirectory:
             yield
             return
         with self._path(_RUNNING) as path:
-            running = Path(path).open("a")  # noqa: SIM115 - an error of the run is none of the file
+            running = Path(path).open("a")  # noqa: SIM115 - an error of the run is not an error of the file
         with running:
             try:
                 # The lock is per process. Within one process, Spark itself refuses a second query of the same run.

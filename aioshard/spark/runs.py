@@ -47,7 +47,7 @@ _STOP_INTERVAL = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The state of a run, as its directory shows it.
+    """The state of a run, according to its directory.
 
     Attributes:
         plan: The id of the plan.
@@ -213,7 +213,7 @@ def _run(
     *,
     follow: str | None = None,
 ) -> RunStatus:
-    """Run the query to its end, which is a stop request for an endless one; *follow* is the trigger of such a query."""
+    """Run the query to its end; with *follow*, the trigger of an endless query, until a stop is requested."""
     with run_dir.alone():
         query = _start(spark, run_dir, foreach, tell, follow)
         try:
@@ -375,5 +375,5 @@ async def _check_logs(plan: Plan, remaining: Sequence[PlannedRange]) -> None:
         if (log := bounds.get(planned.topic_partition)) is not None and planned.start < log.start
     ]
     if lost:
-        raise DataLossError(lost, "Process what is left with a new plan")
+        raise DataLossError(lost, "Process the remaining records with a new plan")
     check_ends(bounds, ends)

@@ -78,7 +78,7 @@ def local_session(
 
     builder = SparkSession.builder.appName(app_name)
     builder = builder.remote(master) if remote else builder.master(master)
-    # The operator of a remote server decides what is not given here.
+    # The operator of a remote server chooses its defaults.
     defaults = {} if remote else {**_SETTINGS, **(_LOCAL_SETTINGS if local else {})}
     try:
         spark = builder.config(map={**defaults, **overrides}).getOrCreate()

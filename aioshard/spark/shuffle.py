@@ -181,7 +181,7 @@ class RowTransport(Groupless):
         self._reading: asyncio.Future[list[Record] | None] | None = None
 
     def finish(self) -> None:
-        """Read and discard the remaining rows, or the next task of this worker would find them."""
+        """Read and discard the remaining rows; otherwise the next task of this worker would read them."""
         self._thread.shutdown()
         deque(self._rows, maxlen=0)
 
@@ -194,11 +194,11 @@ class RowTransport(Groupless):
         return {name: lane.position + len(lane.waiting) for name, lane in self._lanes.items()}
 
     def awaited_by(self, engine: Engine) -> bool:
-        """Whether the engine has completed all records so far and more may arrive; it learns the ends once known."""
+        """Return whether the engine has completed all records and more may arrive; give it the ends once known."""
         engine.rebalance.ends.update(self.ends())
         return not self._exhausted and not self._waiting() and not engine.buffer.records
 
-    # Life -------------------------------------------------------------------------------
+    # Lifecycle --------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
         """See `Transport.start`; ignores *topics* and *pattern* and reads the rows.
@@ -208,9 +208,9 @@ class RowTransport(Groupless):
             PlanError: The rows belong to a topic that no handler takes.
         """
         self._listener = listener
-        self._read_on()
+        self._read_ahead()
         await self._arrived.wait()
-        self._read_on()
+        self._read_ahead()
         if not self._lanes:
             listener.assigned([], self.membership())
 
@@ -230,18 +230,18 @@ class RowTransport(Groupless):
         with anyio.move_on_after(timeout):
             while not self._woken:
                 self._arrived.clear()
-                self._read_on()
+                self._read_ahead()
                 # One lane per call, because its records reduce the room left for the others. The lanes take turns.
                 for partition, lane in tuple(self._lanes.items()):
                     if (item := lane.take(allowance)) is not None:
                         self._lanes[partition] = self._lanes.pop(partition)
-                        self._read_on()
+                        self._read_ahead()
                         return [item]
                 await self._arrived.wait()
         return ()
 
-    def _read_on(self) -> None:
-        """Add the records that were read to the lanes of their handlers; read the next ones unless enough are waiting.
+    def _read_ahead(self) -> None:
+        """Add the records that were read to the lanes of their handlers; read more unless some are waiting.
 
         New lanes are assigned to the engine.
         """
@@ -249,7 +249,7 @@ class RowTransport(Groupless):
             try:
                 records = self._reading.result()
             except Exception as error:
-                raise RunError(f"Spark's rows ended before their end: {error!r}") from error
+                raise RunError(f"Spark's rows could not be read to the end: {error!r}") from error
             self._reading = None
             self._exhausted = records is None
             assigned = len(self._lanes)
@@ -264,7 +264,7 @@ class RowTransport(Groupless):
             self._reading.add_done_callback(lambda _: self._arrived.set())
 
     def _waiting(self) -> bool:
-        """Whether records wait for room in the engine."""
+        """Return whether records wait for room in the engine."""
         return any(lane.waiting for lane in self._lanes.values())
 
     def _find_lane(self, topic: str) -> _Lane:

@@ -65,8 +65,8 @@ RAW_COLUMNS = from_arrow_schema(RAW)
 _SPLIT_TASKS = 8
 """Number of tasks for records without order, if no option sets it."""
 _TASKS_PER_SLOT = 4
-"""Most tasks per slot, if no option sets their number: each costs as much as ten thousand quick records, but the more
-there are, the less a slow one delays the end."""
+"""Maximum tasks per slot, if no option sets their number. A task costs as much as ten thousand quick records, but with
+more tasks, a slow one delays the end less."""
 _DEFAULTS = {"start": "earliest", "end": "latest"}
 """Values of the options `start` and `end` that do not name offsets."""
 
@@ -165,7 +165,7 @@ def request_of(options: Mapping[str, str]) -> Request:
                     "aioshard.spark.apply_handlers, or a planned run"
                 )
     if not topics:
-        raise PlanError("no topic was found: name some in the option topics, separated by commas")
+        raise PlanError("no topics: name them in the option topics, separated by commas")
     first, last = _offsets(options, "start"), _offsets(options, "end")
     logs = asyncio.run(_logs(work.connection(), topics))
     ends = {at: min(last.get(at, log.end), log.end) for at, log in logs.items()}

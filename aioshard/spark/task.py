@@ -60,7 +60,7 @@ default first threshold of 700, repeated scans of them cost almost as much as ev
 
 @functools.cache
 def worker_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this worker process, which runs in a thread of its own.
+    """Return the event loop of this worker process, which runs in a separate thread.
 
     It is created with the first task: threads do not survive the fork that precedes it. Spark reuses its workers, and
     their tasks run one after another, so the event loop outlives a task; nothing that a task started on it may. If a
@@ -86,7 +86,7 @@ _BATCHES = 6
 _CHECK_INTERVAL = 0.1
 """Seconds between checks for halted or stuck handlers."""
 _SHORT_INTERVAL = 0.01
-"""Seconds between checks whether Spark keeps up again, and for the end: each task of a job waits for its last check."""
+"""Seconds between checks whether Spark has caught up, and for the end: each task of a job waits for its last check."""
 _SILENCE = 1.0
 """Seconds that Spark's thread waits for rows before it checks whether the event loop is alive."""
 _SETTINGS: dict[str, Any] = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
@@ -173,7 +173,7 @@ class _Task:
                 worker_loop.cache_clear()
                 self._ended.set()
                 raise StuckError(
-                    f"a handler has kept the event loop for {patience:g} s without an await, and nothing else can run: "
+                    f"a handler has blocked the event loop for {patience:g} s without an await, and nothing else runs: "
                     f"{self._app.explain().strip()}"
                 )
 
@@ -182,7 +182,7 @@ class _Task:
         self._ready.put(outcome_batch(self._rows.take()[0], self._ahead))
 
     def _is_full(self) -> bool:
-        """Whether Spark does not keep up."""
+        """Return whether Spark has fallen behind."""
         return self._ready.qsize() > _BATCHES
 
     async def _serve(self) -> None:
@@ -227,7 +227,7 @@ class _Task:
                 rows, progress_at = len(self._rows), now
             # Records after a halted one would be repeated together with it, so continuing gains nothing.
             obstacles: Sequence[_Obstacle] = [
-                _obstacle(delivery, "HandlerError", "it halts")
+                _obstacle(delivery, "HandlerError", "the record halted")
                 if delivery.failure is None
                 else _obstacle(delivery, delivery.failure.error, delivery.failure.message)
                 for delivery in halted_of(engine)
@@ -241,25 +241,25 @@ class _Task:
         """Return the oldest records, because nothing has completed for too long.
 
         Raises:
-            StuckError: There are none.
+            StuckError: No records are incomplete.
         """
         stuck_after = self._app.settings.stuck_after
         epochs = engine.rebalance.epochs
         oldest = [delivery for epoch in epochs if (delivery := epoch.tracker.oldest) is not None]
         if not oldest:
-            waiting = ", ".join(f"{epoch.topic_partition} from offset {epoch.tracker.position} on" for epoch in epochs)
+            waiting = ", ".join(f"{epoch.topic_partition} from offset {epoch.tracker.position}" for epoch in epochs)
             trouble = (
                 engine.trouble.why or (engine.transport and engine.transport.trouble) or "the brokers send nothing"
             )
             raise StuckError(
-                f"nothing was read for stuck_after={stuck_after:g} s, {waiting or 'of no partition'}: {trouble}"
+                f"nothing was read for stuck_after={stuck_after:g} s ({waiting or 'no partitions'}): {trouble}"
             )
-        message = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
+        message = f"no record completed for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
         return [_obstacle(delivery, StuckError.__name__, message) for delivery in oldest]
 
 
 class _Paced:
-    """Wraps a client so that it delivers nothing while Spark does not keep up."""
+    """Wraps a client so that it delivers nothing while Spark has fallen behind."""
 
     def __init__(self, transport: Transport, is_full: Callable[[], bool]) -> None:
         self._transport = transport

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 NAMED = 20
-"""How many offsets of a partition a report names at most; all are counted."""
+"""Maximum number of offsets that a report names per partition; all are counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class Found:
     """Offsets of one partition that a check found.
 
     Attributes:
-        count: How many there are.
-        offsets: The first of them, ascending.
+        count: Number of offsets.
+        offsets: The first `NAMED` of them, ascending.
     """
 
     count: int
@@ -42,11 +42,11 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Whether every record of a planned range was handled exactly once. Partitions are named `topic/partition`.
+    """The result of checking that each planned record was handled exactly once. Partitions are named `topic/partition`.
 
     Attributes:
         plan: The digest of the plan.
-        ends: How far the run was verified: topic, partition, offset.
+        ends: The verified ends: topic, partition, offset.
         records: Number of outcome rows.
         statuses: Rows by status.
         left: Number of offsets that the run has not reached, by partition.
@@ -114,7 +114,7 @@ def verify(spark: "SparkSession", directory: str | os.PathLike[str] | RunDirecto
     r"""Check that each record of a run's ranges has one outcome, and write the result to the directory.
 
     Spark does the counting. Only partitions with fewer rows than offsets are read from the log. A record in the log
-    without a row is missing. An offset without a record in the log is a hole or was deleted since: that is no error.
+    without a row is missing. An offset without a record in the log is a hole or was deleted since; it is not an error.
 
     Args:
         spark: Any session.

@@ -32,7 +32,7 @@ class Work(NamedTuple):
     app: str
     """`MODULE:APP`, or empty for a read without an app."""
     version: str | None = None
-    """The driver's version of the app, which a task refuses to differ from; None accepts any."""
+    """The driver's version of the app; a task with another version fails. None accepts any."""
     module_paths: tuple[str, ...] = ()
     """The driver's module directories; a task searches those that exist on its machine."""
     settings: Mapping[str, Any] = {}
@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
 
 def check_handlers(app: App, on_failure: str | None, total_concurrency: int | None) -> None:
-    """Refuse what a backfill does not support.
+    """Refuse handlers and options that a backfill does not support.
 
     Args:
         app: The app whose handlers are checked.

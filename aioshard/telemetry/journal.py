@@ -134,7 +134,7 @@ class JournalFiles:
         except OSError as error:
             raise SettingsError(
                 f"journal={str(self._directory)!r} cannot be written to ({error.strerror or error}): name a directory "
-                "in which this user may make files"
+                "in which this user may create files"
             ) from error
         for path in self._directory.glob(f".*-{glob.escape(self._owner)}-*{_UNFINISHED}"):
             with contextlib.suppress(OSError):  # it no longer exists, or belongs to another user
@@ -229,8 +229,8 @@ _CHUNK_BYTES = 1024 * 1024
 _WAITING_CHUNKS = 64
 _WAITING_BYTES = 32 * 1024 * 1024
 """Rows that may wait for the thread, in addition to those it is writing: about 60 MiB with Python's overhead."""
-_CHUNKS_AT_ONCE = 32
-_LOOK_INTERVAL = 1.0
+_MOST_CHUNKS = 32
+_FLUSH_INTERVAL = 1.0
 """Seconds after which rows are handed over even if there are fewer than a thousand."""
 _LOCK_RELEASE = 2e-4
 """Seconds for which the event loop releases the interpreter lock when the thread has fallen behind.
@@ -306,7 +306,7 @@ class Journal:
     # The event loop -----------------------------------------------------------------------
 
     def _hand_over(self, *, force: bool = False) -> None:
-        """Give the collected rows to the thread; drop them if too much waits already, unless *force* is set."""
+        """Give the collected rows to the thread; drop them if too many are waiting, unless *force* is set."""
         rows = len(self._rows)
         if not rows:
             return
@@ -330,7 +330,7 @@ class Journal:
             time.sleep(_LOCK_RELEASE)
 
     def rebalanced(self, report: RebalanceReport) -> None:
-        """Add a row for a rebalance that is over, if it took something away."""
+        """Add a row for a finished rebalance that revoked partitions."""
         if report.revoked:
             self._rows.add_rebalance(report.at - (time.time() - self._loop.time()), report)
 
@@ -365,7 +365,7 @@ class Journal:
             if self._files.due == 0.0:
                 self._attempt(self._files.finish)
             try:
-                chunks = [self._chunks.get(timeout=max(min(self._files.due, _LOOK_INTERVAL), 0.001))]
+                chunks = [self._chunks.get(timeout=max(min(self._files.due, _FLUSH_INTERVAL), 0.001))]
             except queue.Empty:
                 if len(self._rows):  # even if there are only a few
                     with contextlib.suppress(RuntimeError):  # the event loop was closed
@@ -373,7 +373,7 @@ class Journal:
                 continue
             # The thread may have to wait for the interpreter lock on each call into Arrow: the further it falls behind,
             # the fewer calls it makes.
-            while chunks[-1] is not None and len(chunks) < _CHUNKS_AT_ONCE and not self._chunks.empty():
+            while chunks[-1] is not None and len(chunks) < _MOST_CHUNKS and not self._chunks.empty():
                 chunks.append(self._chunks.get())
             self._write([chunk for chunk in chunks if chunk is not None])
             if chunks[-1] is None:

@@ -57,7 +57,7 @@ class RecordFilter(logging.Filter):
     """Adds the current record and span to every line that a handler logs; attach it to a logging handler.
 
     The fields are those of `CurrentRecord`, plus `trace_id` and `span_id` while an OpenTelemetry span is active. A line
-    that already has one of the record's fields, such as a topic, is about that and gets none of them.
+    that already has one of the record's fields, such as a topic, keeps it and gets none of the others.
 
     Example:
         >>> import logging, sys
@@ -96,7 +96,7 @@ class _NoRepeats(logging.Filter):
         self._shown: dict[tuple[str, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record does not repeat a recent one."""
+        """Return False for a record that repeats a recent one."""
         if record.levelno < logging.WARNING or record.name.partition(".")[0] not in _QUIET:
             return True
         key = record.name, record.getMessage()

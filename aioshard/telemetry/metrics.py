@@ -29,7 +29,7 @@ class MetricInfo(NamedTuple):
     kind: Kind
     help: str
     read: Callable[[Any], float | HistogramCounts | None]
-    """Returns the value of one of the rows of `_rows` that have the same labels; None gives no series."""
+    """Returns the value for a row of `_rows`, or None for no series."""
     labels: tuple[str, ...] = ()
     """Labels in addition to `group`, which comes first."""
 
@@ -39,7 +39,7 @@ _HANDLED = ("topic", "handler")
 
 
 def _rows(app: Statistics) -> dict[tuple[str, ...], Sequence[tuple[Labels, Any]]]:
-    """Return what metrics are read from, by their labels: the label values of each series, and its statistics."""
+    """Return the series for each set of labels: their label values and the statistics to read."""
     group = app.group_id
     topics = [((group, row.topic, handler.name), row) for handler in app.handlers for row in handler.by_topic]
     outcomes = {"success": "processed", "skipped": "skipped", "dead_lettered": "dead_lettered", "parked": "parked"}
@@ -300,7 +300,7 @@ _SUFFIXES: Final = {"counter": "_total", "info": "_info"}
 
 
 class Observed(Protocol):
-    """The interface of an app that its observers need."""
+    """The part of an app that its observers use."""
 
     def statistics(self) -> Statistics:
         """Return a snapshot; safe to call from any thread."""

@@ -71,10 +71,10 @@ class OutcomeRows:
 
     def take(self) -> tuple[list[Any], int]:
         """Return and remove the rows: `ROW_WIDTH` values each, and the bytes of their keys, results and messages."""
-        taken = self._flat.copy(), self._size
+        rows = self._flat.copy(), self._size
         self._flat.clear()  # `observe` refers to this list
         self._size = 0
-        return taken
+        return rows
 
     def observe(self, spec: Handler) -> Completed:
         """Return the callback that adds a handler's completed records; see `aioshard.engine.handler.Observe`."""
@@ -134,7 +134,7 @@ class OutcomeRows:
             self._full()
 
     def add_rebalance(self, began: float, report: RebalanceReport) -> None:
-        """Add a rebalance, which began at loop time *began*, as a row without a handler and a record."""
+        """Add a rebalance, which began at loop time *began*, as a row without handler and record."""
         trouble = Trouble("rebalance", report.kind, report.cause, None)
         times = (None, began, began, began + report.seconds)
         self._flat += (_NO_HANDLER, None, None, None, None, *times, None, None, report.revoked, trouble)

@@ -181,7 +181,7 @@ class Spans:
         """Topics that handlers park records in."""
         common: Attributes = {"messaging.system": "kafka", "messaging.client.id": settings.client_id or "aioshard"}
         host, _, port = (settings.bootstrap_servers or "").strip().rpartition(":")
-        if "," not in host and port.isdigit():  # of several, the one that answers is unknown here
+        if "," not in host and port.isdigit():  # with several, the one that answers is not known here
             common["server.address"], common["server.port"] = host.strip("[]"), int(port)
         self._processing = common | {"messaging.consumer.group.name": group_id} | _operation("process")
         self._sending = common | _operation("send")
@@ -227,9 +227,9 @@ class Spans:
             yield span
         except BaseException as error:
             closed = isinstance(error, GeneratorExit)  # a coroutine may be closed in another context
-            attributes[ERROR_TYPE] = named = error_type(error)
+            attributes[ERROR_TYPE] = name = error_type(error)
             if span.is_recording():
-                _describe_failure(span, error, named)
+                _describe_failure(span, error, name)
             raise
         finally:
             if not closed:
@@ -269,7 +269,7 @@ class Spans:
 
     def _record_span(self, delivery: Delivery) -> contextlib.AbstractContextManager[Span]:
         record = delivery.record
-        attributes = self._processing_of(delivery) | _place(record) | {TOPIC: record.topic}
+        attributes = self._processing_of(delivery) | _position_of(record) | {TOPIC: record.topic}
         self._describe(attributes, record.key, record.value)
         carried = extract_context(record.headers) if record.headers else NOWHERE
         origin = get_current_span(carried).get_span_context()
@@ -291,7 +291,7 @@ class Spans:
         return self._span(
             "process",
             attributes,
-            links=[Link(origin, _place(record)) for origin, record in origins if origin is not None],
+            links=[Link(origin, _position_of(record)) for origin, record in origins if origin is not None],
         )
 
     def _destination(self, partitions: Collection[TopicPartition]) -> Attributes:
@@ -352,9 +352,9 @@ class Spans:
 _SDK_FAILED = "the OpenTelemetry SDK raised an error, so spans may be missing"
 
 
-def _describe_failure(span: Span, error: BaseException, named: str) -> None:
+def _describe_failure(span: Span, error: BaseException, name: str) -> None:
     try:
-        span.set_attribute(ERROR_TYPE, named)
+        span.set_attribute(ERROR_TYPE, name)
         if isinstance(error, asyncio.CancelledError):
             span.set_status(Status(StatusCode.ERROR, "cancelled"))
         else:
@@ -368,7 +368,7 @@ def _operation(name: str) -> Attributes:
     return {"messaging.operation.name": name, "messaging.operation.type": name}
 
 
-def _place(record: Record) -> Attributes:
+def _position_of(record: Record) -> Attributes:
     return {PARTITION: str(record.partition), OFFSET: record.offset}
 
 

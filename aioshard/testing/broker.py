@@ -123,7 +123,7 @@ class ConsumerGroup:
 
     A rebalance has two steps. First every member releases all of its partitions and joins again (`rejoin`); until the
     last one has done so, the old generation is in force, and commits under it are accepted. Then the generation is
-    incremented, the partitions are dealt out round robin, and each member adopts its own (`adopt`).
+    incremented, the partitions are assigned round robin, and each member adopts its own (`adopt`).
 
     Everything here is a synchronous change of state that notifies the broker's watchers. A member then calls `duty` for
     its next step.
@@ -270,7 +270,7 @@ class ConsumerGroup:
         self.rebalance()
 
     def assign(self, *partitions: TopicPartition, member_id: str | None = None) -> None:
-        """Rebalance, and deal out *partitions* again: always to *member_id* if given, otherwise round robin."""
+        """Rebalance, and assign *partitions* again: always to *member_id* if given, otherwise round robin."""
         self.withheld -= set(partitions)
         self._pinned |= dict.fromkeys(partitions, member_id)
         self.rebalance()
@@ -299,13 +299,13 @@ class ConsumerGroup:
         if not any(duty == "rejoin" for duty in self._duties.values()):
             self._duties = dict.fromkeys(self._duties, "adopt")
             self.generation += 1
-            self._owners = self._deal_out()
+            self._owners = self._assign_partitions()
         self._notify()
 
     def _subscribers(self, topic: str) -> list[str]:
         return [name for name, subscription in self._subscriptions.items() if is_subscribed(topic, *subscription)]
 
-    def _deal_out(self) -> dict[TopicPartition, str]:
+    def _assign_partitions(self) -> dict[TopicPartition, str]:
         owners: dict[TopicPartition, str] = {}
         turns = itertools.count()
         for partition in self.subscribed():
@@ -484,7 +484,7 @@ class InMemoryBroker:
         timestamp: float | None = None,
         partitioner: Partitioner = "key",
     ) -> Record:
-        """Append a record; without *partition*, the key's crc32 chooses it, and records without a key take turns.
+        """Append a record; without *partition*, the key's crc32 chooses it, and records without a key go round robin.
 
         Args:
             topic: Created on first use.
@@ -493,7 +493,7 @@ class InMemoryBroker:
             partition: Partition to append to.
             headers: Pairs of name and content.
             timestamp: Seconds since the epoch; by default the broker's clock.
-            partitioner: With `"round_robin"` records with a key take turns too.
+            partitioner: `"round_robin"` ignores the key.
         """
         log = self._log_for(topic, key if partitioner == "key" else None, partition)
         record = Record(

@@ -78,7 +78,7 @@ class TestClient:
             ValueError: *speed* is not positive.
         """
         if speed <= 0:
-            raise ValueError(f"TestClient(speed={speed!r}): a positive number was expected, such as 100")
+            raise ValueError(f"TestClient(speed={speed!r}): expected a positive number, such as 100")
         self.app = app
         self.broker = InMemoryBroker(clock=_timestamp) if broker is None else broker
         self.transports: list[InMemoryTransport] = []
@@ -91,7 +91,9 @@ class TestClient:
     async def __aenter__(self) -> Self:
         """Start the app; return once the first assignment is complete."""
         if self._exit is not None:
-            raise StateError("this TestClient runs already: make another one, or enter it again after it has ended")
+            raise StateError(
+                "this TestClient is already running: create another one, or enter it again after it has ended"
+            )
         async with contextlib.AsyncExitStack() as stack:
             settings = self.app.settings
             stack.enter_context(
@@ -163,7 +165,7 @@ class TestClient:
             topic: Created on first use, with 4 partitions.
             value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
             key: Bytes or a string; records with the same key share a partition and stay in order.
-            partition: By default the key's hash chooses, and records without a key take turns.
+            partition: By default the key's hash chooses it, and records without a key go round robin.
             headers: Pairs of name and content.
         """
         return self.broker.publish(

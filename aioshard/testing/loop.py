@@ -22,14 +22,14 @@ _BUSY_PASSES = 10_000
 """Passes within one instant after which time advances anyway, as it would in a CPU-bound process."""
 _BUSY_TICK = 0.001
 _BUSY_LIMIT = 300_000
-_THREAD_GLANCE = 0.01
+_THREAD_POLL_INTERVAL = 0.01
 _THREAD_PATIENCE = 0.5
 _THREAD_LIMIT = 10.0
 
 
 _NO_SOCKETS = (
-    "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: run what needs them "
-    "with asyncio.run"
+    "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: run code that needs "
+    "them with asyncio.run"
 )
 
 
@@ -269,9 +269,9 @@ class _VirtualSelector(selectors.DefaultSelector):
             if events or not busy or patience <= 0:
                 return events, busy
             # In short steps: a thread may seem busy after delivering its result, and nothing wakes us when it is idle.
-            glance = min(patience, _THREAD_GLANCE)
-            events = super().select(glance)
-            self._waited += glance  # not by the clock: time in which the process was suspended does not count
+            step = min(patience, _THREAD_POLL_INTERVAL)
+            events = super().select(step)
+            self._waited += step  # not by the clock: time in which the process was suspended does not count
             if events:
                 return events, busy
 
@@ -315,8 +315,8 @@ def run(
         except BaseException as error:
             try:
                 runner.close()
-            except Exception as another:  # noqa: BLE001 - an error while closing must not hide the cause
-                error.add_note(f"When its tasks were cancelled afterwards: {another}")
+            except Exception as close_error:  # noqa: BLE001 - an error while closing must not hide the cause
+                error.add_note(f"When its tasks were cancelled afterwards: {close_error}")
             raise
         runner.close()
     except BaseException as error:

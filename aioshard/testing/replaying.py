@@ -25,9 +25,9 @@ from aioshard.testing.client import TestClient, changed_settings
 T = TypeVar("T")
 
 _SPEED = 100.0
-"""Speeds up retries, so that the test need not wait for them."""
+"""Divides the delays of retries."""
 _COMMIT_INTERVAL = 1e-6
-"""Almost none: hundreds of runs would otherwise wait for it."""
+"""Tiny, because each of hundreds of runs waits for a commit."""
 
 
 class Interruption:
@@ -43,16 +43,16 @@ class Interruption:
         """Set it to interrupt the next run; called then."""
 
     def adapt(self, handler: Handler) -> Handler:
-        """Return the handler with interruptible runs; any other is returned unchanged."""
+        """Return the handler with interruptible runs; a handler in a thread or process is returned unchanged."""
         return handler.through(self._interruptible) if handler.run_in == "loop" else handler
 
     def _interruptible(self, attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
-        async def run(given: T) -> object:
+        async def run(argument: T) -> object:
             report, self.report = self.report, None
             if report is None:
-                return await attempt(given)
+                return await attempt(argument)
             try:
-                return await self._interrupted(attempt(given), report)
+                return await self._interrupted(attempt(argument), report)
             finally:
                 self.over.set()
 
@@ -101,7 +101,7 @@ async def replay_prefixes(
     rebalance.
 
     Keep the history short: a dozen records with a few keys show as much as a thousand, and the number of runs
-    grows with the square. Time is that of the event loop: in `aioshard.testing.run` none passes.
+    grows with the square. In `aioshard.testing.run`, waiting takes no time.
 
     State in the process survives a simulated crash. Keep caches and connections in `resources`, which are opened
     again after it; a set of seen records in a global variable would hide what a restart repeats.
@@ -182,21 +182,21 @@ class _Replay(NamedTuple):
         for record in self.history:
             if not any(handler.takes(record.topic) for handler in self.app.handlers):
                 raise ValueError(
-                    f"{Coordinates.of(record)} is of a topic that no handler of app {self.app.group_id!r} takes"
+                    f"{Coordinates.of(record)} belongs to a topic that no handler of app {self.app.group_id!r} consumes"
                 )
         await self._reset_world()
         untouched = await self._copied_effects()
         clean = await self._clean_run()
         if clean == untouched:
             raise AssertionError(
-                "the effects of the whole history are those of none: effects() does not see what the handlers do, or "
-                f"the history leaves nothing behind\n  effects:\n{_shown(clean)}"
+                "the history has no visible effects: it is empty, the handlers change nothing, or effects() does not "
+                f"see what the handlers do\n  effects:\n{_shown(clean)}"
             )
         again = await self._clean_run()
         if again != clean:
             raise AssertionError(
-                "two clean runs have different effects: reset() leaves something behind, or the effects hold times, "
-                "chance, or the order in which records of different keys ran\n"
+                "two clean runs have different effects: reset() does not restore everything, or the effects contain "
+                "times, random values, or the order in which records of different keys ran\n"
                 f"  effects of the first run:\n{_shown(clean)}\n  effects of the second run:\n{_shown(again)}"
             )
         return clean
@@ -215,7 +215,7 @@ class _Replay(NamedTuple):
             interruption: Where to crash in the middle of the last record; by default all records end before the crash.
 
         Returns:
-            Whether it crashed: a record ends without reaching a later await than its last one.
+            False without a crash, because the record ended before the chosen await.
         """
         broker = await self._reset_world()
         crash = f"a crash after {ran} of {len(self.history)} records"

@@ -44,7 +44,7 @@ class InMemorySideTopics:
 
     async def ensure(self, topic: str, partitions: int) -> None:
         """See `SideTopics.ensure`; here an existing topic is rejected only if it has too few partitions."""
-        await self._ask()
+        await self._request()
         count = self._broker.topics().get(topic)
         if count is None:
             self._broker.create_topic(topic, partitions)
@@ -113,7 +113,7 @@ class InMemorySideTopics:
             ConnectError: The broker is not available.
             TransportError: The partition does not exist, or a transaction is open.
         """
-        await self._ask()
+        await self._request()
         log = self._broker.existing_log(topic_partition)
         if log.stable_end < log.end:
             raise undecided(topic_partition)
@@ -126,7 +126,7 @@ class InMemorySideTopics:
             ConnectError: The broker is not available.
             TransportError: The partition does not exist, or the error set with `fail_fetches`.
         """
-        await self._ask()
+        await self._request()
         return self._read(topic_partition, offset)[0]
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class InMemorySideTopics:
         self._closed = True
         self._broker.notify()
 
-    async def _ask(self) -> None:
+    async def _request(self) -> None:
         """Let other tasks run, as a network would; raise if closed or the broker is not available."""
         await asyncio.sleep(0)
         self._check_open()

@@ -129,7 +129,7 @@ class InMemoryTransport:
         self._next_fetch = 0.0
         self._woken = False
         self._readable = asyncio.Event()
-        self._stirred = asyncio.Event()
+        self._group_changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._reachable = asyncio.Event()
         """Set unless the client is cut off from the coordinator."""
@@ -151,9 +151,9 @@ class InMemoryTransport:
                 error.
         """
         if self._listener is not None:
-            raise StateError("this client was started before: make a new one with the transport factory")
+            raise StateError("this client was started before: create a new one with the transport factory")
         self._listener = listener
-        await self._take("start")
+        await self._pass_time("start")
         self._broker.check_available()
         if self._assign is not None:
             self._take_assigned(self._assign, listener)
@@ -194,13 +194,13 @@ class InMemoryTransport:
             if self._task is not None:
                 await self._task
             if not self._crashed:
-                await self._take("close")
+                await self._pass_time("close")
         finally:
             if not self._crashed and self._reachable.is_set():
                 self._group.leave(self._member_id)
             self._membership = NOT_A_MEMBER
             self._assigned = {}
-            self.kill(ClientLostError("the client is closed: make a new one with the transport factory"))
+            self.kill(ClientLostError("the client is closed: create a new one with the transport factory"))
 
     def kill(self, error: TransportError | None = None) -> None:
         """End the client's background work: every poll raises from now on, while the group still has the member."""
@@ -250,7 +250,7 @@ class InMemoryTransport:
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""
         if not self._broker.available:
-            return "the in-memory broker is not available: the test has said so"
+            return "the in-memory broker is not available: the test has set broker.available to False"
         return None if self._reachable.is_set() else "the coordinator does not answer: the test has cut the client off"
 
     def membership(self) -> Membership:
@@ -260,11 +260,11 @@ class InMemoryTransport:
     async def _follow_group(self, listener: GroupListener) -> None:
         try:
             while not self._ending:
-                self._stirred.clear()
+                self._group_changed.clear()
                 if self._reachable.is_set():
                     await self._take_next_step(listener)
                 else:
-                    await self._hear_nothing(listener)
+                    await self._wait_for_coordinator(listener)
         except Exception as error:
             # A listener must not raise. A client of a real broker would continue in an undefined state; a test must
             # notice.
@@ -274,24 +274,24 @@ class InMemoryTransport:
             self.kill(lost)
             self._group.leave(self._member_id)
 
-    async def _hear_nothing(self, listener: GroupListener) -> None:
+    async def _wait_for_coordinator(self, listener: GroupListener) -> None:
         """Wait for the coordinator, and give up all partitions when the session expires."""
         removal = self._removal if self._membership != NOT_A_MEMBER else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(removal.when() if removal is not None else None):
-                await self._stirred.wait()
+                await self._group_changed.wait()
                 return
         await self._release(listener, lost=True)
 
     async def _take_next_step(self, listener: GroupListener) -> None:
         duty = self._group.duty(self._member_id)
         if duty == "nothing":
-            await self._stirred.wait()
+            await self._group_changed.wait()
             return
-        await self._take("join" if duty == "adopt" else "heartbeat")
+        await self._pass_time("join" if duty == "adopt" else "heartbeat")
         if duty != "adopt":
             await self._release(listener, lost=duty == "join anew")
-        # In the meantime, the group may have moved on, or the client may have been closed or cut off.
+        # Meanwhile the group may have moved on, or the client may have been closed or cut off.
         if self._ending or not self._reachable.is_set():
             return
         if duty == "rejoin":
@@ -355,7 +355,7 @@ class InMemoryTransport:
 
     def _changed(self) -> None:
         self._readable.set()
-        self._stirred.set()
+        self._group_changed.set()
 
     def _fetch(self, allowance: AllowanceOf, now: float) -> tuple[Items, Items]:
         """Fetch the readable records of every partition that is not paused, within their allowances.
@@ -364,7 +364,7 @@ class InMemoryTransport:
         of this moment. A partition with more records than could be fetched goes last the next time.
 
         Returns:
-            What is new, and the oversized records that were reported before; those do not end a poll.
+            The new items, and the oversized records that were reported before; those do not end a poll.
         """
         new: Items = []
         repeated: Items = []
@@ -465,7 +465,7 @@ class InMemoryTransport:
         self._changed()
 
     def _known(self, topic_partition: TopicPartition) -> _Assigned:
-        """Return an assigned partition; for any other, one that has no effect."""
+        """Return an assigned partition, or a placeholder for any other."""
         return self._assigned.get(topic_partition) or _Assigned()
 
     # Requests --------------------------------------------------------------------------
@@ -488,53 +488,53 @@ class InMemoryTransport:
             raise CommitRefusedError(
                 f"the commit was made under {membership} and the client is {self._membership} now: check it again"
             )
-        await self._take("commit")
+        await self._pass_time("commit")
         if self._crashed:
             raise CommitError("the commit was not acknowledged: the client has crashed")
         try:
             self._broker.commit(self._group.group_id, offsets, membership, messages or ())
         except ConnectError as error:
             raise CommitError(f"the commit was not acknowledged: {error}") from error
-        await self._take("commit reply")
+        await self._pass_time("commit reply")
         self._broker.notify()  # waiters may wait for the acknowledgement of the commit
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`; raises `ConnectError` while the broker is not available."""
-        await self._ask("committed")
+        await self._request("committed")
         return {partition: self._group.committed(partition) for partition in partitions}
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; raises `ConnectError` while the broker is not available."""
-        await self._ask("log ranges")
+        await self._request("log ranges")
         logs = {name: self._broker.log(*name) for name in partitions if name not in self._broker.leaderless}
         return {name: LogRange(log.start, self._readable_end(log), log.end) for name, log in logs.items()}
 
     async def partitions(self, topic: str) -> dict[int, PartitionInfo]:
         """See `Transport.partitions`; raises `ConnectError` while the broker is not available."""
-        await self._ask("partitions")
+        await self._request("partitions")
         return {number: PartitionInfo(number, 1, (1,), (1,)) for number in range(self._broker.topics().get(topic, 0))}
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`; raises `ConnectError` while the broker is not available."""
-        await self._ask("partitions")
+        await self._request("partitions")
         return frozenset(self._broker.topics())
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`; raises `ConnectError` while the broker is not available."""
-        await self._ask("log ranges")
+        await self._request("log ranges")
         if topic_partition in self._broker.leaderless:
             raise TransportError(f"{topic_partition} has no leader: the test has taken it away")
         log = self._broker.log(*topic_partition)
         readable = log.read(log.start, self._readable_end(log))
         return next((record.offset for record in readable if record.timestamp >= timestamp), None)
 
-    async def _ask(self, operation: Operation) -> None:
-        await self._take(operation)
+    async def _request(self, operation: Operation) -> None:
+        await self._pass_time(operation)
         if self._crashed:
             raise ConnectError("the client has crashed: nothing reaches the broker any more")
         self._broker.check_available()
 
-    async def _take(self, operation: Operation) -> None:
+    async def _pass_time(self, operation: Operation) -> None:
         """Let the duration of an operation pass; a request always lets other tasks run, as a network would."""
         await asyncio.sleep(0 if self._latency is None else self._latency(operation))
         if operation in _TO_COORDINATOR:

@@ -1,4 +1,4 @@
-"""The actions that an operator can take on the dashboard: who may take them, and their log.
+"""The actions that an operator can take on the dashboard, with authorization and an audit log.
 
 `POST actions` takes one JSON object. The token is sent in `Authorization: Bearer …`, never in the URL.
 
@@ -57,7 +57,7 @@ _ACTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "release_parked": (_RECORD, "record {topic}/{partition}/{offset} and the records parked behind it run again"),
     "check": ((), "the token is correct"),
 }
-"""Each action, which is the name of a method of `App`, with its arguments, and a sentence for when it is done."""
+"""Each action, which is the name of a method of `App`, with its arguments and the sentence that reports it."""
 
 
 class Action(BaseModel):
@@ -201,7 +201,7 @@ def action_route(app: App, token: str) -> Route:
         client = "an unknown address" if request.client is None else f"{request.client.host}:{request.client.port}"
         try:
             _check_request(request, expected)
-            action = parse(await request.body())  # only whoever has the token can send one
+            action = parse(await request.body())  # the token was checked before
             sentence = await anyio.to_thread.run_sync(perform, app, action, limiter=limiter)
         except RefusedError as refusal:
             now = time.monotonic()

@@ -1,6 +1,6 @@
 """Health, statistics and metrics over HTTP: routes for any Starlette app, and a small server.
 
-| path | answer |
+| path | response |
 | --- | --- |
 | `/livez` | 503 only if a restart would help; see `Statistics.restart_cures` |
 | `/readyz` | 200 from the first join of the group until draining or failed |
@@ -39,7 +39,7 @@ _APP_WIDE = ("commit", "draining", "rebalancing")
 _MAX_WAIT = 600.0
 
 
-# Content of the answers ----------------------------------------------------------------
+# Content of the responses --------------------------------------------------------------
 
 
 def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
@@ -166,7 +166,7 @@ def drain_route(app: App, path: str = "/drain") -> Route:
         )
 
     async def drain(request: Request) -> Response:
-        if request.method == "HEAD" or any(sign in request.headers for sign in ("origin", "sec-fetch-site")):
+        if request.method == "HEAD" or any(name in request.headers for name in ("origin", "sec-fetch-site")):
             return response(403, "use GET or POST, from a hook or a command and not from a browser")
         text = request.query_params.get("wait", "0")
         try:
@@ -202,7 +202,7 @@ async def serve_health(
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve the health routes while the context is open, in a thread with its own event loop.
 
-    So probes, scrapes and explanations are answered even while the app's event loop is blocked, and never block it.
+    Probes, scrapes and explanations are answered even while the app's event loop is blocked, and never block it.
 
     Args:
         app: The app to observe, from that thread.

@@ -3,7 +3,7 @@
 It is one page, one script and one stylesheet. The script reads `history.json` once and then polls `dashboard.json`.
 All its URLs are relative, so it works below any path. Nothing is loaded from other sites.
 
-| path | answer |
+| path | response |
 | --- | --- |
 | `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
 | `/dashboard.json` | its data: `statistics`, `diagnosis`, `workload`, `actions` and `at` |
@@ -65,7 +65,7 @@ LONGEST = 10_000
 """Maximum number of characters of a payload in a response."""
 _MESSAGES_TIMEOUT = 10.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Never through a proxy of the environment: the processes are nearby."""
+"""Ignores proxies of the environment: the processes are nearby."""
 _PARTITION_FIELDS = [field.name for field in dataclasses.fields(PartitionStatistics)]
 _STATIC = Path(__file__).with_name("static")
 _FILES = {
@@ -149,11 +149,11 @@ def addresses_of(url: str) -> list[str]:
         parts = urlsplit(url)
         if parts.scheme != "http":
             return [url]
-        found = socket.getaddrinfo(parts.hostname or url, parts.port or 80, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(parts.hostname or url, parts.port or 80, type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return [url]
-    # With both families, IPv4: it is the same processes.
-    hosts = sorted({str(place[0]) for family, *_, place in found if family == min(found)[0]})
+    # With both families, IPv4: the processes are the same.
+    hosts = sorted({str(address[0]) for family, *_, address in addresses if family == min(addresses)[0]})
     return [
         f"http://{f'[{host}]' if ':' in host else host}:{parts.port or 80}{parts.path.rstrip('/')}" for host in hosts
     ]
@@ -162,8 +162,8 @@ def addresses_of(url: str) -> list[str]:
 def ask(url: str) -> dict[str, Any]:
     """Return the statistics of a process, or why it does not answer."""
     try:
-        with _OPENER.open(f"{url}/statistics.json", timeout=2.0) as answer:
-            return {"url": url, "statistics": json.load(answer)}
+        with _OPENER.open(f"{url}/statistics.json", timeout=2.0) as response:
+            return {"url": url, "statistics": json.load(response)}
     except (OSError, ValueError, HTTPException) as error:
         return {"url": url, "error": str(error).removeprefix("<urlopen error ").removesuffix(">")}
 

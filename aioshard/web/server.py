@@ -49,7 +49,7 @@ class PortError(AioshardError):
 
 async def _not_found(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - Starlette calls it only for these
-    sentence = "nothing is at this path" if error.status_code == 404 else "this path does not support that method"  # noqa: PLR2004
+    sentence = "this path does not exist" if error.status_code == 404 else "this path does not support that method"  # noqa: PLR2004
     return JSONResponse({"error": sentence}, error.status_code, {**SAFE, **(error.headers or {})})
 
 
@@ -68,10 +68,10 @@ def routes_in_threads(answers: Mapping[str, Callable[[Request], Response]], *, t
     """
     limiter = anyio.CapacityLimiter(threads)
 
-    async def answer(compute: Callable[[Request], Response], request: Request) -> Response:
+    async def endpoint(compute: Callable[[Request], Response], request: Request) -> Response:
         return await anyio.to_thread.run_sync(compute, request, limiter=limiter)
 
-    return [Route(path, functools.partial(answer, compute)) for path, compute in answers.items()]
+    return [Route(path, functools.partial(endpoint, compute)) for path, compute in answers.items()]
 
 
 @contextlib.asynccontextmanager

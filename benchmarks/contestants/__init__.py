@@ -1,1 +1,1 @@
-"""What is measured: each contestant runs alone in a process of its own, `python -m benchmarks.contestants SPEC`."""
+"""The contestants: each runs alone in a separate process, `python -m benchmarks.contestants SPEC`."""

@@ -34,7 +34,7 @@ WHERE = {
     "FastStream, manual ack": "frameworks:faststream_manual",
     "faststream-concurrent-aiokafka": "frameworks:faststream_concurrent",
 }
-"""Contestants by the name in the tables; imported only where they run, which keeps each process small."""
+"""Contestants by the name in the tables; each is imported only in its own process, which stays small."""
 
 Contestant = Callable[[Spec, Meter], Coroutine[Any, Any, None]]
 
@@ -52,7 +52,7 @@ def main() -> None:
             runner.run(contestant(spec.warming_up(), warming_up))
             meter.first_of_all = warming_up.first_started
         runner.run(_run(contestant, spec, meter))
-    _answer(meter)
+    _print_result(meter)
 
 
 async def _run(contestant: Contestant, spec: Spec, meter: Meter) -> None:
@@ -61,20 +61,20 @@ async def _run(contestant: Contestant, spec: Spec, meter: Meter) -> None:
         over = asyncio.create_task(meter.over.wait(), name="over")
         await asyncio.wait([running, over], return_when=asyncio.FIRST_COMPLETED)
         if over.done():
-            _answer(meter)  # ending in order would wait for handlers that never return
+            _print_result(meter)  # a drain would wait for handlers that never return
     await running
 
 
-def _answer(meter: Meter) -> NoReturn:
+def _print_result(meter: Meter) -> NoReturn:
     print(json.dumps(asdict(meter.result())), flush=True)
-    # What a contestant leaves running is not measured and must not keep us.
+    # Anything that a contestant leaves running is not measured and must not delay the exit.
     os._exit(0)
 
 
 def _loop_factory(*, uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop]:
     if not uvloop:
         return asyncio.new_event_loop
-    import uvloop as faster  # noqa: PLC0415 - not there on every system
+    import uvloop as faster  # noqa: PLC0415 - not available on every system
 
     return faster.new_event_loop
 

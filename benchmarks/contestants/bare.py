@@ -8,14 +8,14 @@ from benchmarks.spec import Spec
 
 
 class Place(NamedTuple):
-    """What the handler looks at of a record."""
+    """The part of a record that the handler uses."""
 
     partition: int
     offset: int
 
 
 async def bare_loop(spec: Spec, meter: Meter) -> None:
-    """*concurrency* coroutines that call the handler again and again."""
+    """Run *concurrency* coroutines that call the handler in a loop."""
     places = iter([Place(partition, offset) for partition, end in enumerate(spec.ends) for offset in range(end)])
     handler = meter.handler
 

@@ -1,4 +1,4 @@
-"""FastStream and its add-on, set up as their documentation says."""
+"""FastStream and its add-on, set up as in their documentation."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ COMMIT_INTERVAL = 1.0
 
 
 async def faststream_default(spec: Spec, meter: Meter) -> None:
-    """One record at a time, committed by the client on its own: at most once."""
+    """One record at a time, with auto-commit of the client: at most once."""
     broker = _broker(spec)
 
     @broker.subscriber(spec.topic, group_id=spec.group, auto_offset_reset="earliest")
@@ -69,7 +69,7 @@ async def faststream_concurrent(spec: Spec, meter: Meter) -> None:
 
 
 def _broker(spec: Spec) -> KafkaBroker:
-    # Without a logger: a line for each record would be measured otherwise.
+    # Without a logger: otherwise a log line for each record would be measured too.
     return KafkaBroker(spec.bootstrap, logger=None)
 
 

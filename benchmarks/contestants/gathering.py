@@ -1,4 +1,4 @@
-"""What public projects do on Spark: the coroutines of an Arrow batch at once, then those of the next one."""
+"""The usual way on Spark: `asyncio.gather` over one Arrow batch after the other."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ COLUMNS = "partition int, offset long, result binary"
 
 
 class Row(NamedTuple):
-    """What a handler gets of a record."""
+    """The part of a record that the handler gets."""
 
     partition: int
     offset: int
@@ -22,9 +22,9 @@ class Row(NamedTuple):
 
 
 class Gathering:
-    """What `mapInArrow` takes: gathers the handler over each batch of rows, so many at a time.
+    """A function for `mapInArrow`: gathers the handler over each batch of rows, with limited concurrency.
 
-    It is as quick as it can be: one event loop for the whole task, of the same kind as ours, and nothing is noted.
+    It is as quick as possible: one event loop for the whole task, of the same kind as ours, and no bookkeeping.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -42,8 +42,8 @@ class Gathering:
     async def _gather(self, rows: list[Row]) -> list[None]:
         free = asyncio.Semaphore(self._at_once)
 
-        async def one(row: Row) -> None:
+        async def run(row: Row) -> None:
             async with free:
                 await handler(row)
 
-        return await asyncio.gather(*map(one, rows))
+        return await asyncio.gather(*map(run, rows))

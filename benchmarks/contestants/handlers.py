@@ -1,4 +1,4 @@
-"""What the handler of all contestants does, and what it remembers."""
+"""The handler of all contestants, and its records of what ran."""
 
 import asyncio
 import os
@@ -20,27 +20,27 @@ class Work(Protocol):
 
     handler: Handler
     count: Callable[[], int]
-    """How many records are done."""
+    """Returns the number of finished records."""
     first_started: float
-    """Seconds; 0 where no times are noted."""
+    """Seconds; 0 if times are not recorded."""
     last_ended: float
 
     disordered: int
-    """How many records ran beside or after a later one of their key, as far as noted."""
+    """Number of records that ran during or after a later one of their key; 0 if not observed."""
     peak_concurrency: int
-    """How many handlers ran at once, as far as noted."""
+    """Maximum number of concurrent runs; 0 if not observed."""
 
     @property
     def repeated(self) -> int:
-        """How many records ran more than once, as far as noted."""
+        """Number of records that ran more than once; 0 if not observed."""
 
     @property
     def missing(self) -> int:
-        """How many records never ran, as far as noted."""
+        """Number of records that never ran; 0 if not observed."""
 
 
 def make_work(spec: Spec) -> Work:
-    """The kind of handler that *spec* asks for."""
+    """Return the kind of handler that *spec* names."""
     match spec.work:
         case "count":
             return _Counting()
@@ -49,12 +49,12 @@ def make_work(spec: Spec) -> Work:
         case "journal":
             return _Journal(spec)
         case "told" | "hash" | "compute":
-            return _Watching(spec)
+            return _Observing(spec)
         case _:
-            return _Noting(spec)
+            return _Marking(spec)
 
 
-class _Unnoted:
+class _Unmarked:
     """A handler that does not remember which records it saw."""
 
     first_started = last_ended = 0.0
@@ -63,7 +63,7 @@ class _Unnoted:
     count: Callable[[], int]
 
 
-class _Counting(_Unnoted):
+class _Counting(_Unmarked):
     def __init__(self) -> None:
         count = 0
 
@@ -75,7 +75,7 @@ class _Counting(_Unnoted):
         self.count = lambda: count
 
 
-class _Hanging(_Unnoted):
+class _Hanging(_Unmarked):
     def __init__(self) -> None:
         self._started = 0
         self.handler = self._hang
@@ -86,7 +86,7 @@ class _Hanging(_Unnoted):
         await asyncio.get_running_loop().create_future()
 
 
-class _Journal(_Unnoted):
+class _Journal(_Unmarked):
     """Sleeps, then appends partition, offset and the machine's time to a file, which outlives the process."""
 
     def __init__(self, spec: Spec) -> None:
@@ -102,8 +102,8 @@ class _Journal(_Unnoted):
         self._written += 1
 
 
-class _Noting:
-    """Marks each record; with seconds to sleep, sleeps and notes when the first and the last one were."""
+class _Marking:
+    """Marks each record; if it sleeps, it records the times of the first and the last one too."""
 
     disordered = peak_concurrency = 0
 
@@ -138,18 +138,18 @@ class _Noting:
         self.last_ended = time.perf_counter()
 
 
-class _Watching:
-    """Does what the record says, and notes order, repetition and concurrency; the peers' handlers do the same."""
+class _Observing:
+    """Does the work that the record names, and observes order, repetition and concurrency, as the peers do."""
 
     def __init__(self, spec: Spec) -> None:
         self._marks = [bytearray(end) for end in spec.ends]
         self._expected = spec.records
-        self._turns = [0] * spec.keys  # one more than the offset of a key's last record, negative while that runs
+        self._turns = [0] * spec.keys  # offset of a key's last record + 1, negative while it runs
         self._running = 0
         self._count = 0
         self.disordered = self.peak_concurrency = 0
         self.first_started = self.last_ended = 0.0
-        self._act: Handler = _hash if spec.work == "hash" else _sleep_as_told
+        self._act: Handler = _hash if spec.work == "hash" else _sleep_as_recorded
         self.handler: Handler = self._handle
         self.count: Callable[[], int] = lambda: self._count
 
@@ -165,33 +165,33 @@ class _Watching:
         await self.around(record, self._act(record))
 
     async def around(self, record: Any, run: Awaitable[object]) -> None:
-        """Await a run that computes elsewhere, and note the record."""
+        """Await a run that computes elsewhere, and observe the record."""
         if not self.first_started:
             self.first_started = time.perf_counter()
         self._running += 1
         self.peak_concurrency = max(self.peak_concurrency, self._running)
         key = int(record.key)
-        place = record.offset + 1
+        following = record.offset + 1
         before = self._turns[key]
-        self._turns[key] = -place
-        if before < 0 or before >= place:
+        self._turns[key] = -following
+        if before < 0 or before >= following:
             self.disordered += 1
         await run
-        self._turns[key] = place
+        self._turns[key] = following
         self._marks[record.partition][record.offset] += 1
         self._running -= 1
         self._count += 1
         self.last_ended = time.perf_counter()
 
     async def around_batch(self, records: Sequence[Any], run: Awaitable[object]) -> None:
-        """The same for a batch, whose records are noted when it has ended."""
+        """Await a batch, and observe its records once it has ended."""
         self.first_started = self.first_started or time.perf_counter()
         await run
         for record in records:
             await self.around(record, asyncio.sleep(0))
 
 
-async def _sleep_as_told(record: Any) -> None:
+async def _sleep_as_recorded(record: Any) -> None:
     await asyncio.sleep(int(record.value[:8]) / 1000)
 
 
@@ -207,12 +207,12 @@ def hash_record(record: Any) -> None:
 
 
 def hash_records(records: list[Any]) -> None:
-    """The same for each record of a batch."""
+    """Compute 500 × SHA-256 for each record of a batch."""
     for record in records:
         hash_record(record)
 
 
-def compute(record: Any, turns: int = 0) -> None:  # noqa: ARG001 - every record takes as long
+def compute(record: Any, turns: int = 0) -> None:  # noqa: ARG001 - every record takes the same time
     """Compute in pure Python."""
     total = 0
     for number in range(turns):
@@ -220,5 +220,5 @@ def compute(record: Any, turns: int = 0) -> None:  # noqa: ARG001 - every record
 
 
 def _is_slow(partition: int, offset: int) -> bool:
-    """One record in a hundred, scattered, and the same ones for every contestant."""
+    """Return True for one record in a hundred, scattered, and the same for every contestant."""
     return ((offset * 2654435761 + partition * 40503) >> 7) % SLOW_EVERY == 0

@@ -1,4 +1,4 @@
-"""What teams write by hand on aiokafka, in a fair and careful form each."""
+"""Typical handwritten consumers on aiokafka, each in a fair and careful form."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from benchmarks.contestants.meter import LOOK_INTERVAL, Meter
 from benchmarks.spec import Spec
 
 MAX_RECORDS = 500
-"""Per `getmany`: a third quicker than without a limit."""
+"""Maximum records per `getmany`: a third quicker than without a limit."""
 COMMIT_INTERVAL = 1.0
 QUEUE_BOUND = 100
 """Records in each queue; 128 of them hold a little more than aioshard does by default."""
 
 
 async def plain_loop(spec: Spec, meter: Meter) -> None:
-    """`getmany`, the handler for each record in order, a commit once a second."""
+    """Call `getmany` and the handler for each record in order; commit once a second."""
     handler = meter.handler
     clock = asyncio.get_running_loop().time
     async with _consumer(spec) as consumer:
@@ -40,13 +40,13 @@ async def plain_loop(spec: Spec, meter: Meter) -> None:
 
 
 async def _commit(consumer: Any) -> None:
-    """What the group has taken away meanwhile is processed by others once more."""
+    """Commit; records of revoked partitions are processed again by their new owners."""
     with contextlib.suppress(CommitFailedError):
         await consumer.commit()
 
 
 async def task_per_record(spec: Spec, meter: Meter) -> None:
-    """A task for each record, bounded by a semaphore; no order, and auto-commit, which loses records in a crash."""
+    """Start a task per record, limited by a semaphore; no order, and auto-commit, which loses records in a crash."""
     handler = meter.handler
     semaphore = asyncio.Semaphore(spec.concurrency)
     tasks: set[asyncio.Task[None]] = set()
@@ -67,11 +67,11 @@ async def task_per_record(spec: Spec, meter: Meter) -> None:
                     task.add_done_callback(tasks.discard)
 
     async with _consumer(spec, enable_auto_commit=True, auto_commit_interval_ms=1000) as consumer:
-        await _watch_beside(meter, [consume(consumer)])
+        await _run_until_done(meter, [consume(consumer)])
 
 
 async def fixed_queues(spec: Spec, meter: Meter) -> None:  # noqa: C901 - a contestant reads from top to bottom
-    """The hash of the key chooses one of *concurrency* bounded queues with one worker each; commits what is done."""
+    """Hash the key to one of *concurrency* bounded queues with one worker each; commit finished offsets."""
     number = spec.concurrency
     handler = meter.handler
     queues: list[asyncio.Queue[Any]] = [asyncio.Queue(QUEUE_BOUND) for _ in range(number)]
@@ -107,12 +107,12 @@ async def fixed_queues(spec: Spec, meter: Meter) -> None:  # noqa: C901 - a cont
             await commit(consumer)
 
     async with _consumer(spec) as consumer:
-        await _watch_beside(meter, [consume(consumer), keep_committing(consumer), *map(work, queues)])
+        await _run_until_done(meter, [consume(consumer), keep_committing(consumer), *map(work, queues)])
         await commit(consumer)
 
 
 async def task_per_partition(spec: Spec, meter: Meter) -> None:
-    """One task for each partition, which fetches, runs the handler for each record in order, and commits."""
+    """Start a task per partition, which fetches, runs the handler for each record in order, and commits."""
     handler = meter.handler
     clock = asyncio.get_running_loop().time
 
@@ -130,18 +130,18 @@ async def task_per_partition(spec: Spec, meter: Meter) -> None:
         partitions = [TopicPartition(spec.topic, number) for number in range(len(spec.ends))]
         while set(partitions) - consumer.assignment():
             await asyncio.sleep(LOOK_INTERVAL)
-        await _watch_beside(meter, [work(consumer, partition) for partition in partitions])
+        await _run_until_done(meter, [work(consumer, partition) for partition in partitions])
 
 
 @asynccontextmanager
 async def _consumer(spec: Spec, **options: Any) -> AsyncIterator[Any]:
-    told = {"enable_auto_commit": False, "auto_offset_reset": "earliest"} | options
-    consumer = AIOKafkaConsumer(spec.topic, bootstrap_servers=spec.bootstrap, group_id=spec.group, **told)
+    settings = {"enable_auto_commit": False, "auto_offset_reset": "earliest"} | options
+    consumer = AIOKafkaConsumer(spec.topic, bootstrap_servers=spec.bootstrap, group_id=spec.group, **settings)
     async with consumer:
         yield consumer
 
 
-async def _watch_beside(meter: Meter, parts: Sequence[Any]) -> None:
+async def _run_until_done(meter: Meter, parts: Sequence[Any]) -> None:
     """Run *parts* until the meter has seen the last record, or one of them fails."""
     watching = asyncio.create_task(meter.watch(), name="watch")
     tasks = [asyncio.create_task(part) for part in parts]

@@ -1,6 +1,6 @@
-"""A process that runs one job over a whole topic after the other, each a line on its standard input.
+"""A process that runs backfills of a whole topic, one for each line of its standard input.
 
-`python -m benchmarks.contestants.history app|MASTER SPEC`: an app, or jobs of one Spark session. The answer to each job
+`python -m benchmarks.contestants.history app|MASTER SPEC`: an app, or jobs of one Spark session. The result of each job
 is a line of JSON.
 """
 
@@ -31,7 +31,7 @@ Run = Callable[[Spec], Measurement]
 
 
 def main() -> None:
-    """Answer jobs until there are no more."""
+    """Run jobs until the end of the input."""
     kind, text = sys.argv[1:]
     with run_app() if kind == "app" else run_on_spark(kind, text) as run:
         for line in sys.stdin:
@@ -40,7 +40,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def run_app() -> Iterator[Run]:
-    """The plain app, live, with a group of its own, until it has caught up."""
+    """Provide a function that runs an app with a new group until it has caught up."""
 
     def run(spec: Spec) -> Measurement:
         app = App(spec.group, bootstrap_servers=spec.bootstrap, auto_offset_reset="earliest")
@@ -55,10 +55,10 @@ def run_app() -> Iterator[Run]:
 
 @contextlib.contextmanager
 def run_on_spark(master: str, text: str) -> Iterator[Run]:
-    """Jobs of one session."""
-    from aioshard.spark.session import local_session, register  # noqa: PLC0415 - pyspark only where it is measured
+    """Provide a function that runs jobs in one Spark session."""
+    from aioshard.spark.session import local_session, register  # noqa: PLC0415 - pyspark is imported only if it is measured
 
-    # The tasks are told by the environment, which they have from the session.
+    # The tasks read their spec from the environment, which they inherit from the session.
     os.environ[IN_ENVIRONMENT] = text
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # noqa: PTH109
     spark = local_session(master, "benchmarks")
@@ -93,7 +93,7 @@ def _measured(records: int, began: float, cpu: float, *, lost: int = 0, twice: i
 
 
 def _counted(frame: "DataFrame") -> tuple[int, int]:
-    """Rows, and records that have one."""
+    """Return the number of rows, and of distinct records among them."""
     from pyspark.sql import functions  # noqa: PLC0415 - as above
 
     counted = frame.agg(functions.count("*"), functions.count_distinct("partition", "offset")).first()
@@ -102,7 +102,7 @@ def _counted(frame: "DataFrame") -> tuple[int, int]:
 
 
 def _tree_seconds() -> float:
-    """CPU time of this process and of all below it: Spark's Java and its workers, those that have ended too."""
+    """Return the CPU seconds of this process and its descendants, even ended ones: Spark's Java and its workers."""
     total = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
@@ -111,7 +111,7 @@ def _tree_seconds() -> float:
     return total
 
 
-# What the jobs are ---------------------------------------------------------------------
+# Jobs ---------------------------------------------------------------------------------
 
 
 def _fused(spark: "SparkSession", spec: Spec) -> "DataFrame":

@@ -1,4 +1,4 @@
-"""The app of P10 and P11: tasks of Spark import it, so what it does comes from their environment."""
+"""The app of P10 and P11: Spark tasks import it, so its spec comes from their environment."""
 
 import os
 

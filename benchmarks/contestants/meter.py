@@ -1,4 +1,4 @@
-"""The clocks beside the handler."""
+"""The meter of a run: clocks, CPU time and memory."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,11 @@ from benchmarks.contestants.handlers import Handler, Work, make_work
 from benchmarks.spec import Measurement, Spec
 
 LOOK_INTERVAL = 0.02
-"""Seconds between two readings of clock and counter: often enough, and no cost per record."""
+"""Seconds between two readings of clock and counter, which cost nothing per record."""
 STALL_TIMEOUT = 60.0
-"""Seconds without any progress after which a run is given up."""
+"""Seconds without progress after which a run fails."""
 NEARLY_ALL = 0.99
-"""Share of the records; a few that hang do not hold it up."""
+"""Share of the records, so that a few hanging ones do not count."""
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
@@ -29,22 +29,22 @@ class StalledError(RuntimeError):
 
 
 class Reading(NamedTuple):
-    """One look at the clocks."""
+    """One reading of the clocks."""
 
     wall: float
     cpu: float
     records: int
     rss: int
     last_ended: float
-    """When the last record was done; 0 where no times are noted."""
+    """When the last record ended; 0 if times are not recorded."""
 
 
 class Meter:
-    """Gives the handler, waits for the end of the run and tells what happened.
+    """Provides the handler, waits for the end of the run and returns its figures.
 
-    A handler that only counts is looked at from outside: readings of its counter and of the process's CPU
-    time, so that measuring costs a record nothing. One that sleeps notes each record, and the times at
-    which the first one started and the last one ended.
+    A handler that only counts is observed from outside, by readings of its counter and of the CPU time of the process,
+    so measuring costs nothing per record. A handler that sleeps marks each record, and records the times at which the
+    first one started and the last one ended.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -52,27 +52,27 @@ class Meter:
         self._work: Work = make_work(spec)
         self._readings: list[Reading] = []
         self.over = asyncio.Event()
-        """Set when `watch` has seen what it waited for."""
+        """Set when `watch` ends."""
         self._children_peak = 0
         self.dropped = 0
-        """Rows that a journal did not keep."""
+        """Rows that a journal dropped."""
         self.longest_pause = 0.0
-        """Most seconds from one start of a handler to the next, as far as noted."""
+        """Maximum seconds from one start of a handler to the next; 0 if not observed."""
         self.first_of_all = 0.0
-        """When the process started its first record, where another run came before; seconds."""
+        """When the process started its first record, in seconds, if another run came before."""
 
     @property
     def work(self) -> Any:
-        """Notes the records."""
+        """The work of the handler, which observes the records."""
         return self._work
 
     @property
     def handler(self) -> Handler:
-        """What is called with each record; it has `partition` and `offset`."""
+        """The handler, to be called with each record, which has `partition` and `offset`."""
         return self._work.handler
 
     async def watch(self) -> None:
-        """Return when the run is over: by its last record, by the clock, or by a signal.
+        """Return when the run has ended: by its last record, by the clock, or by a signal.
 
         Raises:
             StalledError: Nothing was processed for a minute.
@@ -82,14 +82,14 @@ class Meter:
                 await self._watch_memory()
             case "journal":
                 await _terminated()
-                self._look()
+                self._read()
             case _:
                 await self._watch_records()
         self.over.set()
 
     async def _watch_records(self) -> None:
-        progress = self._look()
-        while (now := self._look()).records < self._spec.records:
+        progress = self._read()
+        while (now := self._read()).records < self._spec.records:
             if now.records > progress.records:
                 progress = now
             elif now.wall - progress.wall > STALL_TIMEOUT:
@@ -103,10 +103,10 @@ class Meter:
     async def _watch_memory(self) -> None:
         process = psutil.Process()
         until = time.perf_counter() + self._spec.watch_seconds
-        while self._look(process).wall < until:
+        while self._read(process).wall < until:
             await asyncio.sleep(LOOK_INTERVAL)
 
-    def _look(self, process: psutil.Process | None = None) -> Reading:
+    def _read(self, process: psutil.Process | None = None) -> Reading:
         used = resource.getrusage(resource.RUSAGE_SELF)
         rss = process.memory_info().rss if process is not None else 0
         cpu, memory = _children()
@@ -117,10 +117,10 @@ class Meter:
         return reading
 
     def result(self) -> Measurement:
-        """What the readings say."""
+        """Return the figures of the run."""
         last = self._readings[-1]
         warm = 1 if self._spec.warm_up else max(self._spec.records // 10, 1)
-        first = next((one for one in self._readings[:-1] if one.records >= warm), self._readings[0])
+        first = next((reading for reading in self._readings[:-1] if reading.records >= warm), self._readings[0])
         work = self._work
         timed = last.last_ended > work.first_started
         whole = self._spec.records == (self._spec.present or sum(self._spec.ends))
@@ -145,29 +145,29 @@ class Meter:
 
     @property
     def first_started(self) -> float:
-        """When the first record was started, in seconds; 0 where no times are noted."""
+        """When the first record was started, in seconds; 0 if times are not recorded."""
         return self._work.first_started
 
     def _nearly(self) -> Reading:
         enough = math.ceil(self._spec.records * NEARLY_ALL)
-        return next((one for one in self._readings if one.records >= enough), self._readings[-1])
+        return next((reading for reading in self._readings if reading.records >= enough), self._readings[-1])
 
     def _late_growth(self) -> int:
         later = self._readings[-1].wall - (self._readings[-1].wall - self._readings[0].wall) / 3
-        before = max((one.rss for one in self._readings if one.wall < later), default=0)
-        return max(max(one.rss for one in self._readings) - before, 0)
+        before = max((reading.rss for reading in self._readings if reading.wall < later), default=0)
+        return max(max(reading.rss for reading in self._readings) - before, 0)
 
 
 async def _terminated() -> None:
-    asked = asyncio.Event()
+    signaled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    await asked.wait()
+        loop.add_signal_handler(number, signaled.set)
+    await signaled.wait()
 
 
 def _children() -> tuple[float, int]:
-    """CPU seconds and bytes of the worker processes."""
+    """Return CPU seconds and bytes of the worker processes."""
     cpu, memory = 0, 0
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):  # it has ended
@@ -178,7 +178,7 @@ def _children() -> tuple[float, int]:
 
 
 def _peak_rss() -> int:
-    """Bytes; not `ru_maxrss`, which begins with what the parent process held."""
+    """Return the maximum resident memory in bytes; `ru_maxrss` would begin with that of the parent process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -16,27 +16,27 @@ from benchmarks.spec import Spec
 
 
 async def on_demand(spec: Spec, meter: Meter) -> None:
-    """A shard per key, served by *concurrency* workers: the default."""
+    """Run the default: a shard per key, served by *concurrency* workers."""
     app = _app(spec)
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
     await _run(app, meter)
 
 
 async def compiled(spec: Spec, meter: Meter) -> None:
-    """As the default, on the compiled package."""
+    """Run the default on the compiled package."""
     assert not worker.__file__.endswith(".py"), worker.__file__
     await on_demand(spec, meter)
 
 
 async def fixed_shards(spec: Spec, meter: Meter) -> None:
-    """As many numbered shards with one worker each."""
+    """Run *concurrency* fixed shards with one worker each."""
     app = _app(spec)
     app.consume(spec.topic, shards=spec.concurrency)(meter.handler)
     await _run(app, meter)
 
 
 async def confluent(spec: Spec, meter: Meter) -> None:
-    """As the default, with the other client."""
+    """Run the default with the client confluent-kafka."""
     app = _app(spec)
     app.configure(client="confluent")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
@@ -44,12 +44,12 @@ async def confluent(spec: Spec, meter: Meter) -> None:
 
 
 async def at_least_once(spec: Spec, meter: Meter) -> None:
-    """Handlers that publish."""
+    """Run handlers that publish."""
     await _publishing(spec, meter, "at_least_once")
 
 
 async def exactly_once(spec: Spec, meter: Meter) -> None:
-    """Handlers that publish in the transactions of the commits."""
+    """Run handlers that publish in the transactions of the commits."""
     await _publishing(spec, meter, "exactly_once")
 
 
@@ -70,7 +70,7 @@ async def _publishing(spec: Spec, meter: Meter, guarantee: Literal["at_least_onc
 
 
 async def consumer_protocol(spec: Spec, meter: Meter) -> None:
-    """With the other client and the group protocol in which the broker assigns (KIP-848)."""
+    """Run with confluent-kafka and the group protocol in which the broker assigns (KIP-848)."""
     app = _app(spec)
     app.configure(client="confluent", group_protocol="consumer")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
@@ -78,7 +78,7 @@ async def consumer_protocol(spec: Spec, meter: Meter) -> None:
 
 
 async def static(spec: Spec, meter: Meter) -> None:
-    """As the default, as a static member: what replaces it takes its place."""
+    """Run the default as a static member: its replacement gets the same partitions."""
     app = _app(spec)
     app.configure(group_instance_id=f"member-{spec.member}")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
@@ -86,7 +86,7 @@ async def static(spec: Spec, meter: Meter) -> None:
 
 
 async def journaling(spec: Spec, meter: Meter) -> None:
-    """As the default, with a journal of every record."""
+    """Run the default with a journal of every record."""
     with tempfile.TemporaryDirectory() as directory:
         app = _app(spec)
         app.configure(journal=directory)
@@ -98,7 +98,7 @@ async def journaling(spec: Spec, meter: Meter) -> None:
 
 
 async def _run(app: App, meter: Meter) -> None:
-    """As `aioshard run` and `App.run` do."""
+    """Run the app as `aioshard run` and `App.run` do."""
     serving = asyncio.create_task(app.serve_until_signal(Signals()), name="serve")
     watching = asyncio.create_task(meter.watch(), name="watch")
     await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -111,12 +111,12 @@ async def _run(app: App, meter: Meter) -> None:
 
 
 async def processes(spec: Spec, meter: Meter) -> None:
-    """A plain function that computes, in worker processes."""
+    """Run a CPU-bound function in worker processes."""
     await _computing(spec, meter, "process")
 
 
 async def threads(spec: Spec, meter: Meter) -> None:
-    """The same function in threads."""
+    """Run the same function in threads."""
     await _computing(spec, meter, "thread")
 
 
@@ -124,7 +124,7 @@ async def _computing(spec: Spec, meter: Meter, run_in: Literal["process", "threa
     app = _app(spec)
 
     @app.middleware
-    async def noted(record: Record, context: Context, call_next: Callable[..., Awaitable[object]]) -> None:
+    async def observed(record: Record, context: Context, call_next: Callable[..., Awaitable[object]]) -> None:
         await meter.work.around(record, call_next(record, context))
 
     function = hash_record if spec.work == "hash" else functools.partial(compute, turns=spec.turns)
@@ -133,11 +133,11 @@ async def _computing(spec: Spec, meter: Meter, run_in: Literal["process", "threa
 
 
 async def batches_in_processes(spec: Spec, meter: Meter) -> None:
-    """Batches that compute, in worker processes: one call for many records."""
+    """Run CPU-bound batches in worker processes: one call for many records."""
     app = _app(spec)
 
     @app.middleware
-    async def noted(records: Any, context: BatchContext, call_next: Callable[..., Awaitable[object]]) -> None:
+    async def observed(records: Any, context: BatchContext, call_next: Callable[..., Awaitable[object]]) -> None:
         await meter.work.around_batch(records, call_next(records, context))
 
     app.consume(spec.topic, batch=Batch(max_records=50, linger=0.005), run_in="process")(hash_records)

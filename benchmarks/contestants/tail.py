@@ -1,4 +1,4 @@
-"""One member of a group with a long tail: `python -m benchmarks.contestants.tail JSON`; it runs until it is ended."""
+"""One member of a group with a long tail: `python -m benchmarks.contestants.tail JSON`; it runs until it is killed."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ SESSION = 6.0
 
 @dataclass(frozen=True, slots=True)
 class TailSpec:
-    """What a member is told.
+    """The input of a member.
 
     Attributes:
-        assignor: `PLAIN` is aiokafka's consumer with a loop, else aioshard with this assignor.
+        assignor: `PLAIN` is aiokafka's consumer in a loop; any other is aioshard with this assignor.
         interval: Its `balance_interval`, with `lag`.
-        journal: The file to which it writes topic, partition, offset and time of each record that it has processed.
-        go: A file: no record is processed before it exists.
+        journal: File for topic, partition, offset and time of each processed record.
+        go: File that starts the processing when it appears.
     """
 
     bootstrap: str
@@ -40,23 +40,23 @@ class TailSpec:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The other direction."""
+        """Parse the output of `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the spec for the command line."""
         return json.dumps(asdict(self))
 
 
 class Journal:
-    """What the member has processed; a line is written at once, for who is killed."""
+    """The processed records of a member; written without a buffer, because the member may be killed."""
 
     def __init__(self, spec: TailSpec) -> None:
         self._file = Path(spec.journal).open("ab", buffering=0)  # noqa: SIM115 - as long as the process
         self._go, self._seconds, self._began = Path(spec.go), spec.seconds, False
 
     async def process(self, topic: str, partition: int, offset: int) -> None:
-        """Handle a record, once records may be processed."""
+        """Process a record, once the file `go` exists."""
         while not self._began:
             self._began = self._go.exists()
             await asyncio.sleep(0.05)
@@ -65,7 +65,7 @@ class Journal:
 
 
 async def aioshard(spec: TailSpec, journal: Journal) -> None:
-    """A member with one handler for all topics."""
+    """Run a member with one handler for all topics."""
     options: dict[str, Any] = {"assignor": spec.assignor}
     if spec.assignor == "lag":
         options["balance_interval"] = spec.interval
@@ -87,7 +87,7 @@ async def aioshard(spec: TailSpec, journal: Journal) -> None:
 
 
 async def plain(spec: TailSpec, journal: Journal) -> None:
-    """A loop that processes one record after the other and commits once a second."""
+    """Run a loop that processes one record after the other and commits once a second."""
     consumer = AIOKafkaConsumer(
         *spec.topics,
         bootstrap_servers=spec.bootstrap,
@@ -109,5 +109,5 @@ async def plain(spec: TailSpec, journal: Journal) -> None:
 
 
 if __name__ == "__main__":
-    told = TailSpec.from_json(sys.argv[1])
-    asyncio.run((plain if told.assignor == PLAIN else aioshard)(told, Journal(told)))
+    tail_spec = TailSpec.from_json(sys.argv[1])
+    asyncio.run((plain if tail_spec.assignor == PLAIN else aioshard)(tail_spec, Journal(tail_spec)))

@@ -31,26 +31,26 @@ public final class Contestant {
     private static final double STALL_SECONDS = 60;
     private static final double NEARLY_ALL = 0.99;
 
-    /** One look at the clocks. */
+    /** One reading of the clocks. */
     private record Reading(double wall, double cpu, int records) {}
 
-    private final Told told;
+    private final Spec spec;
     private final Work work;
     private final ParallelStreamProcessor<byte[], byte[]> consumer;
     private final List<Reading> readings = new ArrayList<>();
 
-    private Contestant(Told told) throws IOException {
-        this.told = told;
-        this.work = new Work(told);
+    private Contestant(Spec spec) throws IOException {
+        this.spec = spec;
+        this.work = new Work(spec);
         var options = ParallelConsumerOptions.<byte[], byte[]>builder()
-                .consumer(new KafkaConsumer<>(settings(told), new ByteArrayDeserializer(), new ByteArrayDeserializer()))
+                .consumer(new KafkaConsumer<>(settings(spec), new ByteArrayDeserializer(), new ByteArrayDeserializer()))
                 .ordering(KEY)
                 .commitMode(PERIODIC_CONSUMER_ASYNCHRONOUS)
                 .commitInterval(Duration.ofSeconds(1))
-                .maxConcurrency(told.number("concurrency"));
+                .maxConcurrency(spec.number("concurrency"));
         if (publishes()) {
             Map<String, Object> producer =
-                    Map.of("bootstrap.servers", told.text("bootstrap"), "transactional.id", told.text("group"));
+                    Map.of("bootstrap.servers", spec.text("bootstrap"), "transactional.id", spec.text("group"));
             options.commitMode(PERIODIC_TRANSACTIONAL_PRODUCER)
                     .commitInterval(Duration.ofMillis(100))
                     .producer(new KafkaProducer<>(producer, new ByteArraySerializer(), new ByteArraySerializer()));
@@ -59,21 +59,21 @@ public final class Contestant {
     }
 
     private boolean publishes() {
-        return told.text("contestant").endsWith("transactions");
+        return spec.text("contestant").endsWith("transactions");
     }
 
-    /** As aioshard tells its own client, and otherwise the defaults. */
-    private static Map<String, Object> settings(Told told) {
+    /** Returns the settings that aioshard uses for its own client; all others keep their defaults. */
+    private static Map<String, Object> settings(Spec spec) {
         Map<String, Object> settings = new HashMap<>();
-        settings.put("bootstrap.servers", told.text("bootstrap"));
-        settings.put("group.id", told.text("group"));
+        settings.put("bootstrap.servers", spec.text("bootstrap"));
+        settings.put("group.id", spec.text("group"));
         settings.put("auto.offset.reset", "earliest");
         settings.put("enable.auto.commit", false);
         settings.put("isolation.level", "read_committed");
         settings.put("fetch.max.wait.ms", 100);
         settings.put("fetch.max.bytes", 16 * 1024 * 1024);
         settings.put("max.partition.fetch.bytes", 1024 * 1024);
-        if (told.text("contestant").endsWith("cooperative")) {
+        if (spec.text("contestant").endsWith("cooperative")) {
             settings.put("partition.assignment.strategy", CooperativeStickyAssignor.class.getName());
         }
         return settings;
@@ -82,18 +82,18 @@ public final class Contestant {
     public static void main(String[] arguments) {
         int code = 1;
         try {
-            Told told = Told.by(arguments);
-            if (told.text("work").equals("journal")) {
-                new Contestant(told).runUntilTerminated();
+            Spec spec = Spec.by(arguments);
+            if (spec.text("work").equals("journal")) {
+                new Contestant(spec).runUntilTerminated();
             } else {
                 Contestant first = null;
-                if (!told.text("warm_up").isEmpty()) {
-                    first = new Contestant(told.warmingUp());
+                if (!spec.text("warm_up").isEmpty()) {
+                    first = new Contestant(spec.warmingUp());
                     first.runToTheEnd();
                 }
-                Contestant measured = new Contestant(told);
+                Contestant measured = new Contestant(spec);
                 measured.runToTheEnd();
-                measured.answer(first == null ? measured : first);
+                measured.printResult(first == null ? measured : first);
             }
             code = 0;
         } catch (Exception failure) {
@@ -105,12 +105,12 @@ public final class Contestant {
     }
 
     private void start() {
-        consumer.subscribe(List.of(told.text("topic")));
+        consumer.subscribe(List.of(spec.text("topic")));
         if (publishes()) {
             consumer.pollAndProduce(context -> {
                 var record = context.getSingleConsumerRecord();
                 work.handle(record);
-                return new ProducerRecord<>(told.text("output"), record.key(), record.value());
+                return new ProducerRecord<>(spec.text("output"), record.key(), record.value());
             });
         } else {
             consumer.poll(context -> work.handle(context.getSingleConsumerRecord()));
@@ -120,13 +120,13 @@ public final class Contestant {
     private void runToTheEnd() throws Exception {
         start();
         Reading progress = look();
-        for (Reading now = progress; now.records < told.number("records"); now = look()) {
+        for (Reading now = progress; now.records < spec.number("records"); now = look()) {
             if (now.records > progress.records) {
                 progress = now;
             } else if (now.wall - progress.wall > STALL_SECONDS) {
                 throw new IllegalStateException(String.format(
                         "%s stopped at %d of %d records for %.0f s",
-                        told.text("contestant"), now.records, told.number("records"), STALL_SECONDS));
+                        spec.text("contestant"), now.records, spec.number("records"), STALL_SECONDS));
             }
             check();
             Thread.sleep(LOOK_INTERVAL_MS);
@@ -136,17 +136,17 @@ public final class Contestant {
 
     private void check() {
         if (consumer.isClosedOrFailed()) {
-            throw new IllegalStateException("Parallel Consumer has ended of itself");
+            throw new IllegalStateException("Parallel Consumer has ended by itself");
         }
     }
 
-    /** SIGTERM starts the hooks; what it leaves in its queues is processed before it closes. */
+    /** Runs until SIGTERM starts the shutdown hook, which processes the queued records before it closes. */
     private void runUntilTerminated() throws Exception {
         Thread ending = new Thread(() -> {
             consumer.closeDrainFirst();
             look();
             try {
-                answer(this);
+                printResult(this);
             } catch (IOException failure) {
                 failure.printStackTrace();
                 Runtime.getRuntime().halt(1);
@@ -173,32 +173,32 @@ public final class Contestant {
         return reading;
     }
 
-    private void answer(Contestant first) throws IOException {
+    private void printResult(Contestant first) throws IOException {
         Reading last = readings.get(readings.size() - 1);
-        int records = told.number("records");
-        int warm = told.text("warm_up").isEmpty() ? Math.max(records / 10, 1) : 1;
+        int records = spec.number("records");
+        int warm = spec.text("warm_up").isEmpty() ? Math.max(records / 10, 1) : 1;
         Reading from = firstWith(warm);
         double started = work.firstStarted.get() / 1e9;
         boolean timed = work.lastEnded.get() > work.firstStarted.get();
-        Map<String, Object> found = new HashMap<>();
-        found.put("records", last.records);
-        found.put("cpu_seconds", last.cpu - from.cpu);
-        found.put("cpu_records", last.records - from.records);
-        found.put("wall_seconds", timed ? work.lastEnded.get() / 1e9 - started : last.wall - from.wall);
-        found.put("wall_records", timed ? last.records : last.records - from.records);
-        found.put("repeated", work.repeated());
-        found.put("missing", timed ? Math.max(records - work.distinct(), 0) : 0);
-        found.put("rss", status("VmRSS:"));
-        found.put("peak_rss", status("VmHWM:"));
-        found.put("disordered", work.disordered.get());
-        found.put("peak_concurrency", work.peak.get());
-        found.put("longest_pause", work.longestPause.get() / 1e9);
-        found.put("nearly_seconds", timed ? firstWith((int) Math.ceil(records * NEARLY_ALL)).wall - started : 0.0);
-        found.put(
+        Map<String, Object> result = new HashMap<>();
+        result.put("records", last.records);
+        result.put("cpu_seconds", last.cpu - from.cpu);
+        result.put("cpu_records", last.records - from.records);
+        result.put("wall_seconds", timed ? work.lastEnded.get() / 1e9 - started : last.wall - from.wall);
+        result.put("wall_records", timed ? last.records : last.records - from.records);
+        result.put("repeated", work.repeated());
+        result.put("missing", timed ? Math.max(records - work.distinct(), 0) : 0);
+        result.put("rss", status("VmRSS:"));
+        result.put("peak_rss", status("VmHWM:"));
+        result.put("disordered", work.disordered.get());
+        result.put("peak_concurrency", work.peak.get());
+        result.put("longest_pause", work.longestPause.get() / 1e9);
+        result.put("nearly_seconds", timed ? firstWith((int) Math.ceil(records * NEARLY_ALL)).wall - started : 0.0);
+        result.put(
                 "start_seconds",
-                timed ? first.work.firstStarted.get() / 1e9 - told.seconds("spawned_at") : 0.0);
+                timed ? first.work.firstStarted.get() / 1e9 - spec.seconds("spawned_at") : 0.0);
         List<String> members = new ArrayList<>();
-        found.forEach((name, value) -> members.add(
+        result.forEach((name, value) -> members.add(
                 value instanceof Double number
                         ? String.format(Locale.ROOT, "\"%s\": %.9f", name, number)
                         : String.format(Locale.ROOT, "\"%s\": %s", name, value)));
@@ -206,10 +206,10 @@ public final class Contestant {
     }
 
     private Reading firstWith(int records) {
-        return readings.stream().filter(one -> one.records >= records).findFirst().orElse(readings.get(0));
+        return readings.stream().filter(reading -> reading.records >= records).findFirst().orElse(readings.get(0));
     }
 
-    /** Bytes. */
+    /** Returns bytes. */
     private static long status(String name) throws IOException {
         for (String line : Files.readAllLines(Path.of("/proc/self/status"))) {
             if (line.startsWith(name)) {

@@ -14,7 +14,7 @@ import java.util.concurrent.atomic.AtomicLong;
 import java.util.concurrent.atomic.AtomicLongArray;
 import org.apache.kafka.clients.consumer.ConsumerRecord;
 
-/** What the handler does with a record, and what it remembers: the same as the handlers in Python. */
+/** The work of the handler and its records of what ran: the same as in Python. */
 final class Work {
     private static final int ROUNDS = 500;
     private static final int DIGITS = 8;
@@ -23,7 +23,7 @@ final class Work {
     private final long pause;
     private final FileChannel journal;
     private final AtomicIntegerArray[] marks;
-    /** By key: one more than the offset of its last record, negative while that runs. */
+    /** By key: the offset of its last record + 1, negative while it runs. */
     private final AtomicLongArray turns;
     private final AtomicInteger running = new AtomicInteger();
     final AtomicInteger peak = new AtomicInteger();
@@ -32,22 +32,22 @@ final class Work {
     final AtomicLong firstStarted = new AtomicLong();
     final AtomicLong lastEnded = new AtomicLong();
     private final AtomicLong lastStarted = new AtomicLong();
-    /** Most nanoseconds from one start to the next; known with `sleep`. */
+    /** Maximum nanoseconds from one start to the next; known with `sleep`. */
     final AtomicLong longestPause = new AtomicLong();
 
-    Work(Told told) throws IOException {
-        kind = told.text("work");
-        pause = Math.round(told.seconds("seconds") * 1_000);
+    Work(Spec spec) throws IOException {
+        kind = spec.text("work");
+        pause = Math.round(spec.seconds("seconds") * 1_000);
         journal = kind.equals("journal")
                 ? FileChannel.open(
-                        Path.of(told.text("journal")), StandardOpenOption.CREATE, StandardOpenOption.APPEND)
+                        Path.of(spec.text("journal")), StandardOpenOption.CREATE, StandardOpenOption.APPEND)
                 : null;
-        int[] ends = told.ends("ends");
+        int[] ends = spec.ends("ends");
         marks = new AtomicIntegerArray[ends.length];
         for (int partition = 0; partition < ends.length; partition++) {
             marks[partition] = new AtomicIntegerArray(ends[partition]);
         }
-        turns = new AtomicLongArray(told.number("keys"));
+        turns = new AtomicLongArray(spec.number("keys"));
     }
 
     void handle(ConsumerRecord<byte[], byte[]> record) {
@@ -57,7 +57,7 @@ final class Work {
             } else if (kind.equals("sleep")) {
                 sleep(record);
             } else {
-                note(record);
+                observe(record);
             }
         } catch (InterruptedException interrupted) {
             Thread.currentThread().interrupt();
@@ -90,13 +90,13 @@ final class Work {
         done.incrementAndGet();
     }
 
-    private void note(ConsumerRecord<byte[], byte[]> record) throws InterruptedException {
+    private void observe(ConsumerRecord<byte[], byte[]> record) throws InterruptedException {
         firstStarted.compareAndSet(0, System.nanoTime());
         peak.accumulateAndGet(running.incrementAndGet(), Math::max);
         int key = number(record.key());
-        long place = record.offset() + 1;
-        long before = turns.getAndSet(key, -place);
-        if (before < 0 || before >= place) {
+        long following = record.offset() + 1;
+        long before = turns.getAndSet(key, -following);
+        if (before < 0 || before >= following) {
             disordered.incrementAndGet();
         }
         if (kind.equals("hash")) {
@@ -104,7 +104,7 @@ final class Work {
         } else {
             Thread.sleep(number(record.value()));
         }
-        turns.set(key, place);
+        turns.set(key, following);
         marks[record.partition()].incrementAndGet((int) record.offset());
         running.decrementAndGet();
         lastEnded.accumulateAndGet(System.nanoTime(), Math::max);
@@ -132,7 +132,7 @@ final class Work {
         return number;
     }
 
-    /** How many different records were done. */
+    /** Returns the number of distinct records that ran. */
     int distinct() {
         int count = 0;
         for (AtomicIntegerArray partition : marks) {
@@ -143,7 +143,7 @@ final class Work {
         return count;
     }
 
-    /** How many records were done more than once. */
+    /** Returns the number of records that ran more than once. */
     int repeated() {
         int count = 0;
         for (AtomicIntegerArray partition : marks) {

@@ -1,4 +1,4 @@
-"""Contestants that run in a JVM: what they are started with, and where their classes are."""
+"""Contestants that run in a JVM: their command line and their compiled classes."""
 
 import fcntl
 import hashlib
@@ -15,12 +15,12 @@ from tests.support.parallel_consumer_jars import ParallelConsumerUnavailableErro
 __all__ = ["HEAP", "PEERS", "TRANSACTIONAL", "ParallelConsumerUnavailableError", "command", "find_peers"]
 
 HEAP = "512m"
-"""What the JVM may use for objects; its collector and everything else are left as they come."""
+"""Maximum heap of the JVM; its collector and everything else have their defaults."""
 
 PEERS = ("Parallel Consumer", "Parallel Consumer, cooperative")
-"""By the name in the tables. The second one is told the assignor that only takes away what moves."""
+"""Names in the tables. The second one uses the cooperative assignor, which revokes only the partitions that move."""
 TRANSACTIONAL = "Parallel Consumer, transactions"
-"""The one that publishes to `Spec.output` in the transactions of its commits."""
+"""The contestant that publishes to `Spec.output` in the transactions of its commits."""
 
 _SOURCES = Path(__file__).parent
 _CLASSES = PROJECT / "build" / "peers"
@@ -28,7 +28,7 @@ _COMPILE_TIMEOUT = 120.0
 
 
 def find_peers() -> Path:
-    """Where the classes are; fetches the jars and compiles when that was not done for these sources.
+    """Return the directory of the classes; fetch the jars and compile unless that was done for these sources.
 
     Raises:
         ParallelConsumerUnavailableError: Java, its compiler or the jars are missing.
@@ -38,14 +38,14 @@ def find_peers() -> Path:
     if compiler is None:
         raise ParallelConsumerUnavailableError("no `javac` on PATH: install a JDK of version 17 or newer")
     sources = sorted(_SOURCES.glob("*.java"))
-    wanted = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     compiled_for = _CLASSES / "compiled-for"
     _CLASSES.mkdir(parents=True, exist_ok=True)
     with (_CLASSES / "compile.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here at once
-        if not compiled_for.exists() or compiled_for.read_text() != wanted:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may compile concurrently
+        if not compiled_for.exists() or compiled_for.read_text() != digest:
             _compile(compiler, jars, sources)
-            compiled_for.write_text(wanted)
+            compiled_for.write_text(digest)
     return _CLASSES
 
 
@@ -63,16 +63,16 @@ def _compile(compiler: str, jars: Path, sources: list[Path]) -> None:
 
 
 def command(spec: Spec) -> list[str]:
-    """What starts the contestant of *spec*; it answers as one in Python does.
+    """Return the command that runs the contestant of *spec*; it prints the same result as a contestant in Python.
 
     Raises:
         ParallelConsumerUnavailableError: Java, its compiler or the jars are missing.
     """
     classes = find_peers()
     values: Mapping[str, object] = asdict(spec)
-    told = [f"{name}={_told(value)}" for name, value in values.items()]
-    return ["java", f"-Xmx{HEAP}", "-cp", f"{classes}:{parallel_consumer_jars()}/*", "Contestant", *told]
+    arguments = [f"{name}={_as_argument(value)}" for name, value in values.items()]
+    return ["java", f"-Xmx{HEAP}", "-cp", f"{classes}:{parallel_consumer_jars()}/*", "Contestant", *arguments]
 
 
-def _told(value: object) -> str:
+def _as_argument(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -228,7 +228,7 @@ def test_a_drained_app_publishes_and_keeps_its_resources_but_takes_no_orders() -
             for order in orders:
                 with pytest.raises(StateError, match="has drained"):
                     order()
-            assert app.explain() == "The app has drained: it consumes nothing more.\n"
+            assert app.explain() == "The app has drained and no longer consumes.\n"
             assert app.diagnose().partitions == ()
             assert opened == ["open"]
         with pytest.raises(StateError, match="is not running"):
@@ -387,5 +387,5 @@ def test_a_failure_is_in_the_log_though_nobody_serves_the_app(caplog: pytest.Log
         run(test())
 
     assert [record.getMessage() for record in caplog.records] == [
-        "app 'billing' has failed and consumes nothing more: access was taken away"
+        "app 'billing' has failed and no longer consumes: access was taken away"
     ]

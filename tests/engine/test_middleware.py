@@ -210,7 +210,7 @@ def test_a_handler_that_was_called_and_not_awaited_is_no_success(around: Any, ba
     (letter,) = world.broker.records("orders.dlt")
     said = (dict(letter.headers)["aioshard.message"] or b"").decode()
     assert said == (
-        f"middleware '{around.__name__}' returned before the handler had ended: await what call_next gives, as in "
+        f"middleware '{around.__name__}' returned before the handler had ended: await the result of call_next, as in "
         "'return await call_next(record, context)'"
     )
 

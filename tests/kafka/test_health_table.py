@@ -495,7 +495,7 @@ ROWS = [
         an_app_that_has_failed,
         live=503,
         ready=503,
-        log="app 'billing' has failed and consumes nothing more: another process has joined",
+        log="app 'billing' has failed and no longer consumes: another process has joined",
         sample=FAILED,
         finding="the app has failed: another process has joined group 'billing' with our group_instance_id='pod-1'",
         why_not_live="the app has failed: another process has joined",

@@ -29,8 +29,8 @@ class Credulous(ClusterTransport):
 class Unaware(ClusterTransport):
     """A client that does not know that its session is over until the coordinator says so."""
 
-    async def _hear_nothing(self, _: GroupListener) -> None:
-        await self._stirred.wait()
+    async def _wait_for_coordinator(self, _: GroupListener) -> None:
+        await self._group_changed.wait()
 
 
 class AllOrNothing(ClusterTransport):

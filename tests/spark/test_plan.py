@@ -175,8 +175,8 @@ async def test_an_end_before_the_start_is_an_empty_range(kafka: SharedKafka, top
         ({"start": True}, "start=True"),
         ({"start": dt.datetime(2026, 1, 1)}, "no time zone"),  # noqa: DTZ001 - that is what is refused
         ({"start": {"TOPIC": {0: 11}}}, "starts at 11, and its log ends at 10"),
-        ({"start": {"TOPIC": {0: 0, 1: 0}}}, "no other: see TOPIC/1"),
-        ({"start": {}}, "no other: see TOPIC/0"),
+        ({"start": {"TOPIC": {0: 0, 1: 0}}}, "no others: check TOPIC/1"),
+        ({"start": {}}, "no others: check TOPIC/0"),
         ({"start": {"TOPIC": {0: -1}}}, "expected an offset for each partition"),
         ({"start": {"TOPIC": 5}}, "expected an offset for each"),
         ({"tasks": 0}, "tasks=0"),
@@ -274,7 +274,7 @@ async def test_a_range_that_ends_before_the_group_is_told(
 
     await made(write(topic), start="earliest", end={topic: {0: 4}}, tell=told.append)
 
-    assert any("processes 4 to 7 once more" in sentence for sentence in told), told
+    assert any("processes 4 to 7 again" in sentence for sentence in told), told
 
 
 async def test_missing_topics_and_directories_with_a_run_are_refused(

@@ -342,9 +342,9 @@ async def takes_what_cannot_be_decoded(orders: list[Opaque]) -> None: ...
         (
             takes_missing_ones,
             Batch(),
-            "no value can be decoded (name 'Missing' is not defined)",
+            "which values cannot be decoded into (name 'Missing' is not defined)",
         ),
-        (takes_what_cannot_be_decoded, Batch(), "takes Opaque, for which no value can be decoded"),
+        (takes_what_cannot_be_decoded, Batch(), "takes Opaque, which values cannot be decoded into"),
     ],
 )
 def test_a_handler_that_takes_other_than_it_is_given_is_refused(function: Any, batch: Any, sentence: str) -> None:

@@ -150,7 +150,7 @@
       this.draw();
     }
 
-    /* Replace the points of the time that the server remembers. */
+    /* Replace the points of the period for which the server has samples. */
     fill(history) {
       if (!history.length) return;
       const [first, last] = [history[0].at, history[history.length - 1].at];
@@ -363,7 +363,7 @@
   const VERDICTS = { stuck: ["bad", "stuck", 5], waiting: ["warn", "waiting", 4] };
 
   function verdictOf(row) {
-    if (row.pausedByHand && row.verdict !== "stuck") return ["warn", "paused", 3];
+    if (row.pausedManually && row.verdict !== "stuck") return ["warn", "paused", 3];
     if (VERDICTS[row.verdict]) return VERDICTS[row.verdict];
     if (row.lag === null) return ["quiet", "lag unknown", 2];
     return row.lag > 0 || row.incomplete > 0 ? ["info", "advancing", 1] : ["good", "up to date", 0];
@@ -385,7 +385,7 @@
 
   const processes = new Table($("members"), {
     name: "Processes of the group",
-    empty: "No process was named.",
+    empty: "No member URLs are configured.",
     keyOf: (row) => row.url,
     order: { label: "Process", down: false },
     columns: [
@@ -436,7 +436,7 @@
     $("messages-read").disabled = true;
     try {
       const { topics, messages: rows, errors } = await load("messages.json");
-      messages.empty = topics.length ? `No message is in ${topics.join(", ")}.` : "No handler of this app diverts records to a topic.";
+      messages.empty = topics.length ? `No messages in ${topics.join(", ")}.` : "No handler of this app sends failed records to a topic.";
       messages.show(rows);
       write($("messages-count"), rows.length ? count(rows.length) : "");
       write($("messages-error"), Object.values(errors).map(sentence).join(" "));
@@ -479,7 +479,7 @@
           write(cell.children[0], row.name);
           write(cell.children[1], `${row.topics.join(", ")} · ${row.policy}`);
         } },
-        state((row) => (row.pausedByHand ? ["warn", "paused", 2] : row.outliving.length ? ["bad", "outlived", 3] : row.busy ? ["info", "working", 1] : ["good", "idle", 0])),
+        state((row) => (row.pausedManually ? ["warn", "paused", 2] : row.outliving.length ? ["bad", "outlived", 3] : row.busy ? ["info", "working", 1] : ["good", "idle", 0])),
         meter("Busy", (row) => [row.busy, row.concurrency]),
         { label: "Records/s", num: true, by: (row) => row.rate, text: (row) => rate(row.rate) },
         { label: "Shards", num: true, by: (row) => row.shards, text: (row) => count(row.shards) },
@@ -525,7 +525,7 @@
       ],
     }),
     workers: new Table($("workers"), {
-      name: "What workers run",
+      name: "Records that workers run",
       empty: "All workers are idle.",
       keyOf: (row) => row.worker,
       columns: [
@@ -534,10 +534,10 @@
           write(cell.children[1], `${row.worker} · ${keyText(row)}`);
         } },
         { label: "For", num: true, by: (row) => row.since, text: (row) => time(row.since) },
-        { label: "At", class: "why", make: () => [el("span", { class: "badge", "data-tone": "bad", text: "told to end" }), el("span", { class: "code" })], update: (cell, row) => {
-          const place = row.stack && row.stack.place;
+        { label: "At", class: "why", make: () => [el("span", { class: "badge", "data-tone": "bad", text: "cancelled or revoked" }), el("span", { class: "code" })], update: (cell, row) => {
+          const frame = row.stack && row.stack.place;
           setAttribute(cell.children[0], "hidden", row.state !== "outliving");
-          write(cell.children[1], row.state === "recovery" ? row.reason : place ? `${place.file}:${place.line} in ${place.function}` : "");
+          write(cell.children[1], row.state === "recovery" ? row.reason : frame ? `${frame.file}:${frame.line} in ${frame.function}` : "");
         } },
       ],
     }),
@@ -560,14 +560,14 @@
   const ACTIONS = {
     partitions: buttons((row) => [button(row, {
       name: partitionName,
-      say: (now) => (now.pausedByHand ? "Resume" : "Pause"),
-      act: (now) => act(now.pausedByHand ? "resume" : "pause", { topic: now.topic, partition: now.partition }),
+      say: (now) => (now.pausedManually ? "Resume" : "Pause"),
+      act: (now) => act(now.pausedManually ? "resume" : "pause", { topic: now.topic, partition: now.partition }),
       when: (now) => !now.handlerPaused,
     })]),
     handlers: buttons((row) => [button(row, {
       name: (now) => now.name,
-      say: (now) => (now.pausedByHand ? "Resume" : "Pause"),
-      act: (now) => act(now.pausedByHand ? "resume_handler" : "pause_handler", { handler: now.name }),
+      say: (now) => (now.pausedManually ? "Resume" : "Pause"),
+      act: (now) => act(now.pausedManually ? "resume_handler" : "pause_handler", { handler: now.name }),
     })]),
     failed: buttons((row) => [
       button(row, { name: recordName, say: (now) => (now.first ? "Retry the first" : "Retry"), act: (now) => act("retry_now", coordinates(now)) }),
@@ -596,14 +596,14 @@
     const topics = new Map(statistics.handlers.flatMap((handler) => handler.topics.map((topic) => [topic, handler.name])));
     const partitions = statistics.partitions.map((row, order) => {
       const diagnosed = diagnoses.get(partitionName(row));
-      const pausedByHand = paused.has(`p|${partitionName(row)}`);
-      const handlerPaused = paused.has(`h|${topics.get(row.topic)}`) && !pausedByHand;
+      const pausedManually = paused.has(`p|${partitionName(row)}`);
+      const handlerPaused = paused.has(`h|${topics.get(row.topic)}`) && !pausedManually;
       const why = (diagnosed && whyOf(diagnosed)) || row.paused || "";
-      return { ...row, order, verdict: diagnosed ? diagnosed.verdict : null, pausedByHand: pausedByHand || handlerPaused, handlerPaused, why: sentence(why) };
+      return { ...row, order, verdict: diagnosed ? diagnosed.verdict : null, pausedManually: pausedManually || handlerPaused, handlerPaused, why: sentence(why) };
     });
     const handlers = statistics.handlers.map((handler) => {
-      const policy = { halt: "halts what fails", skip: "skips what fails" }[handler.on_failure] || handler.on_failure;
-      return { ...handler, policy, pausedByHand: paused.has(`h|${handler.name}`) };
+      const policy = { halt: "halts failed records", skip: "skips failed records" }[handler.on_failure] || handler.on_failure;
+      return { ...handler, policy, pausedManually: paused.has(`h|${handler.name}`) };
     });
     const ranks = { bad: 0, warn: 1, quiet: 2 };
     return {
@@ -637,7 +637,7 @@
     return `${record.state === "halted" ? "halted" : "failed"}${when}${next}: ${record.error}`;
   }
 
-  /* Return the sentence for the column 'Why': the failed record if there is one, otherwise what is in the way. */
+  /* Return the sentence for the column 'Why': the failed record if there is one, otherwise the cause. */
   function whyOf(partition) {
     const failed = failedRecord(partition.head);
     const cause = failed ? null : mainFinding(partition);
@@ -645,14 +645,14 @@
     return cause ? cause.sentence : partition.head ? `offset ${partition.head.offset}: ${partition.head.reason}` : "";
   }
 
-  const RESULTS = new Set(["no room", "parked", "halted"]); // findings that follow from others, or hold nothing back
+  const RESULTS = new Set(["no room", "parked", "halted"]); // findings that other findings cause, or that block nothing
 
   function mainFinding({ head, verdict, findings }) {
     if (head && head.state !== "held" && verdict === "stuck") return null;
     return findings.find((finding) => !RESULTS.has(finding.kind)) || (head ? null : findings[0] || null);
   }
 
-  /* Return the causes for which a partition waits. Equal causes of several partitions have the same key. */
+  /* Return the reasons why a partition waits. Equal causes of several partitions have the same key. */
   function causesOf(partition) {
     const { head } = partition;
     const [tone, word] = VERDICTS[partition.verdict];
@@ -683,7 +683,7 @@
     return causes;
   }
 
-  /* Return the causes for which parked keys wait; those that are running again wait for nothing. */
+  /* Return the reasons why parked keys wait, except those that are running again. */
   function parkedCauses(parked) {
     return parked.filter((row) => !row.running).map((row) => ({
       key: `parked|${row.handler}|${row.due === null}|${alike(row.error || "")}`, tone: row.due === null ? "warn" : "quiet", word: "parked",
@@ -692,7 +692,7 @@
     }));
   }
 
-  /* Merge equal causes: one finding, which names the first of its records and has the others on request. */
+  /* Merge equal causes into one finding, which names its first record and lists the others on request. */
   function merge(key, causes) {
     const worst = causes.find((cause) => cause.tone === "bad") || causes[0];
     const first = causes.find((cause) => cause.whole && cause.tone === worst.tone) || worst;
@@ -729,7 +729,7 @@
     const runs = diagnosis.outliving.map((run) => ({ key: `outliving|${alike(run.reason)}`, tone: "bad", word: "outlived", partition: recordName(run), text: run.reason, todo: run.what_to_do, stack: run.stack }));
     const causes = [...runs, ...diagnosis.partitions.flatMap(causesOf), ...parkedCauses(workload ? workload.parked : [])];
     for (const key of new Set(causes.map((cause) => cause.key))) findings.push(merge(`cause|${key}`, causes.filter((cause) => cause.key === key)));
-    if (diagnosis.left_out) findings.push({ key: "left out", tone: "warn", word: "more", title: "", text: `${plural(diagnosis.left_out, "more partition")} wait; the table below has all of them.` });
+    if (diagnosis.left_out) findings.push({ key: "left out", tone: "warn", word: "more", title: "", text: `${plural(diagnosis.left_out, "more partition")} wait; the table below lists all of them.` });
     return findings;
   }
 
@@ -785,7 +785,7 @@
     drawAttention(statistics, all);
     drawTables(doc, all);
     drawRebalances(statistics, all);
-    write($("foot"), "Keys are named by a hash unless show_keys is set; payloads are hidden unless show_payloads is set.");
+    write($("foot"), "Keys are shown as hashes unless show_keys is set; payloads are hidden unless show_payloads is set.");
   }
 
   function drawPlots(doc, all, total) {
@@ -794,14 +794,14 @@
     else write(plots.rate.aside, `${count(processed)} since the start`);
     const lagging = most(all.partitions, (row) => row.lag_seconds);
     const known = all.partitions.some((row) => row.lag !== null) || !all.partitions.length;
-    plots.lag.add(doc.at, [known ? sum(all.partitions, (row) => row.lag) : null], lagging ? `oldest is of ${time(lagging)} ago` : "");
+    plots.lag.add(doc.at, [known ? sum(all.partitions, (row) => row.lag) : null], lagging ? `oldest is ${time(lagging)} old` : "");
     const age = most(all.partitions, (row) => row.oldest_incomplete_age);
     const oldest = all.partitions.find((row) => row.oldest_incomplete_age === age && age !== null);
     plots.age.add(doc.at, [age || 0], oldest ? `in ${partitionName(oldest)}` : "");
     drawTimes(doc, all);
   }
 
-  // Durations of the runs of all handlers that ended between two responses, as exact as the buckets of the histogram.
+  // Durations of all runs that ended between two responses, as exact as the buckets of the histogram.
   function drawTimes(doc, all) {
     const histograms = all.handlers.flatMap((row) => (row.by_topic || []).map((topic) => ({ key: `${row.name}|${topic.topic}`, ...topic.durations })));
     $("plot-time").hidden = !histograms.length;
@@ -862,7 +862,7 @@
     setAttribute($("attention"), "data-tone", real.some((finding) => finding.tone === "bad") ? "bad" : real.length ? "warn" : null);
     sync($("findings"), findings, (finding) => finding.key, makeFinding, updateFinding);
     $("attention-empty").hidden = findings.length > 0;
-    write($("attention-empty"), "Nothing is in the way: every partition advances or is up to date.");
+    write($("attention-empty"), "No findings: every partition advances or is up to date.");
   }
 
   const allowed = () => latest !== null && latest.actions && token !== null;
@@ -992,14 +992,14 @@
   let latest = null;
 
   async function post(body, secret) {
-    const answer = await fetch("actions", {
+    const response = await fetch("actions", {
       method: "POST",
       headers: { "Content-Type": "application/json", Authorization: `Bearer ${secret}` },
       body: JSON.stringify(body),
       signal: AbortSignal.timeout(TIMEOUT + 5000),
     });
-    const result = await answer.json().catch(() => ({}));
-    if (!answer.ok) throw Object.assign(new Error(result.error || `the server answered ${answer.status}`), { status: answer.status });
+    const result = await response.json().catch(() => ({}));
+    if (!response.ok) throw Object.assign(new Error(result.error || `the server answered ${response.status}`), { status: response.status });
     return result.done;
   }
 
@@ -1046,7 +1046,7 @@
   function promptToken() {
     openDialog({
       title: "Unlock actions",
-      text: "Actions need the token that the operator of this app has set. This page keeps it until it is closed or reloaded.",
+      text: "Actions need the token that the operator of this app has set. This page keeps the token until you close or reload it.",
       ok: "Unlock",
       secret: true,
       then: async (value) => {
@@ -1060,7 +1060,7 @@
   function confirmSkip(row) {
     openDialog({
       title: `Skip ${recordName(row)}?`,
-      text: "It counts as done without being processed, its shard continues, and its offset may be committed. This cannot be undone.",
+      text: "The record counts as done without being processed, its shard continues, and its offset may be committed. This cannot be undone.",
       ok: "Skip the record",
       danger: true,
       then: () => act("skip", coordinates(row)),
@@ -1105,7 +1105,7 @@
 
   // Polling ---------------------------------------------------------------------------
 
-  let answered = null; // when, in milliseconds
+  let respondedAt = null; // time of the last response, in milliseconds
   let trouble = null;
   let polling = false;
   let timer = null;
@@ -1113,9 +1113,9 @@
   let gap = true; // whether the plots lack points that the server has: at first, and after the page was hidden
 
   async function load(path) {
-    const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) });
-    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-    return answer.json();
+    const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) });
+    if (!response.ok) throw new Error(`the server answered ${response.status}`);
+    return response.json();
   }
 
   async function poll(now = false) {
@@ -1124,12 +1124,12 @@
     clearTimeout(timer);
     try {
       latest = await load("dashboard.json");
-      gap = gap || Date.now() - answered > 5 * INTERVAL;
-      answered = Date.now();
+      gap = gap || Date.now() - respondedAt > 5 * INTERVAL;
+      respondedAt = Date.now();
       $("unlock").hidden = !latest.actions;
       draw(latest);
       $("group-card").hidden = !latest.group;
-      if (latest.group) load("members.json").then(drawMembers, () => {}); // one that hangs must not delay the rest
+      if (latest.group) load("members.json").then(drawMembers, () => {}); // a process that hangs must not delay the rest
       if (gap) drawHistory((await load("history.json")).history, latest);
       gap = false;
       trouble = null;
@@ -1143,16 +1143,16 @@
   }
 
   function showConnection() {
-    const late = answered === null ? null : (Date.now() - answered) / 1000;
+    const late = respondedAt === null ? null : (Date.now() - respondedAt) / 1000;
     const stale = trouble !== null || (late !== null && late > (INTERVAL + TIMEOUT) / 1000 && !document.hidden);
     const banner = $("stale");
     paint($("connection").lastElementChild, null, stale ? "no answer" : late === null ? "connecting" : "live");
     setAttribute($("connection"), "data-tone", stale ? "bad" : late === null ? "quiet" : "good");
-    setAttribute(document.body, "data-stale", stale && answered !== null);
+    setAttribute(document.body, "data-stale", stale && respondedAt !== null);
     banner.hidden = !stale;
     if (!stale) return;
-    const since = answered === null ? "" : ` What is shown is of ${clock(answered / 1000)}, ${time(Math.round(late))} ago.`;
-    write(banner, `${sentence(trouble || "the server does not answer")}${since} It is asked again every ${INTERVAL / 1000} s.`);
+    const since = respondedAt === null ? "" : ` This page shows data from ${clock(respondedAt / 1000)}, ${time(Math.round(late))} ago.`;
+    write(banner, `${sentence(trouble || "the server does not answer")}${since} Retrying every ${INTERVAL / 1000} s.`);
   }
 
   document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });

@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused() -> None:
 
     async def twice() -> None:
         async with TestClient(make_app([])) as client:
-            with pytest.raises(StateError, match="runs already"):
+            with pytest.raises(StateError, match="is already running"):
                 await client.__aenter__()
 
     run(twice())

@@ -107,7 +107,7 @@ async def test_odd_paths_lead_nowhere(client: httpx.AsyncClient, path: str) -> N
 
     assert answer.status_code in {307, 404}
     if answer.status_code == 404:
-        assert answer.json() == {"error": "nothing is at this path"}
+        assert answer.json() == {"error": "this path does not exist"}
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 

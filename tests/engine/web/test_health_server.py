@@ -273,6 +273,6 @@ async def test_every_answer_has_the_headers_that_keep_pages_of_other_sites_out()
             answer = await client.get(f"http://{host}:{port}{path}")
             assert kept_out(answer), path
             if path in nothing:
-                assert (answer.status_code, answer.json()) == (404, {"error": "nothing is at this path"})
+                assert (answer.status_code, answer.json()) == (404, {"error": "this path does not exist"})
         posted = await client.post(f"http://{host}:{port}/metrics")
     assert (posted.status_code, "allow" in posted.headers, kept_out(posted)) == (405, True, True)

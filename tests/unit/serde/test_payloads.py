@@ -318,7 +318,7 @@ class Opaque:
 
 @pytest.mark.parametrize("annotation", [Opaque, Opaque | None, dict[str, Opaque]])
 def test_a_type_that_nothing_can_be_decoded_to_is_refused_at_once(annotation: Any) -> None:
-    with pytest.raises(HandlerError, match=r"handler 'h' takes .* for which no value can be decoded"):
+    with pytest.raises(HandlerError, match=r"handler 'h' takes .* which values cannot be decoded into"):
         payload_of(annotation, "handler 'h'")
 
 

@@ -2,15 +2,15 @@ import java.util.Arrays;
 import java.util.HashMap;
 import java.util.Map;
 
-/** What the process was told: `name=value` arguments, in the words of the benchmarks' `Spec`. */
-record Told(Map<String, String> values) {
-    static Told by(String[] arguments) {
+/** The input of the process: `name=value` arguments, with the names of the Python class `Spec`. */
+record Spec(Map<String, String> values) {
+    static Spec by(String[] arguments) {
         Map<String, String> values = new HashMap<>();
         for (String argument : arguments) {
             int sign = argument.indexOf('=');
             values.put(argument.substring(0, sign), argument.substring(sign + 1));
         }
-        return new Told(values);
+        return new Spec(values);
     }
 
     String text(String name) {
@@ -25,18 +25,18 @@ record Told(Map<String, String> values) {
         return Double.parseDouble(values.get(name));
     }
 
-    /** One number for each partition. */
+    /** Returns one number per partition. */
     int[] ends(String name) {
         return Arrays.stream(values.get(name).split(",")).mapToInt(Integer::parseInt).toArray();
     }
 
-    /** The run over another topic that comes first and is not measured. */
-    Told warmingUp() {
+    /** Returns the spec of the warm-up run, over another topic. */
+    Spec warmingUp() {
         Map<String, String> values = new HashMap<>(this.values);
         values.put("topic", text("warm_up"));
         values.put("ends", text("warm_up_ends"));
         values.put("group", text("group") + "-warm-up");
         values.put("records", Integer.toString(Arrays.stream(ends("warm_up_ends")).sum()));
-        return new Told(values);
+        return new Spec(values);
     }
 }
