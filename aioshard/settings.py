@@ -275,15 +275,14 @@ class Settings(BaseSettings):
     """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0 and
     `client="confluent"`."""
     assignor: Literal["range", "roundrobin", "sticky", "fair", "lag", "cooperative-fair", "cooperative-lag"] = "sticky"
-    """Assigns partitions to members; all members of a group need the same. With the cooperative ones, a rebalance stops
-    only the partitions that move. With `client="confluent"` only `sticky`, the client's `cooperative-sticky`."""
+    """Assigns partitions to members; all members of a group need the same. With a cooperative assignor, a rebalance
+    stops only the partitions that move. `client="confluent"` supports only `sticky`, its own `cooperative-sticky`."""
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
-    """How long the partitions of a member that left or died stay unread while they wait for its replacement. 0 assigns
-    them to other members immediately. For the assignors of aiokafka except `range`,
-    `roundrobin` and `fair`."""
+    """How long the partitions of a member that left or died wait, unread, for its replacement. 0 assigns them to other
+    members immediately. For the assignors of aiokafka except `range`, `roundrobin` and `fair`."""
     balance_interval: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), "seconds"] = 0.0
-    """How often the leader of the group looks for members with much more backlog than others; if it finds them twice in
-    a row, and a rebalance would relieve them, it asks for one. 0 never looks. For `lag` and `cooperative-lag`."""
+    """How often the leader of the group compares the backlogs of the members. It requests a rebalance if two checks in
+    a row find unequal backlogs that a rebalance would even out. 0 never checks. For `lag` and `cooperative-lag`."""
     assign: Assign = None
     """Manual assignment, such as `{"orders": [0, 1, 2]}`, or as text `orders:0-2,payments:1`: the app does not join the
     group, still uses its commits, and never loses a partition. None: the group assigns partitions."""
@@ -308,13 +307,14 @@ class Settings(BaseSettings):
     # Start, stop, commit --------------------------------------------------------------
 
     start_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), "seconds"] = 10.0
-    """The start fails if no broker answers within this time, or if a topic does not exist; after that, an outage or a
-    rebalance is waited for. None starts even without brokers and keeps trying; the app is not ready until then."""
+    """The start fails if no broker answers within this time, or if a topic does not exist; after that, it
+    waits for an outage or a rebalance to end. None starts without brokers and keeps trying; until then, the app is not
+    ready."""
     shutdown_timeout: Seconds = 25.0
     """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
     processing_guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
-    """With `exactly_once`, what a record's run publishes, its dead letter and the group's offsets become visible in one
-    transaction. It covers Kafka to Kafka only, and needs `client="confluent"`."""
+    """With `exactly_once`, the messages that a handler publishes for a record, its dead letter and the group's offsets
+    become visible in one transaction. It covers Kafka to Kafka only, and needs `client="confluent"`."""
     transaction_timeout: Seconds = 30.0
     """After how long the brokers abort a transaction whose process has died; must exceed `drain_timeout` +
     `commit_timeout`. Until then, readers of its topics and the next owner of its partitions wait. Used with
@@ -324,8 +324,8 @@ class Settings(BaseSettings):
     None: 1 s, or 0.1 s with `exactly_once`, where a commit makes messages visible."""
     commit_records: Annotated[int | None, Field(ge=1), "records"] = 2_000
     """Commit sooner: after this many completed records, and right after the first ones of a newly assigned partition.
-    Early commits keep a pause, so that they cost less than 1 % of a core. None: only every `commit_interval`.
-    Not used with `exactly_once`."""
+    A pause between such commits limits their cost to 1 % of a core. None: only every `commit_interval`. Not used with
+    `exactly_once`."""
     auto_offset_reset: Literal["earliest", "latest", "error"] | None = None
     """Where a group without committed offsets begins. None refuses to start then: `latest` skips records and `earliest`
     repeats them, so you must choose. A position that the log no longer holds is replaced by the start of the log;
@@ -346,15 +346,15 @@ class Settings(BaseSettings):
     """Maximum size of these records; each counts as its bytes + 500. The client prefetches up to half as much in
     addition."""
     tune_gc: bool = True
-    """Whether `App.run` and `aioshard run` make Python's garbage collector run more rarely, which saves up to a tenth
-    of the CPU. `App.serve` and a lifespan never do: there the process is not the app's own."""
+    """Whether `App.run` and `aioshard run` make Python's garbage collector run less often, which saves up to a tenth
+    of the CPU. `App.serve` and a lifespan never change it, because the process does other work too."""
     processes: Annotated[int | None, Field(ge=1), "processes"] = None
     """Worker processes of the app, for handlers with `run_in="process"`. None: one for each core that it may use."""
 
     # Observability --------------------------------------------------------------------
 
     stuck_after: Seconds = 60.0
-    """The logs and the health check report records that are incomplete for longer."""
+    """The logs and `/livez` findings report records that stay incomplete for longer."""
     show_keys: bool = False
     """Whether keys appear in logs, explanations and the journal; otherwise they are hashed."""
     show_payloads: bool = False

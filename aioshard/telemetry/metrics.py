@@ -101,7 +101,7 @@ METRICS: dict[str, MetricInfo] = {
         "gauge", "Records in memory, over all partitions.", attrgetter("buffered_records")
     ),
     "aioshard_buffered_bytes": MetricInfo(
-        "gauge", "Their bytes, as they count against max_buffered_bytes.", attrgetter("buffered_bytes")
+        "gauge", "Bytes of the records in memory, as max_buffered_bytes counts them.", attrgetter("buffered_bytes")
     ),
     "aioshard_shard_queue_capacity": MetricInfo(
         "gauge",
@@ -148,7 +148,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_heartbeat_age_seconds": MetricInfo(
         "gauge",
-        "Time since the last answered heartbeat; absent where a thread of the client sends them (`confluent`).",
+        "Time since the last answered heartbeat; absent if a thread of the client sends them (`confluent`).",
         attrgetter("heartbeat_age"),
     ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(
@@ -232,7 +232,9 @@ METRICS: dict[str, MetricInfo] = {
     "aioshard_partition_buffered_records": MetricInfo(
         "gauge", "Records in memory.", attrgetter("buffered_records"), _PARTITION
     ),
-    "aioshard_partition_buffered_bytes": MetricInfo("gauge", "Their bytes.", attrgetter("buffered_bytes"), _PARTITION),
+    "aioshard_partition_buffered_bytes": MetricInfo(
+        "gauge", "Bytes of the records in memory.", attrgetter("buffered_bytes"), _PARTITION
+    ),
     "aioshard_records_processed": MetricInfo(
         "counter",
         "Completed records, by outcome: success, skipped, dead_lettered, parked.",

@@ -55,26 +55,29 @@ ATTRIBUTES: Final = {
     "messaging.system": ("process, send", "`kafka`."),
     "messaging.operation.name": ("process, send", "`process` or `send`."),
     "messaging.operation.type": ("process, send", "`process` or `send`."),
-    TOPIC: ("process, send", "The topic; absent where a batch has several."),
+    TOPIC: ("process, send", "The topic; absent for a batch with several."),
     PARTITION: (
         "process, commit, send",
-        "The partition, as text; absent where there are several, or the key of a message chooses.",
+        "The partition, as text; absent for several, and for a message whose key chooses it.",
     ),
     "messaging.consumer.group.name": ("process", "The group id."),
     "messaging.client.id": ("process, send", "The setting `client_id`."),
-    "messaging.batch.message_count": ("process", "Records of the batch; absent where a handler takes single ones."),
+    "messaging.batch.message_count": (
+        "process",
+        "Number of records in the batch; absent for a handler of single records.",
+    ),
     OFFSET: (
         "process, send",
-        "The offset, of a single record; of a batch it is in each link. Absent with exactly once on a sent message.",
+        "The offset of a single record; a batch has one in each link. Absent for sent messages with exactly once.",
     ),
     "messaging.kafka.message.key": (
         "process, send",
-        "The key, where `show_keys` allows it and it is UTF-8; of single records.",
+        "The key of a single record, if `show_keys` allows it and it is UTF-8.",
     ),
-    "messaging.kafka.message.tombstone": ("process, send", "True of a tombstone, else absent."),
-    ERROR_TYPE: ("process, send", "Class of the exception, where it failed."),
-    "server.address": ("process, send", "Host of `bootstrap_servers`, where that names a single one."),
-    "server.port": ("process, send", "Its port."),
+    "messaging.kafka.message.tombstone": ("process, send", "True for a tombstone, otherwise absent."),
+    ERROR_TYPE: ("process, send", "Class of the exception, if it failed."),
+    "server.address": ("process, send", "Host of `bootstrap_servers`, if that names a single broker."),
+    "server.port": ("process, send", "Port of that broker."),
     "aioshard.attempt": ("process", "Number of the attempt, from the second on."),
 }
 """The spans that have each attribute, and its meaning; only the last one is not from the conventions."""
