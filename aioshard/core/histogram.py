@@ -65,7 +65,7 @@ class Histogram:
         self._total += value * weight
 
     def add_below(self, count: int, total: float) -> None:
-        """Count values at or below the first bound, of which only the sum is known.
+        """Count values at or below the first bound, given by their number and sum.
 
         Args:
             count: Number of values.

@@ -260,8 +260,8 @@ class ActiveHandler:
         if self.spec.timeout is not None:
             tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} time-outs")
         if self.parking is not None:
-            tasks.start(self.parking.read(), f"{name} reads what is parked")
-            tasks.start(self.parking.replay(), f"{name} runs again what is parked")
+            tasks.start(self.parking.read(), f"{name} reads parked records")
+            tasks.start(self.parking.replay(), f"{name} replays parked records")
 
 
 async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callable[[], float]) -> None:
