@@ -80,7 +80,7 @@ class Handler(NamedTuple):
         return shard_key_of(self.shard_by, one_topic=len(self.topics) == 1 and self.pattern is None)
 
     def queue_size(self, room: int) -> int | None:
-        """How many records a fixed shard's queue holds, where *room* may be in memory; None for shards on demand."""
+        """Capacity of a fixed shard's queue if *room* records may be in memory; None for shards on demand."""
         return None if self.shards is None else self.shard_queue_size or max(room // self.shards, 1)
 
     @property
