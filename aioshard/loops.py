@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 _COLLECT_AFTER = 5_000, 5, 5
 """Thresholds of the garbage collector. With the default first threshold (700 up to Python 3.12) and 1,000 records in
-flight, it visits each record again and again until it is complete. Higher ones save hardly more CPU, and a hanging app
-held up to 10 MiB more."""
+flight, it visits each record repeatedly until it is complete. Higher thresholds hardly save more CPU, and a hanging app
+used up to 10 MiB more."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -22,9 +22,9 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 @contextlib.contextmanager
 def tuned_gc() -> Iterator[None]:
-    """Collect garbage more rarely while the context is open, and leave out all objects that exist by now.
+    """Collect garbage less often while the context is open, and skip all objects that exist when it opens.
 
-    Thresholds that are as high already, or 0 because collection is off, are left alone.
+    Thresholds that are at least as high, or 0 because collection is off, stay unchanged.
     """
     thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     if 0 < thresholds[0] < _COLLECT_AFTER[0]:

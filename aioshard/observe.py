@@ -308,7 +308,7 @@ RecordState = Literal[
     "behind",
     "queued",
 ]
-"""The reason why an incomplete record is waiting.
+"""The state of an incomplete record, followed here by the thing that it waits for.
 
 `running`: its handler. `outliving`: a run that was cancelled but has not ended. `recovery`: the work that replaces its
 handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: an operator who releases it.
@@ -351,7 +351,7 @@ class IncompleteRecord:
     due: float | None
     """Seconds until its next attempt; None if it is not scheduled."""
     error: str | None
-    """The latest failure that it waits because of: its own, or that of the record that it waits for."""
+    """The latest failure that makes it wait: its own, or that of the record that it waits for."""
     waiting: int
     """Number of records behind it in its shard."""
     worker: str | None
@@ -400,8 +400,8 @@ class PartitionDiagnosis:
     window: int
     """Offsets from the oldest incomplete record to the position."""
     behind: int
-    """Number of those that wait for that record: done but not committable (gaps count as done), in its shard, or
-    evicted."""
+    """Number of those offsets that wait for that record: done but not committable (gaps count as done), in its shard,
+    or evicted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ NOT_A_MEMBER = Membership("", -1)
 
 
 class InstanceIdTakenError(TransportError):
-    """Another process joined with our `group_instance_id`. Once may be an overlap; if it persists, the app ends.
+    """Another process joined with our `group_instance_id`. Once may be a rolling deploy; if it persists, the app ends.
 
     Attributes:
         session_timeout: Seconds within which a second loss means that the conflict persists.
@@ -43,8 +43,8 @@ class InstanceIdTakenError(TransportError):
         self, group_id: str, instance_id: str, session_timeout: float, why: str = "", *, goes_on: bool = False
     ) -> None:
         super().__init__(
-            f"another process has joined group {group_id!r} with our group_instance_id={instance_id!r}{why}: two with "
-            "one id take the partitions from each other; give each process a different id"
+            f"another process has joined group {group_id!r} with our group_instance_id={instance_id!r}{why}: two "
+            "processes with one id take partitions from each other; give each process a different id"
         )
         self.session_timeout = session_timeout
         self.goes_on = goes_on
@@ -65,7 +65,7 @@ class Allowance(NamedTuple):
     """Whether the first record is accepted regardless of its size, because nothing else is buffered."""
 
     def less(self, records: int, size: int) -> "Allowance":
-        """Return what is left of it after records of other partitions were taken, *size* bytes together."""
+        """Return the rest of it after records of other partitions were taken, *size* bytes in total."""
         return Allowance(self.records - records, self.bytes - size, self.alone and not records)
 
     def admitted(self, sizes: Iterable[int]) -> int:
@@ -91,7 +91,7 @@ class FetchedBatch(NamedTuple):
           skips offsets without a record for us: transaction markers, aborted batches, compacted records. A batch
           without records carries a position that moved.
         * `sizes[i]` is `record_size(records[i])`.
-        * With `places` the client cannot seek: the engine evicts nothing to be fetched again.
+        * With `places`, the client cannot seek, so the engine does not evict records.
     """
 
     topic_partition: TopicPartition
@@ -99,8 +99,8 @@ class FetchedBatch(NamedTuple):
     sizes: Sequence[int]
     next_offset: int
     places: Sequence[int] | None = None
-    """Positions of the records in the engine's sequence, ascending, in place of their own offsets: for records of
-    several partitions that arrive as one sequence. `next_offset` is then such a position too."""
+    """Ascending positions that the engine uses instead of the records' own offsets: for records of several partitions
+    that arrive as one sequence. `next_offset` is then such a position too."""
 
 
 class Fault(NamedTuple):
@@ -136,7 +136,7 @@ class LogRange(NamedTuple):
     start: int
     end: int
     newest: int = -1
-    """One past the last offset, including those of transactions that are open; -1 if it is not known."""
+    """One past the last offset, including those of open transactions; -1 if unknown."""
 
 
 class GroupListener(Protocol):
@@ -180,7 +180,7 @@ class Transport(Protocol):
         """
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """Connect and begin to join the group, or take the manual assignment; *listener* learns of assignments.
+        """Connect and begin to join the group, or take the manual assignment; *listener* receives assignments.
 
         Subscribes to *topics* and every topic whose whole name matches *pattern*.
 
@@ -254,7 +254,7 @@ class Transport(Protocol):
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """Return the group's committed offsets from the broker; None for partitions without one.
 
-        The result contains every partition: if a broker leaves one out, or answers with an error, it is queried again.
+        The result contains every partition: one that a broker leaves out, or answers with an error, is queried again.
         """
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
@@ -296,14 +296,14 @@ class Message(NamedTuple):
     key: bytes | None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
     partition: int | None = None
-    """None: `chosen_by` chooses, as in Java's partitioner, and without it messages take turns."""
+    """None: `chosen_by` decides, as in Java's partitioner; messages without it are spread round-robin."""
     timestamp: float | None = None
     """Seconds since the epoch; None is now."""
     partitioner: Partitioner = "key"
 
     @property
     def chosen_by(self) -> bytes | None:
-        """The key, if it chooses the partition."""
+        """The key, if it decides the partition."""
         return self.key if self.partitioner == "key" else None
 
 

@@ -1,12 +1,12 @@
-"""Worker processes of an app: each runs one call at a time, and is killed to end a call.
+"""Worker processes of an app: each runs one call at a time, and is killed to cancel a call.
 
-* Not `anyio.to_process`: its processes start with the first call, take part in SIGTERM, outlive a parent that was
-  killed, and a crash names neither signal nor exit code. `multiprocessing` starts a resource tracker, and imports the
-  main module again: an unguarded `uvicorn.run` would start a second server.
+* Not `anyio.to_process`: its processes start with the first call, react to SIGTERM, outlive a parent that was killed,
+  and a crash names neither signal nor exit code. `multiprocessing` starts a resource tracker, and imports the main
+  module again: an unguarded `uvicorn.run` would start a second server.
 * A new interpreter, not `fork`: forking a program with an event loop and threads is not safe.
-* No call waits inside a process. A second call in its queue would save 3 % of a run of 2 ms. But it could not be
-  cancelled alone: a revoked partition would wait for the call before it, or kill that.
-* `PR_SET_PDEATHSIG`, and not a thread that waits for the end of the app: a computation may keep the interpreter.
+* No call is queued in a process. A second call there would save 3 % of a run of 2 ms, but could not be cancelled alone:
+  a revoked partition would have to wait for the call before it, or kill that one too.
+* `PR_SET_PDEATHSIG`, not a thread that waits for the end of the app: a computation may hold the interpreter lock.
 """
 
 import asyncio
@@ -26,25 +26,25 @@ from typing import Any, Self
 from aioshard.errors import AttemptTimeoutError, BatchError, ProcessError, StartError, StateError
 
 _HEADER = 4
-"""Bytes of the length before a message, as `multiprocessing.connection` has it."""
+"""Bytes of the length before each message, as in `multiprocessing.connection`."""
 _IGNORED = signal.SIGINT, signal.SIGTERM
 """Signals that a terminal and systemd send to all processes of an app; the app itself drains."""
 _calls: dict[int | None, Callable[[Any, Any], object]] = {}
-"""In a worker process: what it can run."""
+"""In a worker process: the functions that it can run, by number."""
 
 
 class Processes:
     """The worker processes of a running app: they run while the context is open.
 
     Invariants:
-        * A call that has ended runs in no process, however it ended.
+        * Once a call has ended, in any way, no process runs it any more.
     """
 
     def __init__(self, calls: Mapping[int, bytes], count: int) -> None:
         """Prepare the processes; entering the context starts them.
 
         Args:
-            calls: A pickled function for each number that `run` takes; it returns the function to run.
+            calls: For each number that `run` takes, a pickled function that returns the function to run.
             count: Number of processes.
 
         Raises:
@@ -52,10 +52,10 @@ class Processes:
         """
         if _calls:
             raise StateError(
-                "a worker process imports the main module, which starts the app again: start it in the main process "
-                "alone, as in  if __name__ == '__main__': app.run()"
+                "a worker process imports the main module, which starts the app again: start it only in the main "
+                "process, as in  if __name__ == '__main__': app.run()"
             )
-        # Only a function of the main module needs it, and to import it again may have effects.
+        # Only functions of the main module need its import, which may have side effects.
         main = spawn.get_preparation_data("") if any(b"__main__" in call for call in calls.values()) else {}
         self._setup = _message(None, {name: main[name] for name in main if name.startswith("init_main")}, calls)
         self._count = count
@@ -66,7 +66,7 @@ class Processes:
         """Start the processes; return once all of them have imported the handlers.
 
         Raises:
-            StartError: One of them could not.
+            StartError: A process could not import them.
         """
         try:
             self._processes += [_Process(self._setup) for _ in range(self._count)]
@@ -79,7 +79,7 @@ class Processes:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Let the processes end, for at most a second, and kill the others."""
+        """Let idle processes exit for at most a second, and kill the rest."""
         idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
         idle = [process for process in idle if process.alive]
         try:
@@ -100,9 +100,9 @@ class Processes:
         """Run a call in an idle process; wait for one if necessary.
 
         Args:
-            number: Which of the calls.
+            number: The number of the call.
             argument: Its first argument.
-            context: Its second one.
+            context: Its second argument.
             timeout: Seconds that the call may take; the wait for a process does not count.
 
         Raises:
@@ -118,16 +118,16 @@ class Processes:
                 process.spawn()
                 await process.start()
             async with asyncio.timeout(timeout):
-                answer = await process.answer(message)
+                response = await process.request(message)
         except TimeoutError:
             raise AttemptTimeoutError(timeout or 0.0) from None
         finally:
             self._idle.put_nowait(process)
-        return _result(answer)
+        return _result(response)
 
 
 class _Process:
-    """A worker process; it is started again after it has ended."""
+    """A worker process, which can be started again after it has ended."""
 
     def __init__(self, setup: bytes) -> None:
         self._setup = setup
@@ -141,12 +141,12 @@ class _Process:
     def spawn(self) -> None:
         """Start the process; it begins to import the handlers."""
         self.writer: Any = None
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         code = f"import sys; sys.path[:] = {[*map(str, sys.path)]}; from aioshard.processes import serve; serve()"
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # until `serve` ignores them
         try:
-            with theirs:
-                self._popen = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno())  # noqa: S603
+            with child_socket:
+                self._popen = subprocess.Popen([sys.executable, "-c", code], stdin=child_socket.fileno())  # noqa: S603
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         self._socket.sendall(self._setup)
@@ -155,17 +155,17 @@ class _Process:
         """Return once it has imported the handlers.
 
         Raises:
-            StartError: It could not.
+            StartError: It could not import them.
         """
         self._reader, self.writer = await asyncio.open_unix_connection(sock=self._socket)
         try:
-            _result(await self.answer(b""))
+            _result(await self.request(b""))
         except Exception as error:
             self.kill()
             raise StartError(f"a worker process did not start: {type(error).__name__}: {error}") from error
 
-    async def answer(self, message: bytes) -> bytes:
-        """Send a message and return the answer; if this is cancelled, the process is killed.
+    async def request(self, message: bytes) -> bytes:
+        """Send a message and return the response; a cancellation kills the process.
 
         Raises:
             ProcessError: The process has ended.
@@ -186,7 +186,7 @@ class _Process:
             raise
 
     async def ended(self) -> None:
-        """Wait for the end; the process closes its end of the socket by nothing else."""
+        """Wait until the process ends: nothing else closes its end of the socket."""
         with contextlib.suppress(OSError):
             await self._reader.read()
 
@@ -202,8 +202,8 @@ def _message(*values: object) -> bytes:
     return len(data).to_bytes(_HEADER) + data
 
 
-def _result(answer: bytes) -> object:
-    error, result = pickle.loads(answer)  # noqa: S301 - of a process of ours
+def _result(response: bytes) -> object:
+    error, result = pickle.loads(response)  # noqa: S301 - from our own process
     if error is not None:
         raise error from None  # its note has the traceback
     return result
@@ -218,7 +218,7 @@ def serve() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, also for a run that keeps the interpreter
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: works even if a run holds the interpreter lock
     # Only the end of the process closes *kept*: when the app sees that, the exit code is known.
     kept = os.dup(0)
     app = connection.Connection(os.dup(kept))
@@ -233,7 +233,7 @@ def serve() -> None:
     with contextlib.suppress(EOFError):
         while True:
             number, argument, context = app.recv()
-            app.send_bytes(_answer(number, argument, context))
+            app.send_bytes(_response(number, argument, context))
 
 
 def _set_up(main: dict[str, Any], calls: Mapping[int, bytes]) -> None:
@@ -241,7 +241,7 @@ def _set_up(main: dict[str, Any], calls: Mapping[int, bytes]) -> None:
     _calls.update({number: pickle.loads(call)() for number, call in calls.items()})  # noqa: S301 - from the app
 
 
-def _answer(number: int | None, argument: object, context: object) -> bytes:
+def _response(number: int | None, argument: object, context: object) -> bytes:
     try:
         return pickle.dumps((None, _calls[number](argument, context)))
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - of the user's handler

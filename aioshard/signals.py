@@ -1,4 +1,4 @@
-"""Signals of a program that runs until it is asked to end: the first one requests an end, the second one exits."""
+"""Signals of a long-running program: the first one requests a graceful shutdown, the second one exits."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ INTERRUPTED: Final = 130
 
 
 class Signals:
-    """Handles SIGINT and SIGTERM while the context is open: the first requests an end, the second exits.
+    """Handles SIGINT and SIGTERM while the context is open: the first requests a shutdown, the second exits.
 
     The handlers are Python's, not the event loop's, so they also run while a record's handler blocks the loop. Only the
     main thread can handle signals: in another one, the context does nothing.
@@ -30,11 +30,11 @@ class Signals:
         """Prepare the handlers.
 
         Args:
-            announcement: What the first signal begins; printed on standard error.
-            action: Called at the first signal. Without it, and until `on_first` sets one, the first one exits with 0.
+            announcement: Printed on standard error at the first signal.
+            action: Called at the first signal. Without one, the first signal exits with code 0; see `on_first`.
         """
         self.received: str | None = None
-        """Name of the first signal; empty if the end was requested without a signal, None before the request."""
+        """Name of the first signal; empty if the shutdown was requested without a signal, None before the request."""
         self.before_exit: Callable[[], object] = lambda: None
         """Called at the second signal."""
         self._announcement = announcement
@@ -57,9 +57,9 @@ class Signals:
         self._action = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, action)
 
     def request_drain(self) -> None:
-        """Act as for a first signal, from any thread; a real signal that follows does not count as the second."""
+        """Act as on a first signal, from any thread; a real signal that follows does not count as the second."""
         if self.received is None:
-            logger.info("draining and committing: requested by the parent process, or it has ended")
+            logger.info("draining and committing: requested by the parent process, or the parent has ended")
             self._request("")
 
     def _receive(self, number: int, _: FrameType | None) -> None:
@@ -83,7 +83,7 @@ class Signals:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process without waiting for anything that is still running in it."""
+    """End the process without waiting for threads or tasks that still run."""
     for stream in (sys.stdout, sys.stderr):
         # A signal may have interrupted a write to the same stream.
         with contextlib.suppress(RuntimeError, OSError, ValueError):

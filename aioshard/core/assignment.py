@@ -1,7 +1,7 @@
 """Assign partitions to the members of a group: pure functions that give the same result on every member.
 
-`fair`, `sticky` and `lag` share one way to spread partitions by number: place each at its home, or else at the least
-loaded member, then pass partitions on until nothing makes the loads more even.
+`fair`, `sticky` and `lag` spread partitions by number in the same way: place each at its home (its previous owner) or
+at the least loaded member, then move partitions until no move makes the loads more even.
 """
 
 import heapq
@@ -24,15 +24,15 @@ Holders: TypeAlias = dict[TopicPartition, str]
 NO_GENERATION = -1
 
 _NOISE = 100
-"""A member's share of the backlog divided by this is noise. Partitions whose backlogs add up to less count as fully
+"""The mean backlog of a member divided by this is noise: the smallest partitions that add up to less count as fully
 read, and no move is made for a smaller gain."""
 _PAYS, _LEAST_GAIN = 1.5, 1_000
-"""A rebalance pays if it makes the longest backlog of a member so many times shorter, and by so many records."""
+"""A rebalance pays if it shortens the longest backlog of a member by at least this factor and this many records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """State that one member of a group reports.
+    """The state that a group member reports.
 
     Example:
         >>> Member(frozenset({"orders"}), owned=(TopicPartition("orders", 0),), generation=4).generation
@@ -44,7 +44,7 @@ class Member:
     owned: Collection[TopicPartition] = ()
     """The partitions it owned until now; empty for a new member."""
     generation: int = NO_GENERATION
-    """The generation in which it received them."""
+    """The generation that assigned them."""
     backlogs: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Records left in the partitions it owned and in unowned ones, as far as the member knows."""
 
@@ -140,9 +140,9 @@ def assign_round_robin(members: Members, partitions: Partitions) -> Assignment:
 
 
 def assign_fair(members: Members, partitions: Partitions) -> Assignment:
-    """Spread partitions so evenly that no move and no chain of moves makes them more even.
+    """Spread partitions so that no move or chain of moves would make them more even.
 
-    It has no memory: the same members and topics always give the same assignment.
+    Stateless: the same members and topics always give the same assignment.
 
     Example:
         >>> members = {"a": Member(frozenset({"t", "u"})), "b": Member(frozenset({"u"}))}
@@ -201,7 +201,7 @@ def assign_backlog(members: Members, partitions: Partitions) -> Assignment:
 
 
 def pays(members: Members, partitions: Partitions) -> bool:
-    """Whether assigning the backlogs again would clearly relieve the member that has most to do.
+    """Whether a new assignment would clearly shorten the longest backlog of a member.
 
     Example:
         >>> had = {TopicPartition("t", 0): 9_000, TopicPartition("t", 1): 8_000}
@@ -226,8 +226,8 @@ def without_moves(members: Members, assignment: Assignment) -> Assignment:
         >>> without_moves(members, {"a": (), "b": (TopicPartition("t", 0), TopicPartition("t", 1))})
         {'a': (), 'b': (TopicPartition(topic='t', partition=1),)}
     """
-    now = _latest_owners(members)
-    return {name: tuple(one for one in held if now.get(one, name) == name) for name, held in assignment.items()}
+    latest = _latest_owners(members)
+    return {name: tuple(at for at in held if latest.get(at, name) == name) for name, held in assignment.items()}
 
 
 ASSIGNORS: Mapping[str, Callable[[Members, Partitions], Assignment]] = {
@@ -271,7 +271,7 @@ def spread(
 
 
 class _Spread:
-    """The member of each partition while an assignment is computed."""
+    """An assignment by number while it is computed: the member of each partition."""
 
     def __init__(self, members: Members, partitions: Partitions, homes: Holders, begin: Mapping[str, int]) -> None:
         self._partitions = partitions
@@ -352,7 +352,7 @@ class _Spread:
         return []
 
     def _pass_on(self, links: Iterable[tuple[str, str]]) -> None:
-        """Let each giver pass on one partition: preferably one that returns home, or else is away from home."""
+        """Let each giver pass on one partition: preferably one that returns home, then one that is away from home."""
         chosen = [
             min(
                 ((home == giver) - (home == taker), at, giver, taker)
@@ -393,10 +393,10 @@ def backlogs(members: Members, partitions: Partitions, homes: Holders) -> dict[T
 
 
 class _Backlogs:
-    """The partitions and the backlog of each member while an assignment is computed.
+    """An assignment by backlog while it is computed: the partitions and the backlog of each member.
 
-    Partitions begin at their homes, or else at the member with the least backlog, largest first. Then single ones move
-    from members with a large backlog to members with a small one until no move helps.
+    Partitions begin at their homes, then the others at the member with the least backlog, largest first. Then single
+    partitions move from members with a large backlog to members with a small one until no move helps.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Metadata of a committed offset: one versioned text format for everything stored there.
 
-`aioshard/1 first=8,1750000000 done=420:...`: both fields are optional. A format with other fields gets another version,
-and is then read as the text of another program.
+`aioshard/1 first=8,1750000000 done=420:...`: both fields are optional. A format with other fields gets another version:
+older readers treat it as the text of another program.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class FirstCommit(NamedTuple):
     partitions: int
     """Number of partitions that the topic had when the group first resolved its position on the partition."""
     at: int
-    """Time of that, in seconds since the epoch."""
+    """When that was, in seconds since the epoch."""
 
     def is_recent(self, now: float) -> bool:
         """Whether members that joined then may still be resolving their positions; *now* is in seconds."""
@@ -42,7 +42,7 @@ class CommitMetadata:
         first: First-commit marker of the partition; None if the commit is not one of the first.
         finished: Completed records beyond the committed offset; ascending and not adjacent.
         foreign: The text of another program. Never written, and never read as completions: Parallel Consumer up to
-            0.5.3.3 may list a hanging record as finished. A record runs twice rather than never.
+            0.5.3.3 may list a hanging record as finished. Running a record twice is better than losing it.
         ignored: Reasons why parts of the text were ignored; empty if the text is intact. Never written.
 
     Example:
@@ -89,7 +89,7 @@ class CommitMetadata:
 
         Args:
             offset: The committed offset.
-            most_units: Number of characters that the broker stores; only finished records are left out to meet it.
+            most_units: Longest text that the broker stores; only finished records are left out to fit.
 
         Raises:
             ValueError: The finished records are out of order, or not beyond *offset*.

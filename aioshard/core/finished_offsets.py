@@ -22,7 +22,7 @@ _BITS = 15
 _FIRST_CHARACTER = 0x3400
 """The first of 32,768 characters of one code unit each: no surrogates, spaces or control characters."""
 _OVERHEAD_BITS = 400
-"""Bits of a text besides one per offset."""
+"""Bits of a text in addition to one per offset."""
 
 _STRATEGIES = (zlib.Z_RLE, zlib.Z_HUFFMAN_ONLY)
 """Ways to compress: the first is shorter for regular patterns, the second for irregular ones."""
@@ -102,7 +102,7 @@ def records_with_room(span: int, incomplete: int, units: int) -> int:
 
 
 def _bytes_at_most(span: int, incomplete: int) -> int:
-    """Return the maximum size of the encoded lengths: two per incomplete record, of which few need several bytes."""
+    """Return the maximum size of the encoded lengths: two per incomplete record, few of them of several bytes."""
     numbers = most = 2 * incomplete + 1
     while span := span >> 7:
         most += min(numbers, span)

@@ -1,4 +1,4 @@
-"""Flow control: how much more of a partition may be buffered, and fetched ahead of that."""
+"""Flow control: how much more of a partition may be buffered, and how much a fetch may return."""
 
 from typing import NamedTuple
 
@@ -78,13 +78,13 @@ def fetch_limits(bound: int, used: int, partitions: int, requests: int) -> Fetch
     """Return the limits of each of the next fetches.
 
     A broker returns at least one batch per response, but nothing of a partition whose limit is smaller than its next
-    batch. If many partitions had equal shares, each fetch would bring one batch, at the cost of one that brings
-    megabytes. So a partition may use what is free, up to 1 MiB. Only the last quarter of the bound is shared equally:
-    every partition finds some room there.
+    batch. With equal shares for many partitions, each fetch would return a single batch, and cost as much as one that
+    returns megabytes. So a partition may use all free room, up to 1 MiB. Only the last quarter of the bound is shared
+    equally: every partition finds some room there.
 
     Args:
-        bound: The most bytes that may be fetched and not yet taken.
-        used: How many are, including those that fetches in progress may bring.
+        bound: Maximum bytes that may be fetched and not taken yet.
+        used: Bytes fetched and not taken yet, including those that fetches in progress may return.
         partitions: The number of assigned partitions.
         requests: How many fetches are sent now; each goes to another broker.
 

@@ -25,7 +25,7 @@ class HistogramCounts:
         return sum(self.counts)
 
     def __add__(self, other: "HistogramCounts") -> "HistogramCounts":
-        """Return the counts of both; their bounds are the same."""
+        """Return the sum of two snapshots with the same bounds."""
         counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
         return HistogramCounts(self.bounds, counts, self.total + other.total)
 
@@ -65,7 +65,7 @@ class Histogram:
         self._total += value * weight
 
     def add_below(self, count: int, total: float) -> None:
-        """Count values at or below the first bound, of which only the sum is known.
+        """Count values at or below the first bound, given by their number and sum.
 
         Args:
             count: Number of values.

@@ -1,4 +1,4 @@
-"""The options of a handler: the checks of their values, and what applies them, such as the token bucket of a limit."""
+"""The options of a handler: checks of their values, and mechanisms that apply them, such as the token bucket."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from aioshard.records import TOPIC_NAME
 _SHRINKS = 3
 """Bits by which each failure shrinks the next batch: 500 records, then 62, then 7, then 1."""
 _DEFAULT_BURST = 0.05
-"""Seconds of tokens in the default burst of a rate limit."""
+"""The default burst of a rate limit, in seconds of its rate."""
 _TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
@@ -165,9 +165,9 @@ class RateLimit:
 
     Attributes:
         per_second: Runs per second in the long run; 0.1 is one in ten seconds.
-        burst: Runs that may start together after a quiet period; unused runs beyond that are lost. The default is the
-            runs of a twentieth of a second, at least one: with less, an event loop that wakes up a millisecond late,
-            as timers do, would stay below a high rate.
+        burst: Runs that may start together after a quiet period; unused runs beyond that are lost. By default, the
+            runs of a twentieth of a second, at least one: timers fire up to a millisecond late, so a smaller burst
+            could not keep up with a high rate.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -253,14 +253,14 @@ class TokenBucket:
 class CircuitBreaker:
     """When to stop diverting records, because too many of a handler's records fail.
 
-    Closed, every record whose attempts are exhausted is diverted. It opens when more than `failure_rate` of the last
-    `window` records failed: a dependency may be down, or the handler or the schema wrong. Then partitions pause when
-    one of their records fails, and try one record at a time (half-open) until one succeeds.
+    While it is closed, every record whose attempts are exhausted is diverted. It opens when more than `failure_rate` of
+    the last `window` records failed: a dependency may be down, or the handler or the schema wrong. Then partitions
+    pause when one of their records fails, and try one record at a time (half-open) until one succeeds.
 
     Attributes:
         failure_rate: Share of failed records above which it opens.
         window: How many records count.
-        minimum: How many records must have ended, from the start or since it closed, before it may open.
+        minimum: How many records must have ended, since the start or since it last closed, before it may open.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -346,12 +346,12 @@ OnFailure = Literal["halt", "skip"] | DeadLetter | Park
 
 
 class BreakerState:
-    """The state of the circuit breaker of a handler.
+    """The state of a handler's circuit breaker.
 
-    A success costs nothing: for each failed record, the caller says how many records had succeeded when it *first*
-    failed. So retries do not matter, which would shift the failures behind later successes. Failures with few
-    successes between them are those of one window. Failures may be faster than successes, so it opens only if the
-    share stays too high until as many more have failed as records run.
+    Successes are not reported one by one. For each failed record, the caller passes how many records had succeeded when
+    it *first* failed, so retries do not move the failure behind later successes. Failures with few successes between
+    them belong to one window. Failures may be quicker than successes. So after the share became too high, the breaker
+    opens only once as many more records have failed as are running.
 
     Example:
         >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
@@ -369,12 +369,12 @@ class BreakerState:
         self.alike = 0
         """Those of them with the latest error."""
         self._failures: deque[tuple[int, str]] = deque(maxlen=limits.window)
-        self._ended = 0
-        """Failures since the start, or since it closed."""
-        self._since = 0
+        self._failure_count = 0
+        """Failures since the start, or since it last closed."""
+        self._successes_before = 0
         """How many records had succeeded then."""
         self._suspected: int | None = None
-        """How many had failed when the share became too high; None while it is not."""
+        """Value of `_failure_count` when the share became too high; None while it is not."""
 
     def fail(self, successes: int, error: str, running: Callable[[], int] = int) -> bool:
         """Count a record that failed for good; return whether the breaker is open.
@@ -386,8 +386,8 @@ class BreakerState:
         """
         if not self.is_open:
             self._failures.append((successes, error))
-            self._ended += 1
-            ended = self._ended + max(successes - self._since, 0)
+            self._failure_count += 1
+            ended = self._failure_count + max(successes - self._successes_before, 0)
             window = min(ended, self.limits.window)
             # Of a window with too many failures, at most this many records succeeded.
             between = (1 - self.limits.failure_rate) * window
@@ -396,12 +396,12 @@ class BreakerState:
             if ended < self.limits.minimum or self.failed <= self.limits.failure_rate * window:
                 self._suspected = None
             elif self._suspected is None:
-                self._suspected = self._ended
-            self.is_open = self._suspected is not None and self._ended - self._suspected >= running()
+                self._suspected = self._failure_count
+            self.is_open = self._suspected is not None and self._failure_count - self._suspected >= running()
         return self.is_open
 
     def close(self, successes: int) -> None:
-        """Begin anew: a record has succeeded."""
+        """Close the breaker and start counting again, because a record has succeeded."""
         self.is_open = False
         self._failures.clear()
-        self._ended, self._since, self._suspected = 0, successes, None
+        self._failure_count, self._successes_before, self._suspected = 0, successes, None

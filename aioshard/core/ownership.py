@@ -63,7 +63,7 @@ def origin_of(
     *,
     group_knows_topic: bool,
 ) -> Origin | None:
-    """Return where to begin, or None if neither a commit nor the policy says it.
+    """Return where to begin, or None if neither a commit nor the policy decides it.
 
     The policy applies only to a group without a commit on the topic. A partition created later begins at its start
     under every policy, and so does one whose committed offset is no longer in its log (retention passed it, or the
@@ -100,7 +100,7 @@ def knows_topic(commits: Iterable[FirstCommit | None], partition: int, now: floa
 
     Several members resolve their partitions of a new topic at the same time, and others may join meanwhile. Without
     the first-commit marker, slower members would take the commits of faster ones as proof that the group has known the
-    topic for long, and would read their partitions from the start under `latest`.
+    topic for a long time, and would read their partitions from the start under `latest`.
 
     Args:
         commits: The first-commit marker of each of the group's commits on the topic; None if the commit has none.

@@ -25,13 +25,14 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
     """Return the function that computes a record's shard key.
 
     Args:
-        shard_by: `"key"`: the identity is (topic, key), and records without a key have no order;
-            `"partition"`; `"record"`: no order at all; or a function whose value is the identity.
-        one_topic: Whether all records come from one topic. The key alone is then the identity, which saves
+        shard_by: `"key"` orders records with the same (topic, key), and those without a key have no order;
+            `"partition"` orders records of the same partition; `"record"` orders nothing; a function returns
+            the shard key itself.
+        one_topic: Whether all records come from one topic. The key alone is then the shard key, which saves
             a tuple per record.
 
     Raises:
-        HandlerError: If *shard_by* is something else.
+        HandlerError: If *shard_by* is anything else, such as an async function.
 
     Example:
         >>> record = Record("orders", 0, 41, b"k", None, (), 0.0)
@@ -65,7 +66,7 @@ def check_usable(key: ShardKey) -> None:
     """Check that a user's key can be hashed and compared, before anything depends on it.
 
     Raises:
-        Exception: Anything that its own methods raise when it is hashed or compared.
+        Exception: Any error that its methods raise when it is hashed or compared.
 
     Example:
         >>> check_usable(("tenant", 7))
@@ -80,7 +81,7 @@ def check_usable(key: ShardKey) -> None:
 def identity(shard_key: Callable[[Record], ShardKey], record: Record, shards: int | None = None) -> ShardKey:
     """Return the shard key of a record, or None if the sharding function fails or returns an unusable key.
 
-    For looking at past records only: the failure itself is reported when the record arrives.
+    Use it for past records only: the failure itself is reported when the record arrives.
     """
     try:
         key = shard_key(record)
@@ -97,7 +98,7 @@ def shard_number(key: ShardKey, shards: int) -> int:
 
     Args:
         key: `bytes`, `str` (as UTF-8), `int` (as decimal digits), or a tuple (topic, key) or (topic,
-            partition) as returned by `shard_key_of`'s function, of which the last part counts.
+            partition) from `shard_key_of`'s function: only its last part counts.
         shards: At least 1.
 
     Raises:
@@ -116,7 +117,7 @@ def shard_number(key: ShardKey, shards: int) -> int:
 
 
 def _as_bytes(key: object) -> bytes | None:
-    """Return the bytes that are hashed for a key; None if its type has none."""
+    """Return the bytes to hash for a key; None for an unsupported type."""
     if isinstance(key, bytes):
         return key
     if isinstance(key, str):
@@ -151,8 +152,8 @@ SHARD_BITS = 32
 def key_hash(key: ShardKey) -> int | None:
     """Return a signed 64-bit hash of a key, the same in every process; None for no key.
 
-    The high half is the value that `shard_number` starts from. So the hash alone tells which of N fixed shards serves
-    the key, for every N, without revealing the key, which may be a name.
+    The high half is the value that `shard_number` starts from, so the hash alone determines the fixed shard, for any
+    number of shards. It does not reveal the key, which may be personal data.
 
     Args:
         key: A record's key, or a shard key. Values other than bytes, text, a number or a tuple of these are hashed by
@@ -185,13 +186,13 @@ def shard_of_hash(hashed: int, shards: int) -> int:
 
 
 def key_bytes(key: ShardKey) -> bytes:
-    """Encode a shard key as bytes, equal in every process exactly if the keys are equal.
+    """Encode a shard key as bytes that are equal, in any process, if and only if the keys are equal.
 
     Args:
         key: Bytes, text, an integer, None, or a tuple of these.
 
     Raises:
-        HandlerError: The key has another type: other processes could not tell which of its values are equal.
+        HandlerError: The key has another type, whose values other processes cannot compare.
 
     Example:
         >>> key_bytes(("tenant", 7)) == key_bytes(("tenant", True)), key_bytes("7") == key_bytes(7)
@@ -205,8 +206,8 @@ def key_bytes(key: ShardKey) -> bytes:
     data = _as_bytes(key)
     if data is None:
         raise HandlerError(
-            f"a shard key of type {type(key).__name__} was found ({key!r}): where several processes share the records, "
-            "a shard key must be text, bytes, an integer, or a tuple of these, so that all processes agree on it"
+            f"a shard key has type {type(key).__name__} ({key!r}): if several processes share the records, it must be "
+            "text, bytes, an integer, or a tuple of these, so that all processes agree on it"
         )
     return (b"b" if isinstance(key, bytes) else b"s" if isinstance(key, str) else b"i") + data
 
@@ -214,7 +215,7 @@ def key_bytes(key: ShardKey) -> bytes:
 # Explanations ---------------------------------------------------------------------
 
 _SALT = os.urandom(16)
-"""Salt for hashing keys: a key has the same name throughout a process, and nobody can look it up."""
+"""Salt for hashing displayed keys: a key's hash is the same throughout a process, and cannot be looked up."""
 
 
 def shown(value: object, *, show_keys: bool) -> str | None:
@@ -234,7 +235,7 @@ def shown(value: object, *, show_keys: bool) -> str | None:
 
 
 def is_plain(value: object) -> bool:
-    """Whether all methods of a value are Python's own."""
+    """Whether a value has only built-in types, so that its methods run no application code."""
     if type(value) is tuple:
         return all(map(is_plain, value))
     return type(value) in (bytes, str, int, float, bool, type(None))

@@ -21,10 +21,10 @@ class Tail(NamedTuple):
     heaviest: int
     """The fewest partitions that hold nine tenths of the lag."""
     seconds: float | None
-    """Until the last partition is done, if its lag goes on shrinking as it has; None if one does not shrink."""
+    """Until the last partition is done, if every lag keeps shrinking at its pace; None if one does not shrink."""
 
     def __str__(self) -> str:
-        """Return a sentence without its end."""
+        """Return a sentence without the final full stop."""
         done = "" if self.seconds is None else f"; the last is done in {age(self.seconds)}"
         return f"{self.heaviest} of {self.partitions} partitions hold {_MOST:.0%} of what is left{done}"
 

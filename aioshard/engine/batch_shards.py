@@ -15,7 +15,7 @@ _ALONE = -1
 """Level of deliveries that run alone: a recovery, a record that cannot be decoded, or one of the last attempts."""
 
 _Kind = tuple[int, Epoch | None]
-"""What the deliveries of a batch have in common: their level and, with exactly-once processing, their epoch."""
+"""Equal for all deliveries of a batch: their level and, with exactly-once processing, their epoch."""
 
 
 class BatchShards(Shards):
@@ -69,7 +69,7 @@ class BatchShards(Shards):
                 return None
             deliveries = self._forming[kind].deliveries
             if self._forming[kind].timer is not None and any(
-                one.epoch.gate and not one.epoch.may_start(one) for one in deliveries
+                delivery.epoch.gate and not delivery.epoch.may_start(delivery) for delivery in deliveries
             ):
                 self._dissolve()  # a gate closed while it waited
                 continue
@@ -90,9 +90,9 @@ class BatchShards(Shards):
         loop = asyncio.get_running_loop()
         for batch in self._forming.values():
             if batch.timer is None:
-                batch.timer = loop.call_at(batch.ripe_at, self._ripen, batch)
+                batch.timer = loop.call_at(batch.ripe_at, self._mark_overdue, batch)
 
-    def _ripen(self, batch: DeliveryBatch) -> None:
+    def _mark_overdue(self, batch: DeliveryBatch) -> None:
         batch.overdue = True
         self.notify()
 
@@ -269,13 +269,13 @@ class BatchShards(Shards):
     def close(self, epoch: Epoch) -> None:
         """See `Shards.close`; forming batches stop waiting, so that they do not delay the drain."""
         super().close(epoch)
-        self._tell_revoked(epoch)
+        self._set_revoked(epoch)
         self._dissolve()
         self.notify()
 
     def purge(self, epoch: Epoch) -> None:
         """See `Shards.purge`."""
-        self._tell_revoked(epoch)
+        self._set_revoked(epoch)
         self._dissolve()
         super().purge(epoch)
 
@@ -286,7 +286,7 @@ class BatchShards(Shards):
         self.notify()
         return removed
 
-    def _tell_revoked(self, epoch: Epoch) -> None:
+    def _set_revoked(self, epoch: Epoch) -> None:
         for batch in self._running:
             if any(delivery.epoch is epoch for delivery in batch.deliveries):
                 batch.revoked.set()

@@ -6,7 +6,7 @@ from aioshard.core.flow import Usage
 
 
 class Buffer:
-    """Records and bytes that the engine holds for all partitions, from being taken in until they complete.
+    """Records and bytes that the engine holds for all partitions, from intake to completion.
 
     Owned by the event loop; the pump calls `take_in`, workers call `release`. Waking the pump costs one subtraction per
     completion: `arm` says after how many completions the pump wants to check again.
@@ -33,7 +33,7 @@ class Buffer:
         self.bytes += size
 
     def release(self, size: int) -> None:
-        """Count one record out."""
+        """Subtract a record that has completed."""
         self.records -= 1
         self.bytes -= size
         self.countdown -= 1
@@ -41,20 +41,20 @@ class Buffer:
             self.wake()
 
     def drop(self, records: int, size: int) -> None:
-        """Count out the records of an epoch that ended."""
+        """Subtract the records of an epoch that has ended."""
         self.records -= records
         self.bytes -= size
         self.wake()
 
     def hold(self, size: int) -> None:
-        """Count messages that wait for a transaction; ask for one when they take a quarter of the buffer."""
+        """Add messages that wait for a transaction; request one when they take more than a quarter of the buffer."""
         self.bytes += size
         self.unsent += size
         if self.unsent > self.bounds.bytes // 4:
             self.hurry()
 
     def let_go(self, size: int) -> None:
-        """Count out messages whose transaction or epoch has ended."""
+        """Subtract messages whose transaction or epoch has ended."""
         self.unsent -= size
         self.drop(0, size)
 

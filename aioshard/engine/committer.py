@@ -25,11 +25,11 @@ logger = logging.getLogger("aioshard.engine.committer")
 _RETRY_DELAY = 0.1
 _LONGEST_DELAY = 5.0
 """Seconds until the next transaction, after many that failed in a row."""
-_LOOK_INTERVAL = 0.1
-"""Least seconds between checks while nothing is in flight: a tiny commit interval must not spin."""
+_CHECK_INTERVAL = 0.1
+"""Minimum seconds between checks while nothing is in flight: a tiny commit interval must not spin."""
 _PAUSE = 0.03
 _PAUSE_PER_PARTITION = 0.001
-"""Least seconds before an early commit: a hundred times what a commit costs, 0.3 ms and 10 µs per partition."""
+"""Minimum seconds before an early commit: a hundred times the cost of a commit, 0.3 ms and 10 µs per partition."""
 _MOST_BYTES = 768 * 1024
 """Limit of one request: brokers refuse a whole commit if it makes a batch above 1 MiB in their own topic."""
 _PARTITION_OVERHEAD = 100
@@ -72,11 +72,11 @@ class Committer:
             clock: Loop time.
             refused: Called when a commit is not authorized, or the group has members and we are not one; the commit
                 stays due.
-            records: How many completions are committed before the interval has passed, and whether the first ones
-                of an epoch are; None for neither.
+            records: Number of completions that are committed before the interval has passed; so are the first ones of
+                an epoch. None disables such early commits.
             aborted: If given, each commit is a transaction with the messages of the completed records. Called with
-                the partitions of one that failed, and the reason: their epochs must end, as what became of it is
-                known only to the brokers.
+                the partitions of a failed transaction, and the reason: their epochs must end, because only the
+                brokers know the outcome.
         """
         self.durations = Histogram()
         """Seconds until requests were acknowledged."""
@@ -85,7 +85,7 @@ class Committer:
         self.trouble = Trouble(clock)
         """Why the last commit was not acknowledged, until one is or nothing is due."""
         self.turns = 0
-        """How often it has checked for due commits or ended a request; keeps rising while it owns any partition."""
+        """Number of checks for due commits, plus requests; it keeps rising while any partition is owned."""
         self.metadata_limit = MOST_UNITS
         """Longest metadata to send; reduced after a broker refused one, and 0 if it stores none."""
         self._refused = refused
@@ -93,7 +93,7 @@ class Committer:
         self._aborts = 0
         """How many transactions have failed in a row."""
         self._fenced = self._messages = 0
-        """Transactions that the brokers refused, and messages in those that ended."""
+        """Transactions that the brokers refused, and messages in those that were committed."""
         self._began: float | None = None
         """When the open transaction began."""
         self._interval = interval
@@ -102,7 +102,7 @@ class Committer:
         self._clock = clock
         self._owned: dict[Partition, None] = {}
         self._requests: dict[asyncio.Future[bool], Collection[Partition]] = {}
-        """Callers that wait until partitions are committed: whether they are, and the partitions."""
+        """Waiting callers of `flush`: the future of each result, with the partitions."""
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
         self._has_long_texts = False
@@ -110,7 +110,7 @@ class Committer:
         self._running = False
 
     def transactions(self) -> TransactionStatistics | None:
-        """Statistics of the transactions; None if commits are none. Safe from any thread."""
+        """Statistics of the transactions; None if commits do not use any. Safe from any thread."""
         began = self._began
         lasts = None if began is None else self._clock() - began
         return None if self._aborted is None else TransactionStatistics(self._fenced, self._messages, lasts)
@@ -182,9 +182,9 @@ class Committer:
     def _give_up(self) -> None:
         """Let all waiting callers continue without a commit."""
         for done in tuple(self._requests):
-            self._answer(done, acknowledged=False)
+            self._resolve(done, acknowledged=False)
 
-    def _answer(self, done: asyncio.Future[bool], *, acknowledged: bool) -> None:
+    def _resolve(self, done: asyncio.Future[bool], *, acknowledged: bool) -> None:
         """Let a waiting caller continue, unless it was cancelled."""
         del self._requests[done]
         if not done.done():
@@ -208,7 +208,7 @@ class Committer:
                 awaited += [partition.frontier() for partition in self._owned]
                 if self._owned:
                     # No future signals completions beyond the oldest record.
-                    timeout = max(self._interval, _LOOK_INTERVAL)
+                    timeout = max(self._interval, _CHECK_INTERVAL)
                     if self._may_commit_early and any(partition.tracker for partition in self._owned):
                         timeout = min(timeout, _least_pause(len(self._owned)))
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -226,8 +226,8 @@ class Committer:
         pause = _least_pause(len(due))
         if now < self._last + pause:
             return min(wait, self._last + pause - now)
-        # Whether an epoch has completed records, and no commit of it: an app that dies within a second of each start
-        # would otherwise never get past its first records.
+        # An epoch's first completions are committed early: an app that dies within a second of each start would
+        # otherwise never get past its first records.
         first = any(partition.tracker.completed and not partition.committed_completions for partition in due)
         completed = sum(partition.tracker.completed - partition.committed_completions for partition in due)
         return 0.0 if first or completed >= self._records else min(wait, pause)
@@ -244,7 +244,7 @@ class Committer:
         self._last = self._clock() + pause
         for done, partitions in tuple(self._requests.items()):
             if not self._due(partitions):
-                self._answer(done, acknowledged=True)
+                self._resolve(done, acknowledged=True)
         if self._requests:
             await asyncio.sleep(_RETRY_DELAY)
 
@@ -292,7 +292,7 @@ class Committer:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise  # this task itself is cancelled, not only a future that it awaits
-                self._failed(CommitError("the Kafka client has cancelled it"), began)
+                self._failed(CommitError("the Kafka client cancelled the commit"), began)
                 return False
             except (TransportError, TimeoutError) as error:
                 self._failed(error, began)
@@ -322,7 +322,7 @@ class Committer:
         """
         began = self._began = self._clock()
         request: dict[Partition, Due] = {}
-        taken: dict[Partition, tuple[list[Message], int]] = {}
+        outgoing: dict[Partition, tuple[list[Message], int]] = {}
         size = 0
         for partition in due:
             commit = partition.due(self.metadata_limit)
@@ -330,16 +330,16 @@ class Committer:
             if request and size > _MOST_BYTES:
                 break
             request[partition] = commit
-            taken[partition] = partition.take_unsent()
-        messages = [message for unsent, _ in taken.values() for message in unsent]
+            outgoing[partition] = partition.take_unsent()
+        messages = [message for unsent, _ in outgoing.values() for message in unsent]
         try:
             with anyio.fail_after(self._timeout):
                 offsets = {partition.topic_partition: commit.committed for partition, commit in request.items()}
                 await transport.commit(offsets, membership, messages)
-        except CommitRefusedError as error:  # so nothing of it can ever become visible
+        except CommitRefusedError as error:  # so none of its messages can ever become visible
             self._fenced += 1
             self._failed(error, began)
-            for partition, (unsent, _) in taken.items():
+            for partition, (unsent, _) in outgoing.items():
                 partition.put_back(unsent)
             return 0.0
         except (TransportError, TimeoutError) as error:
@@ -351,7 +351,7 @@ class Committer:
             return min(_RETRY_DELAY * 2.0 ** min(self._aborts, 10), _LONGEST_DELAY)
         finally:
             self._began = None
-        for partition, (_, sent) in taken.items():
+        for partition, (_, sent) in outgoing.items():
             partition.sent(sent)
         self._aborts = 0
         self._messages += len(messages)

@@ -66,7 +66,7 @@ def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> De
             "explain() names the halted records"
         )
     if delivery.block is None or delivery.offset in delivery.epoch.evicted:
-        raise StateError(f"record {delivery!r} neither is halted nor waits for its next attempt: it needs no release")
+        raise StateError(f"record {delivery!r} is neither halted nor waiting for its next attempt: it needs no release")
     return delivery
 
 
@@ -175,7 +175,7 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
 
 
 async def answered(engine: Engine, request: Awaitable[T], what: str) -> T:
-    """Wait for an answer of the brokers, at most `commit_timeout`.
+    """Wait for a response of the brokers, at most `commit_timeout`.
 
     Raises:
         TransportError: They did not report *what* in time.
@@ -189,7 +189,7 @@ async def answered(engine: Engine, request: Awaitable[T], what: str) -> T:
 
 
 def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Partition:
-    """A partition that is certain to be ours.
+    """Return a partition that is certain to be ours.
 
     Raises:
         StateError: The partition is not ours, or not open now.
@@ -225,8 +225,8 @@ def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> li
 def set_topics(engine: Engine, handler: ActiveHandler, topics: tuple[str, ...]) -> None:
     """Replace the topics of a handler, and so the subscription of the client, in one step.
 
-    A topic that was given up keeps its handler while this process has a partition of it, and never gets another one:
-    two routers would run records of one key at the same time.
+    A removed topic keeps its handler while this process has a partition of it, and never gets another handler: two
+    routers would run records of one key at the same time.
 
     Raises:
         StateError: Another handler has read one of the topics, and may still have a partition of it.

@@ -32,7 +32,7 @@ class TopicCounts:
         self.parked = 0
         self.retried = 0
         self.durations = Histogram()
-        """Durations in seconds of runs of the handler, failed ones included and cancelled ones left out."""
+        """Durations of the handler's runs in seconds, including failed runs but not cancelled ones."""
         self.waits = Histogram()
         """Seconds from the arrival of records to the start of their first run."""
         self.timed = 0
@@ -58,7 +58,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.topics: defaultdict[str, TopicCounts] = defaultdict(TopicCounts)
-        """Counts of every topic of which this process has owned a partition."""
+        """Counts of every topic that this process has owned a partition of."""
         self.replayed = 0
         """Runs of records whose earlier run was cancelled."""
 

@@ -16,7 +16,7 @@ class CurrentRecord(NamedTuple):
     partition: int
     offset: int
     key: str | None
-    """`#` and a hash, which names the same key everywhere in this process; None without a key."""
+    """`#` and a hash, which is the same for a key everywhere in this process; None without a key."""
     attempt: int
     """Counted from 1."""
     handler: str
@@ -33,7 +33,7 @@ def current_record() -> CurrentRecord | None:
     """Return the record that the calling handler is processing; None outside of handlers.
 
     This also works in the thread of a plain handler, and in tasks that the handler waits for: `asyncio.TaskGroup`,
-    `gather`, `wait_for`. A task that the handler does not wait for at the first call gets None, and so does a thread
+    `gather`, `wait_for`. A task that the handler is not waiting for at its first call gets None, and so does a thread
     that the handler has started: they may outlive the run, and the worker may have another record by then.
 
     Example:
@@ -67,7 +67,7 @@ def current_record() -> CurrentRecord | None:
 
 
 def begin_thread() -> None:
-    """Remember the record in the context of the thread that a plain handler begins in."""
+    """Remember the record in the context of the thread in which a plain handler begins."""
     worker = SERVING.get(None)
     if worker is not None:
         _STARTED_FOR.set(_record_of(worker))

@@ -44,7 +44,7 @@ class Delivery:
     successes_before: int = 0
     """How many records of its handler had succeeded when it first failed."""
     cancelled: bool = False
-    """Whether its latest run was cancelled, so that the next one is a repetition."""
+    """Whether its latest run was cancelled, so that the next one counts as a replay."""
     recovery: Recovery | None = None
     """Taken instead of the next run."""
     then: Recovery | None = None
@@ -171,7 +171,7 @@ class Epoch:
         self.unsent: list[Message] = []
         """With exactly-once processing, the messages of completed records that are in no transaction yet."""
         self.unsent_bytes = 0
-        """Their size, with that of messages in a transaction that has not ended."""
+        """Size of these messages, and of those in a transaction that has not ended."""
         self.pending: dict[int, Delivery] = {}
         """Deliveries that the drain still waits for, by offset."""
         self.drained = asyncio.Event()
@@ -301,17 +301,17 @@ class Epoch:
         self._buffer.hold(size)
 
     def take_unsent(self) -> tuple[list[Message], int]:
-        """Return the messages for a transaction that begins now, and their bytes, as of the offset's moment."""
+        """Return the messages of a transaction that begins now, and their size. Call it right after `due`."""
         messages, self.unsent = self.unsent, []
         return messages, self.unsent_bytes
 
     def put_back(self, messages: list[Message]) -> None:
-        """Take back the messages of a transaction that was refused; does nothing if the epoch ended before."""
+        """Take back the messages of a refused transaction; does nothing if the epoch has ended."""
         if self.gate is not Gate.ENDED:
             self.unsent = messages + self.unsent
 
     def sent(self, size: int) -> None:
-        """Count out messages of a transaction that has ended; does nothing if the epoch ended before."""
+        """Subtract the messages of a transaction that has ended; does nothing if the epoch has ended."""
         size = min(size, self.unsent_bytes)
         if size:
             self.unsent_bytes -= size
@@ -365,7 +365,7 @@ class Epoch:
         Args:
             running: All deliveries that workers run now, of any partition.
             below: Also drain every queued record below the highest started offset, because the commit cannot list
-                what has finished beyond it. A paused partition does not.
+                the records that have finished beyond the oldest incomplete one. A paused partition never does.
         """
         highest = self.highest_started if below and self.gate is not Gate.PAUSED else -1
         due = [d for d in self.tracker.values() if d in running or d.offset <= highest]

@@ -70,7 +70,7 @@ def failure_of(delivery: Delivery, group: str, handler: str) -> Failure:
 
 @dataclasses.dataclass(slots=True)
 class _Repeats:
-    """Failures like one that was logged."""
+    """Later failures of the same kind as one that was logged."""
 
     since: float
     level: int
@@ -214,7 +214,7 @@ class FailureHandler:
         return delivery.failure
 
     def outlived(self, batch: DeliveryBatch, error: BaseException) -> None:
-        """Log that a run was cancelled but returned all the same; its deliveries stay incomplete."""
+        """Log that a run was cancelled but returned anyway; its deliveries stay incomplete."""
         self._log(
             "swallowed",
             batch.deliveries[0],
@@ -317,9 +317,9 @@ class FailureHandler:
         self._log(
             "halted",
             delivery,
-            "record %r failed after %s and halts (%s): later records of its key wait, and its partition is not "
-            "committed past it and, when its share of memory is full, takes nothing more in. App.retry_now or App.skip "
-            "releases it; with on_failure=DeadLetter(…) or Park(…) nothing would wait",
+            "record %r failed after %s and halts (%s): later records of its key wait. Its partition is not committed "
+            "past it, and takes nothing more in once its share of memory is full. Call App.retry_now or App.skip to "
+            "release it; with on_failure=DeadLetter(…) or Park(…), nothing would wait",
             delivery,
             counted(failure.attempts, "attempt"),
             failure,
@@ -362,10 +362,10 @@ class FailureHandler:
         return not self._recoveries_in_doubt or len(self._recovering) < max(self._workers // 2, 1)
 
     async def recover(self, delivery: Delivery, recovery: Recovery) -> Outcome:
-        """Take the recovery of a delivery."""
+        """Run the recovery of a delivery."""
         self._recovering[delivery] = self._clock()
         if recovery is not delivery.then:
-            delivery.outgoing = ()  # of a run that did not count
+            delivery.outgoing = ()  # messages of a run that does not count
         try:
             outcome = await recovery.take(delivery)
         finally:
@@ -463,6 +463,6 @@ def _origin_of(error: BaseException) -> object:
 def _traceback_of(error: BaseException) -> BaseException | None:
     """Return the exception to log with its traceback; None if the traceback has no line of the user's code.
 
-    aioshard itself decodes the payload that an annotation asks for, and the message says all that is known.
+    If aioshard itself decoded the payload, the message says all that is known.
     """
     return None if isinstance(error, DecodeError) and error.__suppress_context__ and not error.__cause__ else error

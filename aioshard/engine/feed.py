@@ -17,7 +17,7 @@ logger = logging.getLogger("aioshard.engine.fetcher")
 _ENOUGH = 1_000
 _ENOUGH_PER_WORKER = 4
 _ENOUGH_BATCHES = 2
-"""Records that a handler wants queued, in all, per worker and in batches: enough to keep busy until the next poll."""
+"""Records that a handler wants queued: in total, per worker, and in batches. They last until the next poll."""
 
 
 class Feed:
@@ -44,9 +44,9 @@ class Feed:
             fixed: Whether the shards are fixed: a record's shard is then the hash of its key.
             workers: How many workers serve them.
             unkeyed: Called with each delivery for which the sharding function failed.
-            at_once: The most records that a worker runs together.
+            at_once: Maximum number of records in one run.
             ahead: How many runs may start soon, if there is a rate limit.
-            sure: Whether the sharding function is built in: it neither raises nor returns a key without a hash.
+            sure: Whether the sharding function is built in: it neither raises nor returns an unhashable key.
             parking: Parked records of the handler; None if its failure policy does not park.
         """
         self.shards = shards
@@ -104,7 +104,7 @@ class Feed:
                 key = shard_key(delivery.record)
                 delivery.key = self.number_of(key)
                 check_usable(key)
-            except Exception as error:  # noqa: BLE001 - the user's function; the record fails, nothing else
+            except Exception as error:  # noqa: BLE001 - the user's function; only the record fails
                 unkeyed.append((delivery, error))
         if unkeyed:
             deliveries = self._fail_unkeyed(deliveries, unkeyed)
@@ -161,7 +161,7 @@ class Feed:
         return [delivery for shards in self.shards for delivery in shards.evict(epoch, first)]
 
     def shards_of(self, delivery: Delivery) -> Shards:
-        """The fixed shard of a delivery, or else the shards that serve all keys."""
+        """The fixed shard of a delivery; without fixed shards, the one object that serves all keys."""
         key = delivery.key
         return self.shards[key] if self._fixed and isinstance(key, int) else self.shards[0]
 

@@ -80,7 +80,7 @@ class Handler(NamedTuple):
         return shard_key_of(self.shard_by, one_topic=len(self.topics) == 1 and self.pattern is None)
 
     def queue_size(self, room: int) -> int | None:
-        """How many records a fixed shard's queue holds, where *room* may be in memory; None for shards on demand."""
+        """Capacity of a fixed shard's queue if *room* records may be in memory; None for shards on demand."""
         return None if self.shards is None else self.shard_queue_size or max(room // self.shards, 1)
 
     @property
@@ -260,8 +260,8 @@ class ActiveHandler:
         if self.spec.timeout is not None:
             tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} time-outs")
         if self.parking is not None:
-            tasks.start(self.parking.read(), f"{name} reads what is parked")
-            tasks.start(self.parking.replay(), f"{name} runs again what is parked")
+            tasks.start(self.parking.read(), f"{name} reads parked records")
+            tasks.start(self.parking.replay(), f"{name} replays parked records")
 
 
 async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callable[[], float]) -> None:

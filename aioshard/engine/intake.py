@@ -46,10 +46,10 @@ class Limit(NamedTuple):
 
 
 class Intake:
-    """The one task that calls the client, for all partitions, within the bounds of the buffer.
+    """The one task that polls the client, for all partitions, within the bounds of the buffer.
 
-    With one `getmany` per partition, every response would wake all of them. That costs nothing up to about 32
-    partitions, but seven times as much at 512. The pump hands each batch to its partition.
+    This task, the pump, hands each batch to its partition. With one `getmany` call per partition instead, every
+    response would wake all of them: no difference up to about 32 partitions, but seven times the cost at 512.
 
     A record that does not fit stays with the client, and nothing else is taken in until it fits or can be admitted
     alone. Otherwise small records would use up all the room that becomes free (I6).
@@ -80,7 +80,7 @@ class Intake:
         self.already_done = 0
         """Records fetched but not taken in, because committed metadata lists them as finished."""
         self.turns = 0
-        """How often a poll of the client has returned."""
+        """Number of polls of the client that have returned."""
         self._buffer = buffer
         self._partitions = partitions
         self._clock = clock
@@ -169,8 +169,8 @@ class Intake:
     def allowance(self, topic_partition: TopicPartition) -> Allowance:
         """How much the pump may take in of a partition; without room, the pump is woken when there may be some.
 
-        No more than the handler needs soon: a record that waits in memory costs twice as much as one that starts while
-        it is young, because the garbage collector visits it again and again.
+        No more than the handler needs soon: a record that waits long in memory costs twice as much as one that starts
+        soon, because the garbage collector visits it repeatedly.
         """
         partition = self._partitions.get(topic_partition)
         allowance = NOTHING if partition is None else self._allowance(partition)
@@ -240,7 +240,7 @@ class Intake:
     # Explanations; safe from any thread -----------------------------------------------
 
     def reason(self, partition: Partition) -> str | None:
-        """Why nothing of a partition is taken in now; None if something is."""
+        """Why no records of a partition are taken in now; None if they are."""
         limit = self.limit(partition)
         if limit is not None:
             return limit.reason
@@ -273,12 +273,12 @@ class Intake:
             )
             return Limit(
                 f"{which}, of {waiting.oversized.size} bytes, waits for room in the buffer",
-                "wait: records that complete make room; if such records are usual, raise max_buffered_bytes",
+                "wait: records that complete make room; if records of this size are common, raise max_buffered_bytes",
             )
         if partition.metadata_room(self._metadata_limit()) == 0:
             return Limit(
                 f"a commit has no room for more completions beyond offset {tracker.committable}: {len(tracker)} "
-                f"records, far apart, are not complete, the first of them is {tracker.oldest!r}",
+                f"records, far apart, are incomplete, and the first one is {tracker.oldest!r}",
                 "find out what the oldest records wait for: more is taken in once some of them are complete",
             )
         return Limit(

@@ -14,8 +14,8 @@ def partition_fields(event: str, name: TopicPartition, **more: object) -> dict[s
         more: Any further fields.
 
     Example:
-        >>> partition_fields("paused", TopicPartition("orders", 3), why="the ledger moves house")
-        {'event': 'paused', 'topic': 'orders', 'partition': 3, 'why': 'the ledger moves house'}
+        >>> partition_fields("paused", TopicPartition("orders", 3), why="the ledger is down")
+        {'event': 'paused', 'topic': 'orders', 'partition': 3, 'why': 'the ledger is down'}
     """
     return {"event": event, "topic": name.topic, "partition": name.partition, **more}
 

@@ -36,7 +36,7 @@ class Recovery(NamedTuple):
     purpose: str
     """For explanations, such as "its dead letter is being written to orders.dlt"."""
     take: Callable[[Any], Awaitable[Outcome]]
-    """Takes it for a delivery. An exception is not a failed attempt of the handler: the recovery is retried later."""
+    """Runs it for a delivery. An exception does not count as a failed attempt: the recovery is retried later."""
 
 
 class FailedAttempt(NamedTuple):

@@ -1,4 +1,4 @@
-"""Exactly once: what runs publish waits until a transaction makes it visible with their completions."""
+"""Exactly-once processing: messages of a run become visible in the transaction that commits its record."""
 
 from aioshard.engine.epoch import Delivery
 from aioshard.errors import MessageTooLargeError, StateError
@@ -7,7 +7,7 @@ from aioshard.ports import RECORD_OVERHEAD, Message, record_size
 _MOST_BYTES = 1_000_000
 """Largest message that a transaction takes; the default limit of topics is 5 % higher."""
 _HEADER_OVERHEAD = 10
-"""Bytes that the lengths of a header take at most."""
+"""Maximum bytes of the lengths of a header."""
 UNKNOWN_OFFSET = -1
 """Returned for a message whose offset is not known yet."""
 
@@ -28,15 +28,15 @@ class RunMessages:
         """
         if self._ended:
             raise StateError(
-                f"a message for topic {message.topic!r} was not published: with exactly-once processing a handler "
-                "publishes before it returns. Await what it starts, or use app.publish, which is at least once"
+                f"a message for topic {message.topic!r} was not published: with exactly-once processing, a handler "
+                "must publish before it returns. Await the tasks that it starts, or use app.publish (at-least-once)"
             )
         _check_size(message)
         self.messages.append(message)
         return UNKNOWN_OFFSET
 
     def end(self) -> list[Message]:
-        """Accept nothing more; return the messages."""
+        """Accept no more messages; return those so far."""
         self._ended = True
         return self.messages
 
@@ -57,6 +57,6 @@ def _check_size(message: Message) -> None:
     size += _HEADER_OVERHEAD * len(message.headers)
     if size > _MOST_BYTES:
         raise MessageTooLargeError(
-            f"a message of {size} bytes for topic {message.topic!r} is larger than {_MOST_BYTES} bytes, the most "
-            "that a transaction takes: publish smaller messages"
+            f"a message of {size} bytes for topic {message.topic!r} is larger than {_MOST_BYTES} bytes, the maximum "
+            "in a transaction: publish smaller messages"
         )

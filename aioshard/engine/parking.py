@@ -106,7 +106,7 @@ class ParkedPartition(Epoch):
         self.unread: dict[int, str] = {}
         """Parked records that could not be read when they were due, by offset, each with the reason."""
         self.read_to = sys.maxsize
-        """Next offset to follow the side topic from; beyond any until all that it held before was read."""
+        """Next offset of the side topic to process; beyond any offset until the initial read is complete."""
         self._start = source.tracker.position
         self._stored: dict[Place, tuple[ParkedEntry, Failure]] = {}
         """Records that were in the side topic when we got the partition, until it is clear whether they are parked."""
@@ -182,10 +182,10 @@ class ParkedPartition(Epoch):
             case ParkedRecord():
                 self._parked(decoded, record.offset)
             case Removed() if decoded.by is None or decoded.by <= self.generation:
-                # A later owner is unknown to us still: if it removed the record, later ones of its key must not run.
+                # Ignore a removal by a later owner: as a stale member, we must not run later records of the key.
                 self._stored.pop(decoded.place, None)
                 entry = self.keys.get(decoded.coordinates.offset)
-                # Anything that we have parked since comes later in the side topic.
+                # Records that we parked again since then come later in the side topic.
                 if entry and entry.generation == decoded.place.generation and entry.stored_at < record.offset:
                     self.remove(entry.offset)
             case ReleaseRequest(answered=False):
@@ -213,14 +213,14 @@ class ParkedPartition(Epoch):
             self.keys.release(key)
             self._releasing.setdefault(key, []).append(coordinates)
         else:
-            self._answer([coordinates])
+            self._confirm([coordinates])
 
-    def _answer(self, requests: Iterable[Coordinates]) -> None:
-        # Only when the key is gone or has failed again: answered earlier, a request would be lost in a deploy.
+    def _confirm(self, requests: Iterable[Coordinates]) -> None:
+        # Only when the key is gone or has failed again: a request confirmed earlier would be lost in a deploy.
         self._outgoing += [release(self.topic_partition.topic, coordinates, answered=True) for coordinates in requests]
 
     def outgoing(self) -> list[Message]:
-        """Return what is to be written: replies to release requests, and tombstones for copies that must not run."""
+        """Return the messages to write: replies to release requests, and tombstones for copies that must not run."""
         for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker.incomplete]:
             self._unacknowledged.discard(offset)
             if self.keys.get(offset) is None:  # stored but not acknowledged, and the record ended otherwise
@@ -240,7 +240,7 @@ class ParkedPartition(Epoch):
         )
 
     def tombstone(self, offset: int, generation: int) -> Message:
-        """Return the message that removes what a generation has parked of an offset, in our name."""
+        """Return the message that removes a record parked under a generation; it names us as the remover."""
         place = Place(Coordinates(*self.source.topic_partition, offset), generation)
         return tombstone(self.topic_partition.topic, place, by=self.generation)
 
@@ -257,13 +257,13 @@ class ParkedPartition(Epoch):
         self.unread.pop(offset, None)
         if entry is not None and entry.key not in self.keys:
             self.failures.pop(entry.key, None)
-            self._answer(self._releasing.pop(entry.key, ()))
+            self._confirm(self._releasing.pop(entry.key, ()))
 
     def failed_again(self, entry: ParkedEntry, failure: Failure) -> None:
         """Make a key whose replay failed wait until its first record is due."""
         self.failures[entry.key] = failure
         self.keys.postpone(entry.key, entry.due)
-        self._answer(self._releasing.pop(entry.key, ()))
+        self._confirm(self._releasing.pop(entry.key, ()))
 
     # Replays ------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Parking:
             workers: Number of workers that serve the shards.
             publish: Writes to the side topic.
             send: Writes to the side topic for a delivery that completes after that.
-            exactly_once: Whether `send` makes messages visible in the transaction that has the completion.
+            exactly_once: Whether `send` makes messages visible in the transaction that commits the completion.
             side_topics: Reads the side topic; the caller closes it.
             buffer: Buffer shared by all partitions.
             clock: Returns the loop time.
@@ -356,7 +356,7 @@ class Parking:
         self._partitions: dict[Epoch, ParkedPartition] = {}
         self._ensured = 0
         self._cached: dict[tuple[TopicPartition, int], Record] = {}
-        """Records of the latest read that are not taken yet: due records often have their neighbours due too."""
+        """Unused records of the latest read: records that are due are often neighbours."""
         self._unreadable: str | None = None
         """Why the side topic cannot be followed now."""
         self._refused: dict[Message, str] = {}
@@ -373,7 +373,7 @@ class Parking:
 
     @property
     def trouble(self) -> str | None:
-        """Why the side topic cannot be read or answered now; None if it can."""
+        """Why the side topic cannot be read or written now; None if it can."""
         unread = (why for parked in tuple(self.partitions) for why in parked.unread.copy().values())
         return next(itertools.chain(self._refused.copy().values(), unread), self._unreadable)
 
@@ -422,8 +422,8 @@ class Parking:
             failure = failure_of(delivery, self._group, self._handler)
         if len(parked.keys) >= _MOST_PARKED:
             raise SideTopicError(
-                f"{len(parked.keys)} records of {delivery.epoch.topic_partition} are parked, the most that a process "
-                "keeps track of: release or drop some"
+                f"{len(parked.keys)} records of {delivery.epoch.topic_partition} are parked, the maximum that a "
+                "process keeps track of: release or drop some"
             )
         due = self._now() + self.policy.delay
         stored_at = await self._write(delivery, failure, parked.generation, due, 0)
@@ -515,8 +515,8 @@ class Parking:
             parked.finish_restoring(newest=math.inf)
             records = len(parked.keys) - before
             logger.warning(
-                "%s: %s in %s parked under a later generation than the current one of group %r, which was recreated "
-                "since (it was deleted, or its offsets expired), are ours now",
+                "%s: adopted %s in %s that were parked under a later generation than the current one of group %r; the "
+                "group was recreated since (it was deleted, or its offsets expired)",
                 epoch.topic_partition,
                 counted(records, "record"),
                 self.policy.topic,
@@ -530,7 +530,7 @@ class Parking:
     async def _read_all(self, parked: ParkedPartition) -> None:
         """Read a side partition from its start, without a gap to the position from which `read` follows it.
 
-        It does not rewind `read`: records fetched before that would come first, and those before them count as read.
+        It does not rewind `read`: that may already have fetched later records, after which earlier ones are ignored.
         """
         position = 0
         while True:
@@ -541,7 +541,7 @@ class Parking:
                     if group not in (None, self._group):
                         raise SideTopicError(
                             f"{parked.topic_partition} holds records that group {group!r} has parked, and group "
-                            f"{self._group!r} would overwrite them: give each group a topic of its own"
+                            f"{self._group!r} would overwrite them: use a separate topic for each group"
                         )
                 position = records[-1].offset + 1
             if self._side.position(parked.topic_partition) <= max(position, end):
@@ -636,7 +636,7 @@ class Parking:
             number = fixed_shard(key, len(self._shards), entry.offset) if self._fixed else 0
             replay = parked.replay(entry, record, number if self._fixed else key, self._clock())
             replay.then, replay.aside = self._finished, True
-            replay.alone = self._exactly_once  # the messages of a batch are those of one completion
+            replay.alone = self._exactly_once  # the messages of a batch belong to one completion
             self._shards[number].put_first([replay])
 
     async def _fetch(self, parked: ParkedPartition, entry: ParkedEntry) -> Record | None:

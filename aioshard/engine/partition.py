@@ -22,7 +22,7 @@ from aioshard.records import TopicPartition
 _FAULT_LASTS = 5.0
 """Seconds; a client tries to read an unreadable partition about once per second."""
 _METADATA_OVERHEAD = 195
-"""Most characters of a metadata text besides the finished runs, including those that deflating may add."""
+"""Maximum characters of a metadata text besides the finished runs, including those that deflate may add."""
 
 
 class Due(NamedTuple):
@@ -56,7 +56,7 @@ class Partition(Epoch):
         self.task: asyncio.Task[object] | None = None
         """The fetch task."""
         self.membership: Membership | None = None
-        """Membership of the latest assignment; None until the partition is surely ours, and once it was revoked."""
+        """Membership of the latest assignment; None until the partition is certainly ours, and once it is revoked."""
         self.claim: Claim | None = None
         """Our knowledge of the partition when it was revoked."""
         self.rerun: Rerun | None = None
@@ -134,7 +134,7 @@ class Partition(Epoch):
         return sum(1 for record in batch.records if rerun.counts(record))
 
     def without_finished(self, batch: FetchedBatch) -> FetchedBatch:
-        """Return a batch without the records that the committed metadata lists as finished: holes from now on."""
+        """Return a batch without the records that the committed metadata lists as finished; they are holes now."""
         kept = [index for index, record in enumerate(batch.records) if not holds(self.finished_ahead, record.offset)]
         self.finished_ahead = beyond(self.finished_ahead, batch.next_offset)
         return batch._replace(
@@ -201,7 +201,7 @@ class Partition(Epoch):
         return Due(Committed(offset, text), self.tracker.completed)
 
     def lists_all_finished(self, metadata_limit: int) -> bool:
-        """Whether commits list all that finishes beyond the committable offset, as far as has finished now."""
+        """Whether a commit sent now would list every record that has finished beyond the committable offset."""
         offset, text = self.due(metadata_limit).committed
         listed = CommitMetadata.read(text, offset).finished
         return metadata_limit > 0 and self.is_seekable and list(listed) == self.finished()
@@ -219,12 +219,12 @@ class Partition(Epoch):
         end = max(tracker.position, ahead[-1].end) if ahead else tracker.position
         units = max(metadata_limit - _METADATA_OVERHEAD, 0)
         more = records_with_room(end - tracker.committable, len(tracker) + len(ahead), units)
-        # Up to the end of an earlier owner's completions, the text does not grow: it holds the gaps there already.
+        # Up to the end of an earlier owner's completions, the text does not grow: it already has the gaps there.
         return max(more, end - tracker.position)
 
 
 class ObservedPartition(Partition):
-    """A partition that reports the outcomes of its deliveries, or keeps their messages; others are plain ones."""
+    """A partition that reports the outcomes of its deliveries, or keeps their messages; used only if needed."""
 
     completed: Callable[[Delivery], None] | None
 

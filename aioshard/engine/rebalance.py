@@ -46,8 +46,8 @@ logger = logging.getLogger("aioshard.engine.rebalance")
 T = TypeVar("T")
 
 _RETRY_DELAY = 0.2
-_PARTITIONS_PER_TURN = 100
-"""How many partitions are opened before other tasks run: about 10 ms."""
+_PARTITIONS_PER_STEP = 100
+"""Partitions opened before other tasks run; this takes about 10 ms."""
 _LEADER_DELAY = 1.0
 """Seconds between lookups of partitions whose leader is away."""
 
@@ -122,7 +122,7 @@ class Rebalance:
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen, for consuming up to that point."""
         self.refused = False
-        """Whether the latest lookup failed in a way that waiting does not cure."""
+        """Whether the latest lookup failed in a way that waiting does not fix."""
         self.unsettled: dict[TopicPartition, str] = {}
         """Owned partitions whose resume position is not known yet, each with the reason."""
         self.seeks: dict[TopicPartition, Seek] = {}
@@ -214,7 +214,7 @@ class Rebalance:
             partition.claim = Claim(*membership, partition.acknowledged, partition.tracker.position)
 
     def _leave(self, names: Collection[TopicPartition], *, lost: bool) -> list[Partition]:
-        """Take charge of the partitions that are being revoked or lost, also if they are being opened or sought."""
+        """Begin a revocation or loss: stop opening partitions, and return those of *names* that have an epoch."""
         self.settled.clear()
         self._stop_settling()
         self._assignment = self._assignment.difference(names)
@@ -245,7 +245,7 @@ class Rebalance:
         cancelled = self._interrupt({delivery for epoch in draining for delivery in epoch.stop_draining()})
         if cancelled and timeout:
             logger.warning(
-                "records cancelled because they still ran when the time to drain was over: %d",
+                "records cancelled because they were still running at the drain deadline: %d",
                 cancelled,
                 extra={"event": "drain_cut", "cancelled": cancelled},
             )
@@ -296,7 +296,7 @@ class Rebalance:
                     "epoch_ended", name, epoch=partition.number, dropped=dropped, group=self._group_id
                 ),
             )
-        # Once for all partitions: with 1,024 workers, a look for each of 1,000 partitions blocked the loop for 0.35 s.
+        # Once for all: with 1,024 workers, a check for each of 1,000 partitions blocked the event loop for 0.35 s.
         self._interrupt({delivery for delivery in self.running() if delivery.epoch in epochs})
 
     # Assigned ---------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Rebalance:
         self._settle_soon()
 
     def begin_again(self, partitions: Collection[Partition], why: str) -> None:
-        """End the epochs of partitions and begin new ones at their committed offsets, which the brokers know."""
+        """End the epochs of partitions and begin new ones at the offsets that the brokers report as committed."""
         ours = [partition for partition in partitions if self.partitions.get(partition.topic_partition) is partition]
         self.client.pause([partition.topic_partition for partition in ours])
         self.end(ours, why)
@@ -410,8 +410,8 @@ class Rebalance:
         unsettled = [name for name in sorted(assignment) if not self._is_open(name)]
         if not unsettled:
             return {}
-        committed = await self._answer(self.client.committed(unsettled))
-        logs = await self._answer(self.client.log_ranges(unsettled))
+        committed = await self._within_timeout(self.client.committed(unsettled))
+        logs = await self._within_timeout(self.client.log_ranges(unsettled))
         # Parsing long metadata takes a while through no fault of the brokers, so it has no deadline.
         metadata = await _read(committed)
         fresh: dict[TopicPartition, _BrokerView] = {}
@@ -427,7 +427,7 @@ class Rebalance:
         await self._begin_all(fresh, membership)
         return {name: f"no leader of {name} answers" for name in unsettled if name not in logs}
 
-    async def _answer(self, request: Awaitable[T]) -> T:
+    async def _within_timeout(self, request: Awaitable[T]) -> T:
         with anyio.fail_after(self._settings.commit_timeout):
             return await request
 
@@ -471,7 +471,7 @@ class Rebalance:
             TransportError: A lookup or a commit failed.
             TimeoutError: The brokers did not answer.
         """
-        sizes = {topic: len(await self._answer(self.client.partitions(topic))) for topic in _topics(fresh)}
+        sizes = {topic: len(await self._within_timeout(self.client.partitions(topic))) for topic in _topics(fresh)}
         unknown = _topics(name for name, view in fresh.items() if view.committed is None)
         commits = {topic: await self._commits_on(topic, sizes[topic]) for topic in unknown}
         begun = []
@@ -485,7 +485,7 @@ class Rebalance:
             if not await self._lasts(membership, count):
                 return
             if in_doubt is True:
-                partition.acknowledged = None  # commit it again: the answer shows whether the partition is ours
+                partition.acknowledged = None  # commit it again: the response shows whether the partition is ours
             elif in_doubt is not False:
                 continue
             if partition.acknowledged == partition.tracker.position:
@@ -500,7 +500,7 @@ class Rebalance:
         """Decide where to begin a partition.
 
         Raises:
-            NoOffsetError: There is neither a committed offset nor a policy that says it.
+            NoOffsetError: There is neither a committed offset nor a policy that decides it.
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
         """
         seek, log = self.seeks.get(name), view.log
@@ -522,7 +522,7 @@ class Rebalance:
 
     async def _commits_on(self, topic: str, partitions: int) -> list[FirstCommit | None]:
         """First-commit markers of the group's commits on a topic, and of the first commit seen there."""
-        commits = await self._answer(
+        commits = await self._within_timeout(
             self.client.committed([TopicPartition(topic, number) for number in range(partitions)])
         )
         metadata = await _read({name: committed for name, committed in commits.items() if committed is not None})
@@ -575,7 +575,7 @@ class Rebalance:
         return restored
 
     async def _restore(self, partition: Partition, size: int, membership: Membership) -> bool:
-        """Find out what is parked of a partition; return whether some of it may belong to a later owner."""
+        """Find out which records of a partition are parked; return whether some may belong to a later owner."""
         parking = partition.feed.parking
         return parking is not None and await parking.restore(partition, size, membership.generation)
 
@@ -598,7 +598,7 @@ class Rebalance:
 
     async def _lasts(self, membership: Membership, count: int) -> bool:
         """Let other tasks run after every few partitions; return whether *membership* lasts."""
-        if count % _PARTITIONS_PER_TURN == _PARTITIONS_PER_TURN - 1:
+        if count % _PARTITIONS_PER_STEP == _PARTITIONS_PER_STEP - 1:
             await asyncio.sleep(0)
         return self.client.membership() == membership
 
@@ -613,7 +613,7 @@ class Rebalance:
         self._committer.own(partition)
         for epoch in partition.epochs:
             epoch.open()
-        _tell(
+        _log_event(
             "assigned",
             f"{name} is open",
             {
@@ -706,7 +706,7 @@ _KEPT = 20
 """How many of the latest rebalances are reported."""
 
 _CAUSES: dict[RebalanceKind, str] = {
-    "assigned": "we have joined the group, or were assigned more of it",
+    "assigned": "we have joined the group, or were assigned more partitions",
     "revoked": "members, topics or partitions of the group have changed",
     "lost": "the group membership was lost",
     "manual": "the partitions were assigned manually",
@@ -715,7 +715,7 @@ _STEPS: dict[RebalancePhase, str] = {
     "drain": "running records of the revoked partitions are being finished",
     "commit": "finished records are being committed",
     "join": "our partitions are released, and the group has not assigned new ones yet: others drain or join",
-    "resume": "the brokers are being asked where to resume",
+    "resume": "the positions to resume at are being looked up",
     "over": "it is over",
 }
 _LOGGED = (
@@ -799,7 +799,7 @@ class RebalanceLog:
         kind: RebalanceKind = "lost" if lost else "revoked"
         self.enter("over")
         self._begin(kind, "join" if lost else "drain", revoked=partitions, in_flight=in_flight)
-        _tell(
+        _log_event(
             kind,
             "partitions are lost" if lost else "partitions are being revoked",
             {"partitions": partitions, "in_flight": in_flight},
@@ -812,7 +812,9 @@ class RebalanceLog:
             self._drains[report.kind].add(report.drain_seconds)
             ended = max(report.in_flight - cancelled, 0)
             self._change(drained=ended, cancelled=cancelled)
-            _tell("drained", "running records of the revoked partitions", {"drained": ended, "cancelled": cancelled})
+            _log_event(
+                "drained", "running records of the revoked partitions", {"drained": ended, "cancelled": cancelled}
+            )
 
     def assigned(self, partitions: int, untouched: int, generation: int, *, manual: bool = False) -> None:
         """Record an assignment, by the group or manual, of *partitions*, *untouched* of which were never revoked."""
@@ -830,7 +832,7 @@ class RebalanceLog:
         """End the rebalance: every owned partition has resumed."""
         report = self.enter("over")
         if report is not None:
-            _tell(
+            _log_event(
                 "rebalanced",
                 f"rebalance {report.number} is over ({report.cause})",
                 {name: getattr(report, name) for name in _LOGGED},
@@ -878,7 +880,7 @@ class RebalanceLog:
         return report
 
 
-def _tell(event: str, what: str, figures: Mapping[str, Any], level: int = logging.DEBUG, **about: object) -> None:
+def _log_event(event: str, what: str, figures: Mapping[str, Any], level: int = logging.DEBUG, **about: object) -> None:
     """Log an event of a rebalance.
 
     Args:

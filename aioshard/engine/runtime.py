@@ -36,9 +36,9 @@ APPLICATION = "application"
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
 _LOG_END_INTERVAL = 10.0
-"""Seconds between two requests; with the time that an answer may take, an end is at most 15 s old."""
+"""Seconds between two requests; with the time that a response may take, an end is at most 15 s old."""
 _LOG_END_TIMEOUT = 5.0
-_TURN = 0.01
+_STOP_CHECK_INTERVAL = 0.01
 """Seconds between checks of cancelled runs while the app stops: nothing signals their end."""
 
 
@@ -92,7 +92,7 @@ class Engine:
         """Done when the first assignment is complete, or when the app begins to stop."""
         self._reached = False
         """Whether a broker has ever answered."""
-        self._lost_id = Losses(self.clock)
+        self._instance_losses = Losses(self.clock)
         self._backoff = _FIRST_BACKOFF
         """Seconds until a new client is created if this one is lost."""
         self._tasks = TaskSet(self._crashed)
@@ -168,13 +168,13 @@ class Engine:
         return list(topics), pattern or None
 
     def handler_of(self, topic: str) -> ActiveHandler:
-        """The handler of a topic, also of one that it does not take any more.
+        """The handler of a topic, including one that was removed from its subscription.
 
         Raises:
             HandlerError: The patterns of several handlers match the topic, which may have only one handler.
         """
-        taking = [handler for handler in self.handlers if handler.spec.takes(topic)]
-        first, *others = taking or [handler for handler in self.handlers if topic in handler.counters.topics]
+        matching = [handler for handler in self.handlers if handler.spec.takes(topic)]
+        first, *others = matching or [handler for handler in self.handlers if topic in handler.counters.topics]
         if others:
             names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
             raise HandlerError(f"topic {topic!r} belongs to several handlers ({names}): narrow their patterns")
@@ -195,12 +195,12 @@ class Engine:
         level = logging.DEBUG if again else logging.CRITICAL
         logger.log(level, "the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
         self.fail(error)
-        if self._deserted:
+        if self._has_no_workers:
             self.rebalance.wait_no_more()
 
     @property
-    def _deserted(self) -> bool:
-        """Whether no worker is alive, as after a closing event loop cancelled them: no running record will end."""
+    def _has_no_workers(self) -> bool:
+        """Whether all workers have ended, as when a closing event loop cancels them: no running record will end."""
         return {worker.name for worker in self.workers}.isdisjoint(self._tasks.names)
 
     def _wake_pump(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
         return max(*known, partition.tracker.position) if known else None
 
     def lags(self) -> dict[TopicPartition, int]:
-        """The lag of each partition of which it is known. Safe from any thread."""
+        """The lag of each partition whose log end is known. Safe from any thread."""
         ends = [(epoch, end) for epoch in self.rebalance.epochs if (end := self.log_end(epoch)) is not None]
         return {epoch.topic_partition: max(end - epoch.lag_base, 0) for epoch, end in ends}
 
@@ -266,13 +266,13 @@ class Engine:
                 self.failed.result()
             if self._started.done():
                 return
-            slow = "the group has not given out its partitions (another member may be slow to rejoin)"
+            slow = "the group has not assigned its partitions (another member may be slow to rejoin)"
             reason = self.trouble.why or self.standstill or self.committer.trouble.why or slow
             if not self._reached or self.rebalance.refused or await self._misses_topics(timeout):
                 failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
                 self.fail(failure)
                 raise failure
-            message = "the brokers have answered, but the app has not started within %g s; it goes on trying: %s"
+            message = "the brokers have answered, but the app has not started within %g s; it keeps trying: %s"
             logger.warning(message, timeout, reason, extra=self._fields("starting"))
 
     async def _misses_topics(self, timeout: float) -> bool:
@@ -292,7 +292,7 @@ class Engine:
             except TransportError as error:
                 if not error.retriable and self._refused(error):
                     return
-                if self._stopping:  # another client could not commit for the partitions of this one
+                if self._stopping:  # a new client could not commit for the partitions of this one
                     self.trouble.report(str(error))
                     return
                 self.client_losses += 1
@@ -307,8 +307,10 @@ class Engine:
             self._backoff = min(self._backoff * 2, _LONGEST_BACKOFF)
 
     def _refused(self, error: TransportError) -> bool:
-        """Fail the app if a refusal ends it, as during the start; otherwise retry, as access may be granted again."""
-        lost = isinstance(error, InstanceIdTakenError) and (error.goes_on or self._lost_id.again(error.session_timeout))
+        """Fail the app, and return True, if a refusal is final, as during the start; otherwise the caller retries."""
+        lost = isinstance(error, InstanceIdTakenError) and (
+            error.goes_on or self._instance_losses.again(error.session_timeout)
+        )
         if lost or isinstance(error, GroupHasMembersError):
             self.fail(error)
             return True
@@ -343,7 +345,7 @@ class Engine:
                 await self._close(transport, self.settings.commit_timeout)
 
     async def _watch_settled(self) -> None:
-        """Wait until the client's first assignment is open: it ends the start, or the trouble after a lost client."""
+        """Wait until the client's first assignment is open; then end the start, or the trouble after a lost client."""
         await self.rebalance.settled.wait()
         self._backoff = _FIRST_BACKOFF
         lasted = self.trouble.end()
@@ -410,13 +412,13 @@ class Engine:
         soft_deadline = deadline - min(reserve / 2, 1.0)
         self.rebalance.stop_opening()
         partitions = self.rebalance.epochs
-        await self.rebalance.drain(partitions, 0.0 if self._deserted else timeout - reserve)
+        await self.rebalance.drain(partitions, 0.0 if self._has_no_workers else timeout - reserve)
         late = {delivery for delivery in self.rebalance.running() if delivery.epoch.gate is not Gate.ENDED}
         # The commit coordinator was cancelled together with the workers.
-        await self.committer.flush(partitions, 0.1 if self._deserted else soft_deadline - self.clock())
-        # Runs of revoked partitions were cancelled, maybe just now: they are late only if they do not end.
+        await self.committer.flush(partitions, 0.1 if self._has_no_workers else soft_deadline - self.clock())
+        # Runs of revoked partitions may have been cancelled just now: they are late only if they do not end.
         while not self.rebalance.running() <= late and self.clock() < soft_deadline:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(_TURN)
+            await asyncio.sleep(_STOP_CHECK_INTERVAL)
         records = sorted(map(repr, late | self.rebalance.running()))
         reason = self.committer.trouble.why or self.trouble.why or "the partitions were revoked before"
         for partition in partitions:

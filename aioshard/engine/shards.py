@@ -370,7 +370,7 @@ class Shards:
 
     @property
     def halted(self) -> list[Delivery]:
-        """Deliveries that hold their shard because their attempts are used up."""
+        """Deliveries that hold their shard because their attempts are exhausted."""
         return [d for d in tuple(self._blocked) if d.block is not None and d.block.halted]
 
     @property
@@ -440,7 +440,7 @@ class Shards:
     # Rebalancing --------------------------------------------------------------
 
     def close(self, epoch: Epoch) -> None:
-        """Tell *epoch*, whose gate has closed, which shards will not resume while it drains."""
+        """Report to *epoch*, whose gate has closed, which shards will not resume while it drains."""
         self._closed.add(epoch)
         for delivery in self._held.get(epoch, ()):
             epoch.settle(delivery)

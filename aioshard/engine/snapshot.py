@@ -206,8 +206,8 @@ class HandlerSnapshot:
         return Cause("running", ran, reason, advice, stack)
 
     def _outliving(self, worker: Worker, ran: float, stack: Stack) -> Cause:
-        asked = self._watch.lasts(worker, worker.started)
-        ago = "" if asked is None else f" {asked:.1f} s ago"
+        cancelled_for = self._watch.lasts(worker, worker.started)
+        ago = "" if cancelled_for is None else f" {cancelled_for:.1f} s ago"
         why = (
             f"its attempt exceeded timeout={worker.timeout:g} s"
             if worker.asked & Asked.TIME_OUT and worker.timeout is not None
@@ -553,7 +553,7 @@ def _parked_keys(snapshot: HandlerSnapshot) -> Iterator[ParkedKey]:
 
 
 def _record_key(identity: object, topic: str) -> object:
-    """Reduce a shard key `(topic, key)` to the record key, so that it is named as everywhere else."""
+    """Reduce a shard key `(topic, key)` to the record key, so that it is displayed as everywhere else."""
     match identity:
         case (str(within), key) if within == topic:
             return key
@@ -572,7 +572,7 @@ _PARKED = "parked"
 _HALTED = "halted"
 """Kind of finding about halted records behind the oldest record, which do not hold their partition back yet."""
 _MUCH_LEFT, _FEW = 1_000, 4
-"""A tail is worth telling if so many records are left, most of them in a quarter of the partitions."""
+"""A tail is reported if at least this many records are left, most of them in at most a quarter of the partitions."""
 _NAMED = 3
 """Maximum number of records named when a drain waits for several."""
 _NAMED_HALTED = 10
@@ -631,7 +631,7 @@ def _general(watch: Watch) -> Iterator[Finding]:
             "move the work to a thread or a process, with a plain 'def' handler, or to asyncio.to_thread",
         ),
         ("failed", _failure_of(watch), "fix the cause, then restart the process"),
-        ("hung", watch.hang.sentence(engine.clock()), "restart the process; /livez asks for it"),
+        ("hung", watch.hang.sentence(engine.clock()), "restart the process; /livez returns 503 until then"),
         (
             "trouble",
             _trouble_of(watch),
@@ -665,7 +665,7 @@ def _general(watch: Watch) -> Iterator[Finding]:
             "tail",
             f"{counted(left.lag, 'record')} are left, and {left}",
             None,
-            "`aioshard group lag --over 10` tells it of the whole group; assignor='lag' shares backlogs out",
+            "`aioshard group lag --over 10` shows it for the whole group; assignor='lag' balances backlogs",
         )
 
 

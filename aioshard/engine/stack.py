@@ -38,7 +38,7 @@ _WAITING = (
     ("asyncio.taskgroups", "__aexit__"),
     ("anyio._backends._asyncio", "__aexit__"),
 )
-"""Functions whose local variables name the tasks that they wait for; of no others are the variables read."""
+"""Functions whose local variables name the tasks that they wait for; no other variables are read."""
 _LONGEST = 64
 """Maximum number of frames of one stack."""
 _DEEPEST = 4
@@ -50,17 +50,17 @@ _GENERATORS: dict[type, Callable[[Any], tuple[FrameType | None, object]]] = {
 }
 """Return the frame, and what it awaits.
 
-Before CPython 3.13, the awaitable of a frame that is executing may be a pointer to nothing, which ends the process: its
-next instruction is guessed from what may be a counter. No other thread runs between the two attributes. An asynchronous
-generator does not say whether it is executing.
+Before CPython 3.13, reading the awaitable of a frame that is executing may follow an invalid pointer and crash the
+process: CPython guesses the next instruction from bytes that may be a counter. No other thread runs between the two
+attributes. An asynchronous generator does not say whether it is executing.
 """
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable", "FutureIter")
-"""Objects between a coroutine and its awaitable that do not expose the awaitable; the garbage collector knows it."""
+"""Objects between a coroutine and its awaitable that do not expose it; the garbage collector knows it."""
 _NOWHERE = Stack(frames=(), place=None, waits_in=None, executing=False, thread=None)
 
 
 class ThreadRun:
-    """Identifies the thread that runs a handler; `run_in_thread` has one as a local variable meanwhile."""
+    """Identifies the thread that runs a handler; `run_in_thread` holds one in a local variable meanwhile."""
 
     ident: int | None = None
 
@@ -179,7 +179,7 @@ def _walk(awaited: object) -> _Walk:
 
 
 def _inside(wrapper: object) -> object:
-    """Return the awaitable of what does not expose it: the last one that the garbage collector knows."""
+    """Return the awaitable in an object that does not expose it: the last one that the garbage collector knows."""
     for referent in reversed(gc.get_referents(wrapper)):
         kind = type(referent)
         if kind in _GENERATORS or kind.__name__ in _WRAPPERS or _is_future(referent):

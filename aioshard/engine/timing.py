@@ -56,7 +56,7 @@ class RunTimes:
         self._counts: TopicCounts | None = None
         """Counts of the topic in which the streak began; None between two streaks."""
         self.since = 0.0
-        """Time up to which the streak is accounted for; moved on if the worker did something else meanwhile."""
+        """Time up to which the streak is accounted for; later if the worker did something else meanwhile."""
 
     def turn(self, ran: Epoch | None, started: float, now: float, delivery: Delivery) -> float:
         """Account for the streak so far: the run before has just ended, and another one is about to begin.

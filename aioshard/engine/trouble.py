@@ -35,10 +35,10 @@ class Trouble:
         return self._clock() - self.since
 
     def check(self, why: str | None) -> None:
-        """Record and log a problem that is still there at the second of two checks, and log its end.
+        """Record and log a problem that two checks in a row have found, and log its end.
 
         Args:
-            why: The problem found now; None without one.
+            why: The problem that this check has found; None without one.
         """
         before = self.why
         if why is None:

@@ -26,25 +26,25 @@ _INTERVAL = 1.0
 HISTORY_STEP = 5.0
 """Seconds between two samples of the history."""
 _CHECKS = 4
-"""Least checks per `stuck_after`; a record that has just become the oldest is not blamed for a quarter of it."""
+"""Minimum checks per `stuck_after`; a new oldest record is not blamed before a quarter of that has passed."""
 _LEAST_WINDOW = 100
 _HELD_UP = 0.9
 """A partition is reported after half of `stuck_after` if at least `_LEAST_WINDOW` offsets follow its oldest record, of
 which more than this share wait for it."""
 _PATIENCE = 30.0
-"""Least seconds without progress after which a task hangs: a busy machine may take longer than any timeout."""
-_SEVERAL = 5
-"""How many times its timeout a task may take for one round."""
+"""Minimum seconds without progress after which a task hangs: a busy machine may take longer than any timeout."""
+_TIMEOUT_FACTOR = 5
+"""A task hangs when one iteration takes this many times its timeout."""
 
 
 class Watch:
-    """Looks at a running engine once a second, so that explanations cost nothing in between.
+    """Checks a running engine once a second, so that explanations cost nothing in between.
 
-    It remembers since when facts hold, up to a second late. It logs one line when a problem begins and one when it is
-    over: for a partition that is stuck, for brokers that do not answer, and for a task that hangs. The pump and the
-    commit coordinator make progress on their own as long as they live, whatever the brokers answer: one whose counter
-    stands still for several times its timeout waits for something that never comes. It also keeps the history of the
-    figures that the dashboard plots, which must exist before anybody opens the dashboard.
+    Remembers since when facts hold, up to a second late. Logs one line when a problem begins and one when it is over:
+    for a stuck partition, brokers that do not answer, and a hanging task. The pump and the commit coordinator make
+    progress even if the brokers do not answer: if the counter of one has not changed for several times its timeout,
+    the task hangs. Also keeps the history of the figures that the dashboard plots, because it must exist before the
+    dashboard is opened.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Watch:
                 await asyncio.sleep(interval)
 
     def check(self) -> None:
-        """Look at the engine now."""
+        """Check the engine now."""
         engine, before = self.engine, self._facts
         now = engine.clock()
         current = {}
@@ -102,7 +102,7 @@ class Watch:
         for handler in engine.handlers:
             handler.failures.tell_repeats()
         partitions = engine.rebalance.epochs
-        self._reported = {partition: told for partition, told in self._reported.items() if partition in partitions}
+        self._reported = {partition: report for partition, report in self._reported.items() if partition in partitions}
         for partition in partitions:
             self._check_partition(partition, now)
         if not self.history or abs(time.time() - self.history[-1].at) >= HISTORY_STEP:  # the clock may be set back
@@ -113,12 +113,12 @@ class Watch:
     # Since when -------------------------------------------------------------------------
 
     def lasts(self, subject: Hashable, fact: object) -> float | None:
-        """Seconds for which *fact* holds of *subject*; None if it is not known to hold. Safe from any thread."""
+        """Seconds since *fact* has held for *subject*; None if it is not known to hold. Safe from any thread."""
         seen = self._facts.get(subject)
         return self.engine.clock() - seen[1] if seen is not None and seen[0] == fact else None
 
     def stands(self, partition: Epoch) -> float:
-        """Seconds for which the committable offset has not advanced; 0 if it has since the last look."""
+        """Seconds for which the committable offset has not advanced; 0 if it has since the last check."""
         return self.lasts(("committable", partition.topic_partition), partition.tracker.committable) or 0.0
 
     def _find_facts(self) -> Iterator[tuple[Hashable, object]]:
@@ -145,17 +145,14 @@ class Watch:
 
     def _find_hang(self) -> str | None:
         engine = self.engine
-        calm = self.lasts("calm", fact=True) or 0.0  # what waits for the brokers does not hang
-        limit = max(_PATIENCE, _SEVERAL * engine.settings.fetch_max_wait)
+        calm = self.lasts("calm", fact=True) or 0.0  # a task that waits for the brokers does not hang
+        limit = max(_PATIENCE, _TIMEOUT_FACTOR * engine.settings.fetch_max_wait)
         if min(self.lasts("pump", engine.intake.turns) or 0.0, calm) > limit:
-            return (
-                f"the fetcher hangs: the client has not come back with records or without for {limit:g} s, "
-                "although the brokers answer"
-            )
-        limit = max(_PATIENCE, _SEVERAL * max(engine.settings.commit_timeout, engine.settings.commit_interval))
+            return f"the fetcher hangs: no poll of the client has returned for {limit:g} s, although the brokers answer"
+        limit = max(_PATIENCE, _TIMEOUT_FACTOR * max(engine.settings.commit_timeout, engine.settings.commit_interval))
         if min(self.lasts("committer", engine.committer.turns) or 0.0, calm) > limit:
             return (
-                f"the commit coordinator hangs: no commit has ended for {limit:g} s, although each has a time-out and "
+                f"the commit coordinator hangs: no commit has ended for {limit:g} s, although commits time out and "
                 "the brokers answer"
             )
         return None
@@ -173,13 +170,13 @@ class Watch:
 
     def _check_partition(self, partition: Partition, now: float) -> None:
         limit, oldest = self.engine.settings.stuck_after, partition.tracker.oldest
-        told, is_stuck = self._reported.get(partition, (None, False))
-        if told is not None and told is not oldest:
+        reported, is_stuck = self._reported.get(partition, (None, False))
+        if reported is not None and reported is not oldest:
             logger.warning(
                 "%s advances again: record %r no longer holds it up",
                 partition.topic_partition,
-                told,
-                extra=record_fields("advances_again", told),
+                reported,
+                extra=record_fields("advances_again", reported),
             )
             del self._reported[partition]
             is_stuck = False
@@ -188,7 +185,7 @@ class Watch:
         stands = self.stands(partition)
         if partition.stuck(now, limit) and (stands >= limit / _CHECKS or oldest.block is not None):
             self._report(partition, oldest, "stuck", "stuck")
-        elif told is not oldest and stands >= limit / 2 and self._held_up(partition, oldest):
+        elif reported is not oldest and stands >= limit / 2 and self._held_up(partition, oldest):
             self._report(partition, oldest, "held_up", "almost everything waits for one record")
 
     def _report(self, partition: Partition, oldest: Delivery, event: str, what: str) -> None:
@@ -210,10 +207,10 @@ BLOCKED_AFTER = 1.0
 """Seconds without a tick after which the event loop counts as blocked."""
 _TICK_INTERVAL = 0.25
 """Seconds between two ticks."""
-_GLANCE = 0.05
+_BLOCKED_CHECK_INTERVAL = 0.05
 """Seconds between two checks by the thread while the loop is blocked."""
 _AGAIN_AFTER = 60.0
-"""Seconds before the log names the same place again: a handler that blocks may do so for each record."""
+"""Seconds before the log names the same place again: a handler may block for each record."""
 _DELAY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _STEPS = ("_run", "_run_once")
 """Functions of the frames between the one that runs a loop and the code it calls; uvloop has none."""
@@ -245,10 +242,10 @@ class LoopWatch:
         self._runner: FrameType | None = None
         """The frame that runs the loop; the frames above it are the code that the loop executes."""
         self._seen: str | None = None
-        """What the thread has found to block the loop since the last tick."""
+        """The code that the thread saw blocking the loop since the last tick; empty if the log named it recently."""
         self._logged: dict[str | None, float] = {}
         """When the log last named each place."""
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -264,16 +261,16 @@ class LoopWatch:
         finally:
             self._tick(due)  # cancelled right after a block
             self.ticked = self._thread = self._runner = None
-            self._over.set()
+            self._stopped.set()
 
     def _tick(self, due: float) -> None:
         self.delays.add(max(time.monotonic() - due, 0.0))
-        stood, self.ticked = self.standing(), time.monotonic()
+        blocked_for, self.ticked = self.standing(), time.monotonic()
         seen, self._seen = self._seen, None
         if seen:
-            _log("loop_resumed", "the event loop runs again after %.1f s: %s", stood, seen)
-        elif seen is None and stood >= BLOCKED_AFTER and self._is_news(None):
-            _log("loop_resumed", "the event loop was blocked for %.1f s: %s", stood, _NOTHING_SEEN)
+            _log("loop_resumed", "the event loop runs again after %.1f s: %s", blocked_for, seen)
+        elif seen is None and blocked_for >= BLOCKED_AFTER and self._should_log(None):
+            _log("loop_resumed", "the event loop was blocked for %.1f s: %s", blocked_for, _NOTHING_SEEN)
 
     # From any thread --------------------------------------------------------------------
 
@@ -318,21 +315,21 @@ class LoopWatch:
     # The thread -------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._over.wait(max(BLOCKED_AFTER - self.standing(), _GLANCE)):
+        while not self._stopped.wait(max(BLOCKED_AFTER - self.standing(), _BLOCKED_CHECK_INTERVAL)):
             if self._seen is None and self.standing() >= BLOCKED_AFTER:
-                self._look()
+                self._report_block()
 
-    def _look(self) -> None:
+    def _report_block(self) -> None:
         ticked, holder = self.ticked, self.find_holder()
         if holder is None or self.ticked != ticked:
             return
         sentence, place = holder
         self._seen = ""
-        if self._is_news(place):
+        if self._should_log(place):
             self._seen = sentence
             _log("loop_blocked", "the event loop has been blocked for %.1f s: %s", self.standing(), sentence)
 
-    def _is_news(self, place: str | None) -> bool:
+    def _should_log(self, place: str | None) -> bool:
         now = time.monotonic()
         if now - self._logged.get(place, -_AGAIN_AFTER) < _AGAIN_AFTER:
             return False

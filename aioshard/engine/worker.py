@@ -90,7 +90,7 @@ class Worker(ABC):
             call: The handler itself if it takes only the record, which saves a call.
             timeout: Seconds that an attempt may take; checked from outside through `overdue`.
             divert: Inspects each delivery first; None if nothing can be diverted before it has failed.
-            read: Converts the records of a batch before the attempt, and raises if it cannot; None if it does not.
+            read: Converts a record of a batch before the attempt, and raises if it cannot; None without conversion.
         """
         self.name = name
         self.delivery: Delivery | None = None
@@ -139,7 +139,7 @@ class Worker(ABC):
 
     def interrupt(self) -> None:
         """Cancel the current run; its record stays incomplete. Does nothing between runs."""
-        self._ask(Asked.INTERRUPT)
+        self._request_end(Asked.INTERRUPT)
 
     def overdue(self, now: float) -> bool:
         """Return whether the handler has exceeded its timeout and was not cancelled yet."""
@@ -154,9 +154,9 @@ class Worker(ABC):
 
     def time_out(self) -> None:
         """Cancel the current run; its attempt has failed."""
-        self._ask(Asked.TIME_OUT)
+        self._request_end(Asked.TIME_OUT)
 
-    def _ask(self, request: int) -> None:
+    def _request_end(self, request: int) -> None:
         if self.delivery is None or self.asked & request:
             return
         if not self._requests:
@@ -206,8 +206,8 @@ class Worker(ABC):
                 outcome = await recovering
             if self.asked:
                 raise SwallowedCancellationError(self.timeout or 0.0)  # noqa: TRY301 - handled like what a run raises
-        except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
-            self._ended_badly(batch, error)
+        except BaseException as error:  # noqa: BLE001 - _handle_error tells cancellation and exit apart
+            self._handle_error(batch, error)
             return
         self._clear_handler_cancellations()
         if recovery is not None:
@@ -262,7 +262,7 @@ class Worker(ABC):
                 self._shards.resume(delivery)
         return [delivery for delivery in heads if delivery in failed]
 
-    def _ended_badly(self, batch: DeliveryBatch, error: BaseException) -> None:
+    def _handle_error(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Handle a batch whose run raised, or returned although it was cancelled: nothing of it is complete (I8).
 
         Args:
@@ -379,9 +379,9 @@ class RecordWorker(Worker):
                 await running
                 if self.asked:
                     raise SwallowedCancellationError(self.timeout or 0.0)  # noqa: TRY301 - as in `_run`
-            except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
+            except BaseException as error:  # noqa: BLE001 - _handle_error tells cancellation and exit apart
                 due = times.cut(now)
-                self._ended_badly(DeliveryBatch.of_one(delivery), error)
+                self._handle_error(DeliveryBatch.of_one(delivery), error)
                 delivery = take()
                 continue
             if cancelling():
@@ -439,11 +439,11 @@ class BatchWorker(Worker):
         return self._invoke(batch)
 
     def _prepare(self, batch: DeliveryBatch) -> None:
-        """Convert the records for the handler, and leave out of the run the deliveries that are not ready for it.
+        """Convert the records for the handler, and leave deliveries that are not ready out of the run.
 
-        These are the diverted ones, records that cannot be converted (alone, they fail when they run), and those
-        behind them in their shards. A `BatchError` instead would complete records behind a bad one of their key, and
-        failing all together would cost every other record an attempt.
+        These are diverted deliveries, records that cannot be converted (they will fail in a run of their own), and the
+        deliveries behind them in their shards. Raising a `BatchError` instead would complete records behind a bad one
+        of the same key; failing the whole batch would cost every other record an attempt.
         """
         ready: list[Delivery] = []
         payloads: list[object] = []
@@ -458,7 +458,7 @@ class BatchWorker(Worker):
                     payloads.append(self._read(delivery.record))
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException:  # noqa: BLE001 - raised again, and judged, when it runs
+                except BaseException:  # noqa: BLE001 - raised again, and handled, when the record runs alone
                     is_ready, delivery.alone = False, True
             if is_ready:
                 ready.append(delivery)
@@ -482,7 +482,7 @@ class BatchWorker(Worker):
             if delivery is None:
                 message = (
                     f"BatchError names {record.topic}/{record.partition}/{record.offset}, which is not among the "
-                    f"{len(by_coordinates)} records of its batch: name records of the list that the handler was given"
+                    f"{len(by_coordinates)} records of its batch: use records of the list that the handler received"
                 )
                 super()._failed(batch, HandlerError(message))
                 return

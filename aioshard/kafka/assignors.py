@@ -47,13 +47,13 @@ class ConsumerAssignor:
         self._instance = instance
         self._delayed = DelayedReassignment(delay)
         self.cooperative = name.startswith("cooperative-")
-        """Whether members keep what stays theirs during a rebalance, and release the rest in the middle of it."""
+        """Whether members keep their partitions during a rebalance, and release only those that move."""
         self.moving: Mapping[TopicPartition, str] = {}
-        """The member that gets each partition left out of that assignment, once its owner has released it."""
+        """Partitions that the latest assignment left out until their owners release them, with their next members."""
         self.leads = False
         """Whether this consumer computed the latest assignment."""
         self._group: tuple[Mapping[str, Member], Partitions] = {}, {}
-        """The members of that assignment, with what it gave them, and the partitions."""
+        """The members of the latest assignment, with the partitions that each got, and all partitions."""
         self.owned: Sequence[TopicPartition] = ()
         """The partitions that the consumer has, or had last."""
         self.generation = NO_GENERATION
@@ -72,11 +72,11 @@ class ConsumerAssignor:
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the assignment; called only on the leader of the group."""
         reports = {name: self._member(metadata) for name, metadata in members.items()}
-        for partition in self.moving.keys() - {one for member in reports.values() for one in member.owned}:
-            # Else the backlog that grew meanwhile could have it move elsewhere, again and again.
+        for partition in self.moving.keys() - {owned for member in reports.values() for owned in member.owned}:
+            # Otherwise backlogs that grew meanwhile could move it to yet another member, again and again.
             if (taker := reports.get(self.moving[partition])) is not None:
                 reports[self.moving[partition]] = replace(taker, owned=(*taker.owned, partition))
-        # No member reports partitions that nobody has. For those, use the backlogs that the leader fetched.
+        # No member reports unowned partitions. For those, use the backlogs that the leader fetched.
         first = min(reports)
         reports[first] = replace(reports[first], backlogs={**self.backlogs, **reports[first].backlogs})
         topics = sorted(set().union(*(member.topics for member in reports.values())))
@@ -91,7 +91,7 @@ class ConsumerAssignor:
         )
         target = {name: computed[names[name]] for name in reports}
         assignment = without_moves(reports, target) if self.cooperative else target
-        self.moving = {one: name for name, held in target.items() for one in held if one not in assignment[name]}
+        self.moving = {at: name for name, held in target.items() for at in held if at not in assignment[name]}
         self._group = (
             {name: Member(report.topics, assignment[name], 1) for name, report in reports.items()},
             partitions,

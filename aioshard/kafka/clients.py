@@ -34,7 +34,7 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
     else:
         from aioshard.kafka.confluent.transport import ConfluentTransport  # noqa: PLC0415 - imported on use
 
-        # A colon is not in an instance id, so no two pairs of a group and an instance have the same.
+        # An instance id has no colon, so different pairs of group and instance never share a transactional id.
         transactional_id = f"{group_id}:{settings.group_instance_id or uuid.uuid4().hex}"
         client = functools.partial(ConfluentTransport, transactional_id=transactional_id)
     return Clients(

@@ -103,7 +103,7 @@ class EmbeddedBroker:
                 # Python adds the address to the system's error text, but our message already contains it.
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 raise TransportError(
-                    f"port {self._port} of 127.0.0.1 cannot be listened on ({reason}): choose another one, or none for "
+                    f"cannot listen on port {self._port} of 127.0.0.1 ({reason}): choose another port, or none to get "
                     "a free one"
                 ) from error
         self._process = await asyncio.create_subprocess_exec(
@@ -111,12 +111,12 @@ class EmbeddedBroker:
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT):
-                answer = await self._answer(self._process)
+                response = await self._read_response(self._process)
         except TimeoutError:
             raise TransportError(f"the embedded broker did not start within {_START_TIMEOUT:g} s") from None
-        if "error" in answer:
-            raise TransportError(f"the embedded broker did not start: {answer['error']}")
-        self._address = answer["bootstrap_servers"]
+        if "error" in response:
+            raise TransportError(f"the embedded broker did not start: {response['error']}")
+        self._address = response["bootstrap_servers"]
         if self._server is not None:
             await self._server.start_serving()
 
@@ -201,10 +201,10 @@ class EmbeddedBroker:
             raise TransportError(f"{name!r} is not a valid topic name: use 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
         if partitions < 1:
             raise TransportError(f"topic {name!r} cannot have {partitions} partitions: use at least 1")
-        # Not cancelled with the caller: the next command would read this answer.
-        answer = await asyncio.shield(self._send_command({"create_topic": name, "partitions": partitions}))
-        if "error" in answer:
-            raise TransportError(f"the embedded broker refused: {answer['error']}")
+        # Not cancelled with the caller: the next command would read this response.
+        response = await asyncio.shield(self._send_command({"create_topic": name, "partitions": partitions}))
+        if "error" in response:
+            raise TransportError(f"the embedded broker refused: {response['error']}")
 
     # Talking to the process -----------------------------------------------------------
 
@@ -213,9 +213,9 @@ class EmbeddedBroker:
         async with self._command_lock:
             assert process.stdin is not None  # noqa: S101 - opened as a pipe
             process.stdin.write(f"{json.dumps(command)}\n".encode())
-            return await self._answer(process)
+            return await self._read_response(process)
 
-    async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
+    async def _read_response(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
         assert process.stdout is not None  # noqa: S101 - opened as a pipe
         if line := await process.stdout.readline():
             return dict(json.loads(line))

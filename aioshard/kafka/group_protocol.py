@@ -35,8 +35,8 @@ class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
 def _version(key: int, version: int, request: Schema, response: Schema) -> Any:
     """Return the class of one version of a request, in the form that aiokafka needs."""
     number = {"API_KEY": key, "API_VERSION": version}
-    answer = type("_Response", (Response,), {**number, "SCHEMA": response})
-    fields = {"SCHEMA": request, "RESPONSE_TYPE": answer, "FLEXIBLE_VERSION": "tags" in request.names}
+    response_type = type("_Response", (Response,), {**number, "SCHEMA": response})
+    fields = {"SCHEMA": request, "RESPONSE_TYPE": response_type, "FLEXIBLE_VERSION": "tags" in request.names}
     return type("_RequestStruct", (RequestStruct,), number | fields)
 
 

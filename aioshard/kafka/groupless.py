@@ -15,7 +15,7 @@ def manual_membership() -> Membership:
     """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
 
     Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
-    keeps an answer requested in one life of the client from being used in the next.
+    keeps a response to one life of the client from being used in the next.
     """
     return Membership("", next(_LIVES))
 

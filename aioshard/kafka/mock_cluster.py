@@ -73,7 +73,7 @@ class MockCluster:
         """The address that the broker itself listens on."""
 
     def create_topic(self, name: str, partitions: int) -> dict[str, str]:
-        """Create a topic; return the answer to the command."""
+        """Create a topic; return the response to the command."""
         code = self._library.rd_kafka_mock_topic_create(self._cluster, name.encode(), partitions, 1)
         if not code:
             return {}
@@ -96,8 +96,8 @@ def main(path: str, advertised_port: int | None) -> int:
     return 0
 
 
-def _write(answer: dict[str, str]) -> None:
-    print(json.dumps(answer), flush=True)  # noqa: T201 - the parent process reads it
+def _write(response: dict[str, str]) -> None:
+    print(json.dumps(response), flush=True)  # noqa: T201 - the parent process reads it
 
 
 if __name__ == "__main__":

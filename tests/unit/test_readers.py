@@ -430,5 +430,5 @@ QUESTIONS: dict[str, Callable[[], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 async def test_an_answer_without_what_was_asked_for_is_a_sentence(question: Callable[[], Awaitable[Any]]) -> None:
-    with pytest.raises(TransportError, match="missing in the answer"):
+    with pytest.raises(TransportError, match="missing in the response"):
         await question()

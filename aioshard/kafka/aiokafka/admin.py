@@ -160,7 +160,7 @@ class KafkaAdmin:
 
     async def topics(self) -> frozenset[str]:
         """Return every topic that this user may see, without internal topics."""
-        return await self._ask("list the topics", MetadataRequest(None), existing_topics)
+        return await self._query("list the topics", MetadataRequest(None), existing_topics)
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """Return the partitions of a topic without creating it.
@@ -176,7 +176,7 @@ class KafkaAdmin:
     async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
         """Return settings of a topic; the broker's default where the topic does not override it."""
         try:
-            return await self._ask(
+            return await self._query(
                 f"return the settings of topic {topic!r}",
                 DescribeConfigsRequest([(ConfigResourceType.TOPIC, topic, sorted(names))]),
                 topic_settings,
@@ -221,9 +221,9 @@ class KafkaAdmin:
             return 0
 
     async def _create_compacted(self, topic: str, partitions: int) -> bool:
-        """Create a topic with the broker's default replication factor; false if somebody else just created it."""
+        """Create a topic with the broker's default replication factor; return False if it exists by now."""
 
-        async def ask() -> tuple[int, str | None]:
+        async def send() -> tuple[int, str | None]:
             await self._client.force_metadata_update()
             controller = self._client.cluster.controller
             if controller is None:
@@ -233,11 +233,11 @@ class KafkaAdmin:
                 )
             wanted: Any = (topic, partitions, -1, [], list(_COMPACTED.items()))
             request = CreateTopicsRequest([wanted], _CREATE_TIMEOUT_MS, validate_only=False)
-            answer = await self._client.send(controller.nodeId, request)
-            _, code, *messages = only_part(answer.topic_errors, f"topic {topic!r}")
+            response = await self._client.send(controller.nodeId, request)
+            _, code, *messages = only_part(response.topic_errors, f"topic {topic!r}")
             return code, messages[0] if messages else None
 
-        code, message = await self._patiently(ask, f"create topic {topic!r}")
+        code, message = await self._send_with_retries(send, f"create topic {topic!r}")
         if code in (0, _TOPIC_EXISTS):
             return not code
         if code in (TOPIC_DENIED, CLUSTER_DENIED):
@@ -253,7 +253,7 @@ class KafkaAdmin:
 
     async def _partitions(self, topic: str) -> dict[int, PartitionInfo]:
         """Return the partitions of a topic by number; empty if the topic does not exist."""
-        return await self._ask(
+        return await self._query(
             f"return the partitions of topic {topic!r}",
             MetadataRequest([topic], allow_auto_topic_creation=False),
             topic_partitions,
@@ -287,7 +287,7 @@ class KafkaAdmin:
         return {partition: offset if offset >= 0 else None for partition, offset in offsets.items()}
 
     async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
-        async def ask() -> dict[TopicPartition, int]:
+        async def send() -> dict[TopicPartition, int]:
             known = {topic: await self._partitions(topic) for topic in {partition.topic for partition in times}}
             wanted: dict[int, list[TopicPartition]] = {}
             for at in times:
@@ -306,35 +306,35 @@ class KafkaAdmin:
                 offsets |= log_offsets(await self._client.send(leader, request), partitions)
             return offsets
 
-        return await self._patiently(ask, f"return the offsets of {named(sorted(times))}")
+        return await self._send_with_retries(send, f"return the offsets of {named(sorted(times))}")
 
     # Groups ---------------------------------------------------------------------------
 
     async def coordinator(self, group_id: str) -> Coordinator:
         """Return the broker that coordinates a group, whether or not the group exists."""
 
-        async def ask() -> Coordinator:
+        async def send() -> Coordinator:
             node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
             broker = self._client.cluster.broker_metadata(node)
             return Coordinator(node, broker.host, broker.port)
 
-        return await self._patiently(ask, f"name the coordinator of group {group_id!r}", group_id)
+        return await self._send_with_retries(send, f"name the coordinator of group {group_id!r}", group_id)
 
     async def group(self, group_id: str) -> Group:
         """Describe a group of either protocol; a group that does not exist is "dead"."""
 
-        async def ask() -> Group:
+        async def send() -> Group:
             return await self._kip848_group(group_id) or await self._classic_group(group_id)
 
-        return await self._patiently(ask, f"describe group {group_id!r}", group_id)
+        return await self._send_with_retries(send, f"describe group {group_id!r}", group_id)
 
     async def _kip848_group(self, group_id: str) -> Group | None:
         """Describe a KIP-848 group; None if it is not one, or the brokers do not support KIP-848."""
         try:
-            answer = await self._send(DescribeConsumerGroup(group_id), group_id)
+            response = await self._send(DescribeConsumerGroup(group_id), group_id)
         except (kafka.IncompatibleBrokerVersion, NotImplementedError):
             return None
-        group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
+        group = only_part(response.to_object()["groups"], f"group {group_id!r}")
         if group["error_code"] in (_NO_SUCH_GROUP, _NOT_SERVED):
             return None
         raise_for(group["error_code"])
@@ -357,8 +357,8 @@ class KafkaAdmin:
         return Group(group["group_state"].lower(), "consumer", group["assignor_name"] or "", tuple(members))
 
     async def _classic_group(self, group_id: str) -> Group:
-        answer = await self._send(DescribeGroup(group_id), group_id)
-        group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
+        response = await self._send(DescribeGroup(group_id), group_id)
+        group = only_part(response.to_object()["groups"], f"group {group_id!r}")
         raise_for(group["error_code"])
         members = sorted(
             GroupMember(
@@ -378,7 +378,7 @@ class KafkaAdmin:
         Returns:
             Whether the group had it.
         """
-        return await self._ask(
+        return await self._query(
             f"remove member {member_id or instance_id!r} of group {group_id!r}",
             RemoveMember(group_id, member_id=member_id, instance_id=instance_id),
             removed_member,
@@ -402,7 +402,7 @@ class KafkaAdmin:
     async def _commits(
         self, group_id: str, request: Any, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed]:
-        return await self._ask(
+        return await self._query(
             f"return the committed offsets of group {group_id!r}",
             request,
             stored_offsets,
@@ -441,7 +441,7 @@ class KafkaAdmin:
             return refused
 
         if retry:
-            refused = await self._patiently(send, f"store the offsets of group {group_id!r}", group_id)
+            refused = await self._send_with_retries(send, f"store the offsets of group {group_id!r}", group_id)
         else:
             try:
                 async with asyncio.timeout(_COMMIT_TIMEOUT):
@@ -457,13 +457,13 @@ class KafkaAdmin:
 
     # Requests -------------------------------------------------------------------------
 
-    async def _ask(self, what: str, request: Any, parse: Callable[..., T], *details: object, group_id: str = "") -> T:
-        """Send a request to any broker, or to the coordinator of a group; *parse* gets the answer and *details*."""
+    async def _query(self, what: str, request: Any, parse: Callable[..., T], *details: object, group_id: str = "") -> T:
+        """Send a request to any broker, or to the coordinator of a group; *parse* gets the response and *details*."""
 
-        async def ask() -> T:
+        async def send() -> T:
             return parse(await self._send(request, group_id), *details)
 
-        return await self._patiently(ask, what, group_id)
+        return await self._send_with_retries(send, what, group_id)
 
     async def _send(self, request: Any, group_id: str = "") -> Any:
         client = self._client
@@ -472,14 +472,14 @@ class KafkaAdmin:
         )
         return await client.send(node, request)
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "") -> T:
-        """Send a request with *ask*, and retry transient errors; *what* is for the error message."""
+    async def _send_with_retries(self, send: Callable[[], Awaitable[T]], what: str, group_id: str = "") -> T:
+        """Send a request with *send*, and retry transient errors; *what* is for the error message."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    return await ask()
+                    return await send()
             except (kafka.IncompatibleBrokerVersion, NotImplementedError) as error:
                 raise TransportError(
                     f"the brokers cannot {what}: they do not support that request, like the embedded broker"

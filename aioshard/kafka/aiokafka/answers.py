@@ -25,7 +25,7 @@ from aioshard.records import PartitionInfo, TopicPartition
 _PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
 """Error codes that Kafka calls retriable, but aiokafka treats as final or does not know."""
 _EXPLAINED = {
-    87: ("INVALID_RECORD", "The record itself is not taken; a topic that is compacted takes none without a key"),
+    87: ("INVALID_RECORD", "The record itself was rejected; a compacted topic accepts no record without a key"),
     88: (
         "UNSTABLE_OFFSET_COMMIT",
         "A transaction of the group is still open; it ends at transaction_timeout at the latest",
@@ -99,20 +99,20 @@ class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
 def only_part(parts: Sequence[Any], what: str) -> Any:
     """Return the only part of a response about one thing, which *what* names."""
     if len(parts) != 1:
-        raise IncompleteAnswerError(f"{what} is missing in the answer")
+        raise IncompleteAnswerError(f"{what} is missing in the response")
     return parts[0]
 
 
-def _refuse_missing(asked: Collection[TopicPartition], answered: Collection[TopicPartition], what: str) -> None:
-    if missing := set(asked).difference(answered):
-        raise IncompleteAnswerError(f"the {what} of {min(missing)} is missing in the answer")
+def _refuse_missing(requested: Collection[TopicPartition], answered: Collection[TopicPartition], what: str) -> None:
+    if missing := set(requested).difference(answered):
+        raise IncompleteAnswerError(f"the {what} of {min(missing)} is missing in the response")
 
 
-def _parts(answer: Any) -> Iterator[tuple[TopicPartition, list[Any]]]:
+def _parts(response: Any) -> Iterator[tuple[TopicPartition, list[Any]]]:
     """Return each partition of a response, with what the response says about it."""
     return (
         (TopicPartition(topic, number), part[: len(part) - len(tags)])
-        for topic, parts, *tags in answer.topics
+        for topic, parts, *tags in response.topics
         for number, *part in parts
     )
 
@@ -120,34 +120,34 @@ def _parts(answer: Any) -> Iterator[tuple[TopicPartition, list[Any]]]:
 # Offsets of a group ---------------------------------------------------------------------
 
 
-def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
+def stored_offsets(response: Any, requested: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
     """Parse an OffsetFetch response, versions 1 to 3 and 7: the committed offsets, without partitions that have none.
 
     A broker that does not coordinate the group reports it at the top level of the response and lists no partitions.
 
     Raises:
-        IncompleteAnswerError: A partition of *asked* is missing.
+        IncompleteAnswerError: A partition of *requested* is missing.
         KafkaError: The response or one of its partitions has an error code.
     """
-    raise_for(getattr(answer, "error_code", 0))  # missing in version 1
+    raise_for(getattr(response, "error_code", 0))  # missing in version 1
     commits = {}
-    for topic_partition, (offset, *_epoch, metadata, code) in _parts(answer):
+    for topic_partition, (offset, *_epoch, metadata, code) in _parts(response):
         raise_for(code)
         commits[topic_partition] = Committed(offset, (metadata or "").removesuffix("\0"))  # librdkafka sends C strings
-    _refuse_missing(asked, commits, "committed offset")
+    _refuse_missing(requested, commits, "committed offset")
     return {topic_partition: committed for topic_partition, committed in commits.items() if committed.offset >= 0}
 
 
-def refused_offsets(answer: Any, sent: Collection[TopicPartition]) -> dict[TopicPartition, kafka.KafkaError]:
+def refused_offsets(response: Any, sent: Collection[TopicPartition]) -> dict[TopicPartition, kafka.KafkaError]:
     """Parse an OffsetCommit response: the error of each partition of *sent* that is not acknowledged.
 
     Errors of a single topic come after those that affect the whole group.
     """
     refused = {
-        topic_partition: IncompleteAnswerError(f"the acknowledgement of {topic_partition} is missing in the answer")
+        topic_partition: IncompleteAnswerError(f"the acknowledgement of {topic_partition} is missing in the response")
         for topic_partition in sorted(sent)
     }
-    for topic_partition, (code,) in _parts(answer):
+    for topic_partition, (code,) in _parts(response):
         if code:
             refused[topic_partition] = error_for(code, topic_partition.topic)
         else:
@@ -155,30 +155,30 @@ def refused_offsets(answer: Any, sent: Collection[TopicPartition]) -> dict[Topic
     return dict(sorted(refused.items(), key=lambda item: getattr(item[1], "errno", 0) in _ABSENT))
 
 
-def produced(answer: Any) -> dict[TopicPartition, tuple[int, kafka.KafkaError | None]]:
+def produced(response: Any) -> dict[TopicPartition, tuple[int, kafka.KafkaError | None]]:
     """Parse a Produce response, up to version 7: the offset of each stored batch, or the error of the others."""
     return {
         topic_partition: (offset, error_for(code, topic_partition.topic) if code else None)
-        for topic_partition, (code, offset, *_) in _parts(answer)
+        for topic_partition, (code, offset, *_) in _parts(response)
     }
 
 
 # Logs -------------------------------------------------------------------------------------
 
 
-def log_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+def log_offsets(response: Any, requested: Collection[TopicPartition]) -> dict[TopicPartition, int]:
     """Parse a ListOffsets response, versions 1 to 3: an offset per partition; -1 if no record is that recent.
 
     Raises:
-        IncompleteAnswerError: A partition of *asked* is missing, or has a retriable error.
+        IncompleteAnswerError: A partition of *requested* is missing, or has a retriable error.
         KafkaError: A partition has an error that is not retriable.
     """
-    offsets = led_offsets(answer)
-    _refuse_missing(asked, offsets, "offset")
+    offsets = led_offsets(response)
+    _refuse_missing(requested, offsets, "offset")
     return offsets
 
 
-def led_offsets(answer: Any) -> dict[TopicPartition, int]:
+def led_offsets(response: Any) -> dict[TopicPartition, int]:
     """Parse a ListOffsets response, versions 1 to 3: an offset per partition that the broker leads now.
 
     A partition with a retriable error is left out, so that it does not hold up the others.
@@ -187,7 +187,7 @@ def led_offsets(answer: Any) -> dict[TopicPartition, int]:
         KafkaError: A partition has an error that is not retriable.
     """
     offsets = {}
-    for topic_partition, (code, _, offset) in _parts(answer):
+    for topic_partition, (code, _, offset) in _parts(response):
         if not code:
             offsets[topic_partition] = int(offset)
         elif not (error := error_for(code, str(topic_partition))).retriable:
@@ -203,61 +203,61 @@ def partition_info(partition: int, leader: int, replicas: Iterable[int], in_sync
     return PartitionInfo(partition, None if leader < 0 else leader, tuple(replicas), tuple(in_sync))
 
 
-def topic_partitions(answer: Any, topic: str) -> dict[int, PartitionInfo]:
+def topic_partitions(response: Any, topic: str) -> dict[int, PartitionInfo]:
     """Parse a Metadata response: the partitions of a topic by number; empty if the topic does not exist.
 
     Raises:
         IncompleteAnswerError: The topic is missing, or the broker lists no brokers, as while it starts.
         KafkaError: The topic has an error code other than "does not exist".
     """
-    for code, name, *_, partitions in answer.topics if answer.brokers else ():
+    for code, name, *_, partitions in response.topics if response.brokers else ():
         if name == topic:
             if code not in _NO_TOPIC:
                 raise_for(code, topic)
-            return {one[1]: partition_info(*one[1:5]) for one in partitions}
-    raise IncompleteAnswerError(f"topic {topic!r} is missing in the answer")
+            return {part[1]: partition_info(*part[1:5]) for part in partitions}
+    raise IncompleteAnswerError(f"topic {topic!r} is missing in the response")
 
 
-def existing_topics(answer: Any) -> frozenset[str]:
+def existing_topics(response: Any) -> frozenset[str]:
     """Parse a Metadata response: the topics that exist and that this user may see, without internal topics.
 
     Raises:
         IncompleteAnswerError: The broker lists no brokers, as while it starts.
     """
-    if not answer.brokers:
-        raise IncompleteAnswerError("the brokers are missing in the answer")
+    if not response.brokers:
+        raise IncompleteAnswerError("the brokers are missing in the response")
     return frozenset(
-        name for code, name, *rest in answer.topics if code not in _ABSENT and not (len(rest) > 1 and rest[0])
+        name for code, name, *rest in response.topics if code not in _ABSENT and not (len(rest) > 1 and rest[0])
     )
 
 
-def topic_settings(answer: Any, topic: str, names: Collection[str]) -> dict[str, str]:
+def topic_settings(response: Any, topic: str, names: Collection[str]) -> dict[str, str]:
     """Parse a DescribeConfigs response about one topic: the settings *names*.
 
     Raises:
         IncompleteAnswerError: The topic or one of its settings is missing.
         KafkaError: The topic has an error code.
     """
-    code, _, _, _, entries = only_part(answer.resources, f"topic {topic!r}")
+    code, _, _, _, entries = only_part(response.resources, f"topic {topic!r}")
     raise_for(code, topic)
     settings = {name: value for name, value, *_ in entries if name in names}
     if missing := set(names).difference(settings):
-        raise IncompleteAnswerError(f"{min(missing)} of topic {topic!r} is missing in the answer")
+        raise IncompleteAnswerError(f"{min(missing)} of topic {topic!r} is missing in the response")
     return settings
 
 
 # Members ----------------------------------------------------------------------------------
 
 
-def removed_member(answer: Any) -> bool:
+def removed_member(response: Any) -> bool:
     """Parse a LeaveGroup response about one member: whether the group had this member.
 
     Raises:
         IncompleteAnswerError: The member is missing.
         KafkaError: The response or the member has an error code other than "unknown member".
     """
-    raise_for(answer.error_code)
-    *_, code = only_part(answer.members, "the member")
+    raise_for(response.error_code)
+    *_, code = only_part(response.members, "the member")
     if code != _UNKNOWN_MEMBER:
         raise_for(code)
     return bool(code != _UNKNOWN_MEMBER)

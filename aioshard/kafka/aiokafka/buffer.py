@@ -25,7 +25,7 @@ _IDLE_WAIT_MS = 500
 _ACTIVE = 1.0
 """Seconds after a take during which we expect to take more from the same partition."""
 _NUDGE_INTERVAL = 1e-4
-"""Least seconds per partition between two checks of the fetcher, each of which costs 10 µs or more per partition."""
+"""Minimum seconds per partition between two checks of the fetcher; each costs 10 µs or more per partition."""
 _LONGEST_NUDGE_INTERVAL = 0.1
 FAULT_INTERVAL = 1.0
 """Seconds until an unreadable partition is tried, and reported, again."""
@@ -92,7 +92,7 @@ class FetchBuffer:
         self._assignment: Any = None
         self._partitions: dict[TopicPartition, _Partition] = {}
         self._nudge_at = 0.0
-        """When the fetcher checks, or last checked, what it may fetch because we asked for it; loop time."""
+        """Loop time of the fetcher's next or latest check that we requested."""
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
@@ -251,7 +251,7 @@ class FetchBuffer:
             self._report(partition, chunk.result, poll_result)
         else:
             poll_result.left_over = True
-            self._internals.fetcher._records.move_to_end(partition.name)  # so that each one gets its turn
+            self._internals.fetcher._records.move_to_end(partition.name)  # other partitions come first next time
 
     def _drop(self, partition: _Partition) -> None:
         partition.chunk = None
@@ -277,7 +277,7 @@ class FetchBuffer:
             loop.call_at(self._nudge_at, lambda: fetcher._notify(fetcher._wait_consume_future))
 
     def _release_broker(self, result: Any) -> None:
-        """Let the client fetch other partitions of the same broker although nobody takes *result*."""
+        """Let the client fetch other partitions of the same broker although *result* is not taken."""
         if result._backoff:
             result._backoff = 0
             self._nudge_fetcher()

@@ -119,12 +119,12 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
             if connection is None:
                 continue
             try:
-                answer = await connection.send(request)
+                response = await connection.send(request)
             except (kafka.KafkaError, TimeoutError):
                 continue
-            if not answer.brokers:
+            if not response.brokers:
                 return False
-            cluster_metadata.update_metadata(answer)
+            cluster_metadata.update_metadata(response)
             self.updated_at = time.monotonic()
             return True
         cluster_metadata.failed_update(None)
@@ -142,8 +142,8 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
         """
         request = OffsetRequest(-1, isolation, by_topic([topic_partition], lambda at: (at.partition, which)))
         # On a separate connection: on the other one, the request would wait for the fetch in progress.
-        answer = await self.send(node, request, group=ConnectionGroup.COORDINATION)
-        return log_offsets(answer, [topic_partition])[topic_partition]
+        response = await self.send(node, request, group=ConnectionGroup.COORDINATION)
+        return log_offsets(response, [topic_partition])[topic_partition]
 
     async def fetch(
         self,
@@ -174,16 +174,16 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
         for (topic, partition), offset in offsets.items():
             wanted.setdefault(topic, []).append((partition, offset, _MOST_BYTES))
         request = FetchRequest(round(wait * 1000), 1, _MOST_BYTES, isolation, list(wanted.items()))
-        answer = await self.send(
+        response = await self.send(
             node, request, group=ConnectionGroup.COORDINATION if aside else ConnectionGroup.DEFAULT
         )
-        raise_for(getattr(answer, "error_code", 0))  # from version 7 on
+        raise_for(getattr(response, "error_code", 0))  # from version 7 on
         parts = {
             TopicPartition(topic, partition): rest
-            for topic, partitions in answer.topics
+            for topic, partitions in response.topics
             for partition, *rest in partitions
         }
-        certain = answer.throttle_time_ms == 0
+        certain = response.throttle_time_ms == 0
         results: dict[TopicPartition, Fetched] = {}
         in_order = [
             (TopicPartition(topic, number), offset)
@@ -198,7 +198,7 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
                 results[topic_partition] = Fetched([], offset, -1, error_for(code))
             else:
                 end = rest[0] if isolation == READ_COMMITTED else highwater
-                aborted = rest[2] if answer.API_VERSION >= _PREFERRED_REPLICA else rest[-2]
+                aborted = rest[2] if response.API_VERSION >= _PREFERRED_REPLICA else rest[-2]
                 results[topic_partition] = _decoded(
                     topic_partition, offset, end, aborted, rest[-1], certain=certain, isolation=isolation
                 )

@@ -30,7 +30,7 @@ CONNECT_TIMEOUT = 3.0
 """Seconds for a broker to accept a connection, authenticate us and answer. The default `start_timeout` has room for
 three of them, so that the app reports the cause instead of a start that took too long."""
 START_TIMEOUT = 1.5 * CONNECT_TIMEOUT
-"""Seconds for a client to get an answer from an advertised broker: the first one it tries may hang."""
+"""Seconds for a client to get a response from an advertised broker: the first one it tries may hang."""
 
 _CONNECTION_OPTIONS = frozenset(
     {
@@ -99,10 +99,10 @@ async def find_broker(settings: Settings, options: Mapping[str, Any]) -> str:
         ConnectError: No server answered within `CONNECT_TIMEOUT`.
     """
     servers = collect_hosts(options["bootstrap_servers"], randomize=False)
-    probes = [asyncio.create_task(_probe(host, port, options), name=f"ask {host}:{port}") for host, port, _ in servers]
+    probes = [asyncio.create_task(_probe(host, port, options), name=f"try {host}:{port}") for host, port, _ in servers]
     try:
-        for answer in asyncio.as_completed(probes):
-            address, error = await answer
+        for probe in asyncio.as_completed(probes):
+            address, error = await probe
             if error is None:
                 return address
     finally:
@@ -118,8 +118,8 @@ async def why_unreachable(
     settings: Settings, options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
 ) -> TransportError:
     """Explain why no advertised broker answers although a bootstrap server did."""
-    answers = await asyncio.gather(*(_probe(host, port, options) for host, port in advertised))
-    failures = [answer for answer in answers if answer[1] is not None]
+    results = await asyncio.gather(*(_probe(host, port, options) for host, port in advertised))
+    failures = [result for result in results if result[1] is not None]
     if (refused := _refusal(failures, settings)) is not None:
         return refused
     servers, details = options["bootstrap_servers"], _describe_failures(failures, settings)
@@ -134,19 +134,19 @@ async def why_unreachable(
     )
 
 
-_Answer = tuple[str, Exception | None]
+_ProbeResult = tuple[str, Exception | None]
 """The address of a broker, and why it did not answer."""
 
 
-def _refusal(failures: Collection[_Answer], settings: Settings) -> AuthenticationError | None:
+def _refusal(failures: Collection[_ProbeResult], settings: Settings) -> AuthenticationError | None:
     return next(filter(None, (_authentication_error(error, address, settings) for address, error in failures)), None)
 
 
-def _describe_failures(failures: Collection[_Answer], settings: Settings) -> str:
+def _describe_failures(failures: Collection[_ProbeResult], settings: Settings) -> str:
     return "; ".join(f"{address}: {_describe_failure(error, settings)}" for address, error in failures)
 
 
-async def _probe(host: str, port: int, options: Mapping[str, Any]) -> _Answer:
+async def _probe(host: str, port: int, options: Mapping[str, Any]) -> _ProbeResult:
     address, connection = f"{host}:{port}", None
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -170,11 +170,11 @@ def _authentication_error(error: Exception | None, address: str, settings: Setti
         trusted = f"ssl_cafile={settings.ssl_cafile}" if settings.ssl_cafile else "the system's certificates"
         return AuthenticationError(
             f"the certificate of {address} was not accepted ({error.verify_message or error.reason}) when checked "
-            f"against {trusted}: give the CA that signed it as ssl_cafile, and connect under a name that it has"
+            f"against {trusted}: set ssl_cafile to the CA that signed it, and connect under a name that it contains"
         )
     if isinstance(error, kafka.UnsupportedSaslMechanismError | kafka.IllegalSaslStateError):
         return AuthenticationError(
-            f"{address} does not take sasl_mechanism={settings.sasl_mechanism}: use one that its listener enables"
+            f"{address} does not support sasl_mechanism={settings.sasl_mechanism}: use one that its listener enables"
         )
     if isinstance(error, kafka.SaslAuthenticationFailed | kafka.AuthenticationFailedError):
         return AuthenticationError(
@@ -192,7 +192,7 @@ def _describe_failure(error: Exception | None, settings: Settings) -> str:
         return f"no answer within {CONNECT_TIMEOUT:g} s"
     if isinstance(error, kafka.KafkaConnectionError | ConnectionResetError | EOFError):
         message = (
-            "the connection was closed before an answer came; "
+            "the connection was closed before the broker answered; "
             f"security_protocol is {settings.security_protocol}, the listener may expect another one"
         )
         # A broker that requires a client certificate reports it in a TLS alert, which asyncio swallows.
@@ -210,7 +210,7 @@ def silence_client() -> None:
     logging.getLogger("aiokafka").addHandler(logging.NullHandler())
 
 
-_ANSWERED_AT_ONCE = (
+_ANSWERED_IMMEDIATELY = (
     FetchStableOffsets,
     FindCoordinatorRequest,
     HeartbeatRequest,
@@ -300,23 +300,23 @@ def _sending_in_time(connection: Any, patience: float) -> Callable[..., Awaitabl
     """Wrap `send`: close a connection that was lost, or whose broker leaves a quick request unanswered."""
     send_any = connection.send
 
-    async def in_time(answer: Awaitable[Any]) -> Any:
+    async def in_time(response: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(patience):
-                return await answer
+                return await response
         except TimeoutError:
             connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
             raise
 
     def send(request: Any, expect_response: bool = True) -> Awaitable[Any]:
         try:
-            answer: Awaitable[Any] = send_any(request, expect_response)
+            response: Awaitable[Any] = send_any(request, expect_response)
         except (kafka.KafkaError, NotImplementedError):
             raise  # Also RuntimeErrors: the broker does not support the request, for example.
         except RuntimeError as error:
             connection.close(reason=CloseReason.CONNECTION_BROKEN)
             raise kafka.KafkaConnectionError(f"the connection is lost: {error}") from error
-        return in_time(answer) if isinstance(request, _ANSWERED_AT_ONCE) else answer
+        return in_time(response) if isinstance(request, _ANSWERED_IMMEDIATELY) else response
 
     return send
 

@@ -94,7 +94,7 @@ class Internals:
         self._trusted: asyncio.Future[None] | None = None
         """Tenure of the coordinator known to have all commits: a future that ends when we look for a new one."""
         self._suspected: tuple[asyncio.Future[None] | None, float] = (None, 0.0)
-        """Tenure of a coordinator that took over since, and the loop time until which it may lack commits."""
+        """Tenure of a coordinator that took over later, and the loop time until which it may lack commits."""
         refuse_useless_connections(self.client, patience)
 
     async def begin(self) -> bool:
@@ -317,9 +317,9 @@ class Internals:
         await self.coordinator.ensure_coordinator_known()
         await self._wait_for_commits()
         kind = FetchStableOffsets if stable else OffsetFetchRequest
-        answer = await self.coordinator._send_req(kind(self.group_id, by_topic(partitions)))
+        response = await self.coordinator._send_req(kind(self.group_id, by_topic(partitions)))
         try:
-            commits = stored_offsets(answer, partitions)
+            commits = stored_offsets(response, partitions)
             await self._confirm_coordinator()
         except _COORDINATOR_AWAY:
             self.coordinator.coordinator_dead()
@@ -327,7 +327,7 @@ class Internals:
         return commits
 
     async def _confirm_coordinator(self) -> None:
-        """Check with the other brokers who coordinates the group, unless we are a member; the first answer counts.
+        """Check with the other brokers who coordinates the group, unless we are a member; the first response counts.
 
         A broker that was frozen returns old offsets until it learns that another one took over. Members skip the check:
         they use the coordinator that gave them their partitions.
@@ -347,12 +347,12 @@ class Internals:
         try:
             for pending in asyncio.as_completed(requests):
                 try:
-                    answer = await pending
+                    response = await pending
                 except kafka.KafkaError:
                     continue
-                raise_for(answer.error_code)
-                if answer.coordinator_id != ours:
-                    raise kafka.NotCoordinatorForGroupError(f"another broker names {answer.coordinator_id}")
+                raise_for(response.error_code)
+                if response.coordinator_id != ours:
+                    raise kafka.NotCoordinatorForGroupError(f"another broker names {response.coordinator_id}")
                 return
         finally:
             await end_tasks(requests)
@@ -395,8 +395,8 @@ class Internals:
             self._ranges_at(leader, led, patience) for leader, led in by_leader.items() if leader not in _NO_LEADER
         ]
         ranges: dict[TopicPartition, LogRange] = {}
-        for answer in await asyncio.gather(*requests):
-            ranges |= answer
+        for response in await asyncio.gather(*requests):
+            ranges |= response
         if len(ranges) < len(partitions):
             self.client.force_metadata_update()
         return ranges
@@ -426,9 +426,9 @@ class Internals:
         return led_offsets(await self.client.send(leader, OffsetRequest(-1, isolation, requested)))
 
     def known_partitions(self, topic: str) -> dict[int, PartitionInfo]:
-        """Return the partitions of a topic as last heard of."""
+        """Return the last known partitions of a topic."""
         known = self.cluster._partitions.get(topic, {}).values()
-        return {one.partition: partition_info(one.partition, one.leader, one.replicas, one.isr) for one in known}
+        return {info.partition: partition_info(info.partition, info.leader, info.replicas, info.isr) for info in known}
 
     async def look_up_topic(self, topic: str) -> dict[int, PartitionInfo]:
         """Fetch the current partitions of a topic; does not subscribe to metadata updates or create the topic."""
@@ -470,10 +470,10 @@ class Internals:
             connection = self.client._conns.pop((node, ConnectionGroup.COORDINATION), None)
             if connection is not None:
                 connection.close(reason=CloseReason.SHUTDOWN)
-        answer = await self.client.send(
+        response = await self.client.send(
             node, LeaveGroupRequest(self.group_id, coordinator.member_id), group=ConnectionGroup.COORDINATION
         )
-        raise_for(answer.error_code)
+        raise_for(response.error_code)
 
     async def tear_down(self) -> None:
         """End every task and connection, in any state; takes at most 2 s."""

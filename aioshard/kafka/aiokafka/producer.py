@@ -1,7 +1,7 @@
 """The producer port on aiokafka's connections.
 
-aiokafka's own producer does not fit: after a broker has refused a batch, its partition accepts nothing more, and it
-retries a batch forever that nobody waits for.
+aiokafka's own producer does not fit: after a broker has refused a batch, its partition accepts nothing more, and a
+batch that nobody waits for is retried forever.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ logger = logging.getLogger("aioshard.kafka.aiokafka.producer")
 _CODECS: Mapping[Compression, int] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 _BATCH_BYTES = 64 * 1024
 _MOST_REQUEST_BYTES = 100 * 1024 * 1024
-"""The largest request that brokers read (`socket.request.max.bytes`). They close the connection on a larger one without
-an error, and it would be resent forever. Smaller ones only meet the topic's limit, with a clear error."""
+"""The largest request that brokers read (`socket.request.max.bytes`). On a larger one, they close the connection
+without an error, and it would be resent forever. Smaller ones can only exceed the topic's limit, with a clear error."""
 _PATIENCE = 30.0
 """Seconds after which an unacknowledged message fails."""
 _REQUEST_TIMEOUT = 10.0
@@ -177,8 +177,8 @@ class KafkaProducer:
         """The partitions whose batch must be sent again."""
         self._missing: dict[str, float] = {}
         """When the brokers first reported that a topic does not exist."""
-        self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        """Numbers of the messages without a key, by topic: they take turns over its partitions."""
+        self._round_robin: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        """Counter of the messages without a key, by topic."""
         self._scheduled = False
         self._requests: set[int] = set()
         """The brokers with a request in flight."""
@@ -316,7 +316,7 @@ class KafkaProducer:
                 number = _hash(key) % count
             elif number is None:
                 led = led or sorted(client.cluster.available_partitions_for_topic(topic) or range(count))
-                number = led[next(self._turns[topic]) % len(led)]
+                number = led[next(self._round_robin[topic]) % len(led)]
             elif not 0 <= number < count:
                 call.fail(
                     TransportError(
@@ -340,7 +340,7 @@ class KafkaProducer:
             partition.fill_batch(identity, self._codec)
             batches[partition.name] = partition.data
         results: dict[TopicPartition, tuple[int, kafka.KafkaError | None]] = {}
-        failure: kafka.KafkaError = IncompleteAnswerError("a batch is missing in the answer")
+        failure: kafka.KafkaError = IncompleteAnswerError("a batch is missing in the response")
         try:
             request = ProduceRequest(
                 None,
@@ -370,7 +370,7 @@ class KafkaProducer:
         self._schedule()
 
     async def _recover(self) -> None:
-        """Get what is missing: a client, a producer id, leaders of partitions. Then send held batches again."""
+        """Get the missing parts: a client, a producer id, leaders of partitions. Then send held batches again."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._recover_at - loop.time())
         self._recover_at = loop.time() + _PAUSE
@@ -462,9 +462,9 @@ class KafkaProducer:
 
 async def producer_identity(client: AIOKafkaClient) -> tuple[int, int]:
     """Request a new producer id and its epoch."""
-    answer = await client.send(client.get_random_node(), InitProducerIdRequest(None, 60_000))
-    raise_for(answer.error_code)
-    return answer.producer_id, answer.producer_epoch
+    response = await client.send(client.get_random_node(), InitProducerIdRequest(None, 60_000))
+    raise_for(response.error_code)
+    return response.producer_id, response.producer_epoch
 
 
 def _drop_given_up(calls: deque[_Call]) -> None:
@@ -525,7 +525,7 @@ class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
         await self._producer.close()
 
     async def publish(self, messages: Iterable[Message]) -> None:
-        """Publish in waves: one is acknowledged before the next is sent, which bounds what is in memory.
+        """Publish in waves: one is acknowledged before the next is sent, which bounds the memory.
 
         Messages of one partition are stored in order, unless the brokers refuse one of them.
 
@@ -545,7 +545,7 @@ class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
 
 
 def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
-    """Cut messages into non-empty waves, which bounds what is in memory.
+    """Cut messages into non-empty waves, which bound the memory.
 
     Example:
         >>> [len(wave) for wave in waves(Message("t", b"") for _ in range(4500))]

@@ -33,7 +33,7 @@ _PAUSE = 0.2
 """Seconds until the retry after an error."""
 _SILENCE = 30.0
 """Seconds without a connection and a response after which a new client starts over with the bootstrap addresses."""
-_TOLD_AGAIN = 5.0
+_REPEAT_AFTER = 5.0
 """Seconds between two reports of the same failure while `poll` can return records of other partitions."""
 _WAIT = 1.0
 _STALLED = 30.0
@@ -46,11 +46,11 @@ class _Watched:
 
     position: int = 0
     failing_since: float | None = None
-    """Loop time, like the others."""
+    """Loop time of the first of its failed reads in a row."""
     fault: TransportError | None = None
-    """Why it cannot be read, once that has lasted for a while or is not transient."""
+    """Why it cannot be read, once the error has lasted for a while or is not transient."""
     reported_at: float = 0.0
-    """When the fault was last raised, or else appeared."""
+    """When the fault was last raised; before that, when it appeared."""
 
     def fail(self, error: TransportError, now: float) -> None:
         """Record a failed read."""
@@ -146,9 +146,9 @@ class KafkaSideTopics:
 
     async def _connect(self) -> None:
         try:
-            former, self._client = self._client, None
-            if former is not None:
-                await former.tear_down()
+            previous, self._client = self._client, None
+            if previous is not None:
+                await previous.tear_down()
             self._client = await connected(self._settings, self._options, BareClient)
         finally:
             self._connecting = None
@@ -181,7 +181,7 @@ class KafkaSideTopics:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        self._raise_fault(unreported_since=loop.time() - _TOLD_AGAIN)
+        self._raise_fault(unreported_since=loop.time() - _REPEAT_AFTER)
         while True:
             self._changed.clear()
             records, moved = self._take(loop.time())
@@ -283,13 +283,13 @@ class KafkaSideTopics:
     async def end(self, topic_partition: TopicPartition) -> int:
         """See `SideTopics.end`. Takes at most 10 s."""
 
-        async def ask(client: BareClient, node: int) -> int:
+        async def query(client: BareClient, node: int) -> int:
             end = await client.log_offset(node, topic_partition, END, READ_UNCOMMITTED)
             if await client.log_offset(node, topic_partition, END) < end:
                 raise undecided(topic_partition)
             return end
 
-        return await self._answered(ask, topic_partition, f"the end of {topic_partition}")
+        return await self._query_leader(query, topic_partition, f"the end of {topic_partition}")
 
     async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
         """See `SideTopics.read`. Takes at most 10 s.
@@ -302,7 +302,7 @@ class KafkaSideTopics:
         """
         position = offset
 
-        async def ask(client: BareClient, node: int) -> list[Record]:
+        async def query(client: BareClient, node: int) -> list[Record]:
             nonlocal position
             wait = 0.0
             while True:
@@ -317,10 +317,10 @@ class KafkaSideTopics:
                     wait = _PAUSE  # The broker throttles us, so we cannot tell yet whether there are records.
                 position = fetched.next_offset
 
-        return await self._answered(ask, topic_partition, f"the records of {topic_partition}")
+        return await self._query_leader(query, topic_partition, f"the records of {topic_partition}")
 
-    async def _answered(
-        self, ask: Callable[[BareClient, int], Awaitable[T]], topic_partition: TopicPartition, what: str
+    async def _query_leader(
+        self, query: Callable[[BareClient, int], Awaitable[T]], topic_partition: TopicPartition, what: str
     ) -> T:
         """Query the leader of a partition; retry until it answers or the time-out passes."""
         since = time.monotonic()
@@ -331,7 +331,7 @@ class KafkaSideTopics:
                     node = client.leader(topic_partition)
                     try:
                         if node is not None:
-                            return await ask(client, node)
+                            return await query(client, node)
                     except kafka.KafkaError as error:
                         if not _is_transient(error):
                             raise _transport_error(error, what, topic_partition.topic) from error
@@ -396,7 +396,7 @@ class TopicReader:
         await self._reader.close()
 
     async def read(self, start: Mapping[int, int] | None = None) -> AsyncIterator[list[Record]]:
-        """Yield all records in chunks, those of one partition in offset order.
+        """Yield all records in chunks; records of one partition are in offset order.
 
         If retention overtakes us while we read, continue at the new start of the log.
 

@@ -151,7 +151,7 @@ class KafkaTransport(ABC):
         if self._closed:
             return
         self._closed = True
-        self._look_again()
+        self._check_again()
         try:
             # A drain in progress ends at its own deadline; cutting it short would lose its commit.
             await self._released.wait()
@@ -172,7 +172,7 @@ class KafkaTransport(ABC):
 
     @abstractmethod
     async def _leave(self) -> None:
-        """Leave the group; wait for the answer."""
+        """Leave the group; wait for the response."""
 
     @abstractmethod
     def _end_assignment(self) -> None:
@@ -214,15 +214,15 @@ class KafkaTransport(ABC):
 
     @abstractmethod
     async def _wait_for_records(self, seconds: float) -> None:
-        """Wait until there may be records, or `_look_again` is called."""
+        """Wait until there may be records, or `_check_again` is called."""
 
     def wake(self) -> None:
         """See `Transport.wake`."""
         self._woken = True
-        self._look_again()
+        self._check_again()
 
     @abstractmethod
-    def _look_again(self, _ended: object = None) -> None:
+    def _check_again(self, _ended: object = None) -> None:
         """Make a waiting poll look again; also usable as a task's callback."""
 
     def position(self, topic_partition: TopicPartition) -> int | None:
@@ -244,12 +244,12 @@ class KafkaTransport(ABC):
             StateError: A partition was not seeked since it was assigned, so it has no position.
         """
         self._buffer.resume(partitions)
-        self._look_again()
+        self._check_again()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`."""
         self._buffer.seek(topic_partition, offset)
-        self._look_again()
+        self._check_again()
 
     # The group ------------------------------------------------------------------------
 
@@ -464,14 +464,14 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self._balancing = asyncio.create_task(self._balance(internals), name=f"balance of {self._group_id}")
 
     async def _balance(self, internals: Internals) -> None:
-        """Ask for a rebalance, as the leader, where the backlogs have been lopsided for two checks."""
+        """As the leader, request a rebalance once two checks in a row have found unequal backlogs."""
         seen = False
         while True:
             await asyncio.sleep(self._settings.balance_interval)
             assignor, before = internals.assignor, seen
             seen = assignor.leads and assignor.would_pay(await self._backlogs(internals))
             if before and seen:
-                logger.info("the members of group %r have unequal backlogs: it rebalances", self._group_id)
+                logger.info("the members of group %r have unequal backlogs: requesting a rebalance", self._group_id)
                 internals.coordinator.request_rejoin()
                 seen = False
 
@@ -493,7 +493,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
 
     def _watch_tasks(self, internals: Internals) -> None:
         for task in internals.background_tasks().values():
-            task.add_done_callback(self._look_again)
+            task.add_done_callback(self._check_again)
 
     async def _leave(self) -> None:
         if self._internals is not None and self._group_id:
@@ -504,7 +504,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
     async def _wait_for_records(self, seconds: float) -> None:
         internals = self._running()
         waiter = self._waiter = internals.fetcher._create_fetch_waiter()
-        timer = asyncio.get_running_loop().call_later(seconds, self._look_again)
+        timer = asyncio.get_running_loop().call_later(seconds, self._check_again)
         try:
             await waiter
         except kafka.KafkaError as error:
@@ -516,7 +516,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             timer.cancel()
             self._waiter = None
 
-    def _look_again(self, _ended: object = None) -> None:
+    def _check_again(self, _ended: object = None) -> None:
         """Make a waiting poll look again; also usable as a task's callback."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -567,7 +567,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         if internals is None or self._listener is None or self._closed:
             return
         self._instance.rejoins(internals.membership())
-        internals.coordinator._group_subscription = None  # else a former leader would watch topics of others
+        internals.coordinator._group_subscription = None  # else a previous leader would watch topics of others
         try:
             if self._buffer.partitions and not internals.assignor.cooperative:  # none after `_lose`
                 await self._drain(self._listener, self._buffer.partitions)
@@ -576,12 +576,12 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         finally:
             if not internals.assignor.cooperative:
                 self._end_assignment()
-                self._look_again()
+                self._check_again()
         if self._instance.taken is not None:
-            await asyncio.Event().wait()  # joining again would take the other process's place once more
+            await asyncio.Event().wait()  # rejoining would take the place of the other process again
 
     async def _drain(self, listener: GroupListener, partitions: Collection[TopicPartition]) -> None:
-        """Have the engine release partitions."""
+        """Let the engine release partitions."""
         self._released.clear()
         try:
             await listener.revoked(partitions)
@@ -590,10 +590,10 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         finally:
             self._released.set()
 
-    async def _give_up(self, internals: Internals, listener: GroupListener) -> None:
-        """Release the partitions that are not ours any more; then the leader lets the group assign them."""
+    async def _release_moving(self, internals: Internals, listener: GroupListener) -> None:
+        """Release the partitions that are no longer ours; as the leader, rejoin, so that the group assigns them."""
         internals.coordinator._start_heartbeat_task()  # aiokafka would wait until this returns
-        if gone := [one for one in self._buffer.partitions if one not in internals.assignor.owned]:
+        if gone := [at for at in self._buffer.partitions if at not in internals.assignor.owned]:
             await self._drain(listener, gone)
             self._buffer.remove(gone)
             listener.assigned(self._buffer.partitions, self._membership)  # the drain stopped the opening of the others
@@ -637,7 +637,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self._listener_failure = error
         finally:
             self._end_assignment()
-            self._look_again()
+            self._check_again()
 
     def on_partitions_assigned(self, _assigned: Collection[Any]) -> Awaitable[None] | None:
         """Pass an assignment to the engine. A plain function, so that nothing else can run before it is done.
@@ -661,8 +661,8 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             listener.assigned(buffer.partitions, self._membership)
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
             self._listener_failure = error
-            self._look_again()
-        return self._give_up(internals, listener) if internals.assignor.cooperative and not manual else None
+            self._check_again()
+        return self._release_moving(internals, listener) if internals.assignor.cooperative and not manual else None
 
     def _end_assignment(self) -> None:
         self._buffer.end()
@@ -676,7 +676,7 @@ class _InstanceWatch:
 
     When a second process joins with the same id, the broker gives it the member's place: same partitions, same
     generation, a new member id. Our member id is unknown from then on. aiokafka rejoins and takes the place back, and
-    the two alternate forever. A member dropped because it was silent comes back in a later generation.
+    the two alternate forever. In contrast, a member that was dropped as silent comes back in a later generation.
 
     A single loss may be two processes that overlap, as in a rolling deploy. If we lose the place again within a
     session time-out, we must not take it back: the process that notices this first ends, and the other one keeps it.
@@ -695,13 +695,13 @@ class _InstanceWatch:
     def joined(self, now: Membership) -> None:
         """Record a new membership."""
         previous, self._previous = self._previous, now
-        # Only of a static member: a group that was deleted and made anew counts generations from 1 again.
+        # Only for a static member: a group that was deleted and recreated counts generations from 1 again.
         self._was_taken = (
             self._is_static and now.generation == previous.generation and now.member_id != previous.member_id
         )
         if self._was_taken:
             self._losses.again(0.0)
-            logger.warning("%s. If it continues, one of them ends", self._error)
+            logger.warning("%s. If it continues, one of the processes ends", self._error)
 
     def rejoins(self, now: Membership) -> None:
         """Set `taken` if we have lost our place again; call it before rejoining."""

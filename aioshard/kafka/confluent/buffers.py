@@ -16,8 +16,8 @@ from aioshard.ports import RECORD_OVERHEAD, Allowance, AllowanceOf, Fault, Fetch
 from aioshard.records import Record, TopicPartition
 
 _PATIENCE = 0.25
-"""Seconds to pause reading while a buffer is full, before we stop fetching its partition. Stopping discards the records
-that the client has prefetched; but while nothing is read, we do not notice rebalances."""
+"""Seconds to pause reading while a buffer is full, before we stop fetching its partition. Stopping discards records
+that the client has prefetched; but while reading is paused, we do not notice rebalances."""
 _SHORT_PATIENCE = 0.02
 """The same while the buffer of another fetched partition is empty."""
 _FAILURES = 20

@@ -25,7 +25,7 @@ Offsets = Mapping[TopicPartition, Committed]
 _MAX_MESSAGES = 500  # per read
 _WAIT = 0.05  # seconds that one read, and so a queued commit, may wait
 _LAST_READ = 0.5
-"""Seconds at the end of a session in which we still read an answer: the event loop may have been blocked."""
+"""Seconds at the end of a session in which we still read a response: the event loop may have been blocked."""
 _MEMBER_UNKNOWN = frozenset({KafkaError.UNKNOWN_MEMBER_ID, KafkaError.FENCED_MEMBER_EPOCH})
 _METADATA_HEAD = struct.Struct("=7si")
 """The head of a group's serialized metadata: a magic word, and the generation in native byte order."""
@@ -88,13 +88,13 @@ class _Commit(NamedTuple):
     """A commit that was sent but not answered yet."""
 
     offsets: Offsets
-    answer: "Future[TransportError | None]"
-    """The error of the commit, if any; nobody can cancel it."""
+    outcome: "Future[TransportError | None]"
+    """The error of the commit, if any; cannot be cancelled."""
 
     def resolve(self, error: TransportError | None) -> None:
-        """Store the answer, unless there is one."""
-        if not self.answer.done():
-            self.answer.set_result(error)
+        """Store the outcome, unless there is one."""
+        if not self.outcome.done():
+            self.outcome.set_result(error)
 
 
 class ConsumerThread:
@@ -103,7 +103,7 @@ class ConsumerThread:
     The client serves one thread at a time. A rebalance callback runs inside a read, and the client waits for it. While
     the engine hands partitions over, the callback itself makes the queued calls.
 
-    Between reads, a commit is sent without waiting for its answer, which a later read returns: the client may hold a
+    Between reads, a commit is sent without waiting for its response, which a later read returns: the client may hold a
     commit for as long as it looks for the group's coordinator. Inside a callback, a commit is sent and answered in one
     call. A commit that is unanswered when partitions are revoked is sent once more, while they are still ours.
 
@@ -125,7 +125,7 @@ class ConsumerThread:
         Args:
             options: Options of the client.
             group_id: The group, for messages.
-            session_timeout: Seconds without an answer to a commit after which other members may have our partitions.
+            session_timeout: Seconds without a response to a commit after which other members may have our partitions.
                 The client itself notices that only while no rebalance is in progress, and not at all under KIP-848.
             callbacks: Where to report.
 
@@ -144,10 +144,10 @@ class ConsumerThread:
         self._revoking = False
         self._lost = False
         self._unanswered: _Commit | None = None
-        self._answer_due: float | None = None
-        """When an answer to a commit must have arrived; None if no commit was sent since the last answer."""
+        self._response_due: float | None = None
+        """When a response to a commit must have arrived; None if no commit was sent since the last response."""
         self._last_read = False
-        """Whether `_answer_due` has passed once."""
+        """Whether `_response_due` has passed once."""
         self._consumer = Consumer({**options, "error_cb": self._on_error, "on_commit": self._on_commit})
         Thread(target=self._run, name=f"confluent client of {group_id}", daemon=True).start()
 
@@ -179,7 +179,7 @@ class ConsumerThread:
         return self._left
 
     def _run(self) -> None:
-        self._left.set_running_or_notify_cancel()  # from now on, nobody can cancel it
+        self._left.set_running_or_notify_cancel()  # from now on, it cannot be cancelled
         self._calls.serve()
         try:
             self._consumer.close()
@@ -273,7 +273,7 @@ class ConsumerThread:
                 self._callbacks.revoked(_topic_partitions(client_partitions), lost), self._loop
             )
             if lost:
-                self._note_answer(None)
+                self._note_response(None)
                 if self._unanswered is not None:
                     self._unanswered.resolve(
                         CommitRefusedError(
@@ -290,14 +290,14 @@ class ConsumerThread:
     # Commits ------------------------------------------------------------------------------
 
     async def commit(self, offsets: Offsets, membership: Membership) -> None:
-        """Send one commit, and wait for its answer.
+        """Send one commit, and wait for its response.
 
         Raises:
             CommitRefusedError: *membership* is not ours any more.
             CommitError: Not acknowledged, or not sent because the previous one is unanswered.
         """
         sent = await self.call(self._send, offsets, membership)
-        error = await asyncio.wrap_future(sent.answer)
+        error = await asyncio.wrap_future(sent.outcome)
         if error is not None:
             raise error
 
@@ -306,9 +306,9 @@ class ConsumerThread:
         if self._lost:  # `check` does not know it yet if the event loop is behind
             raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: the membership was lost")
         commit = _Commit(offsets, Future())
-        commit.answer.set_running_or_notify_cancel()  # from now on, nobody can cancel it
+        commit.outcome.set_running_or_notify_cancel()  # from now on, it cannot be cancelled
         if self._revoking:
-            commit.resolve(self._commit_at_once(offsets))
+            commit.resolve(self._commit_synchronously(offsets))
             return commit
         if self._unanswered is not None:
             raise CommitError(
@@ -320,12 +320,12 @@ class ConsumerThread:
         except KafkaException as error:
             raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
         self._unanswered = commit
-        if self._answer_due is None:
-            self._answer_due = time.monotonic() + max(self._session_timeout - _LAST_READ, 0.0)
+        if self._response_due is None:
+            self._response_due = time.monotonic() + max(self._session_timeout - _LAST_READ, 0.0)
         return commit
 
-    def _commit_at_once(self, offsets: Offsets) -> TransportError | None:
-        """Send a commit and wait for the answer; return the error of the commit, if any.
+    def _commit_synchronously(self, offsets: Offsets) -> TransportError | None:
+        """Send a commit and wait for the response; return the error of the commit, if any.
 
         This may hang only while the group has no coordinator, and then no group waits for the callback.
         """
@@ -333,21 +333,21 @@ class ConsumerThread:
             committed, overall = self._consumer.commit(offsets=client_offsets(offsets), asynchronous=False), None
         except KafkaException as error:
             committed, overall = [], error_of(error)
-        self._note_answer(overall)
+        self._note_response(overall)
         return self._refusal_in(committed, offsets, overall)
 
     def _resend_commit(self) -> None:
         """Send an unanswered commit once more and wait: nothing may be sent for partitions that we have released."""
         commit = self._unanswered
-        if commit is not None and not commit.answer.done():
-            commit.resolve(self._commit_at_once(commit.offsets))
+        if commit is not None and not commit.outcome.done():
+            commit.resolve(self._commit_synchronously(commit.offsets))
 
     def _on_commit(self, error: KafkaError | None, client_partitions: Sequence[Any] | None) -> None:
-        """Handle the answer to the unanswered commit; the client calls this inside a read."""
+        """Handle the response to the unanswered commit; the client calls this inside a read."""
         commit, self._unanswered = self._unanswered, None
         if commit is None:
             return
-        self._note_answer(error)
+        self._note_response(error)
         commit.resolve(self._refusal_in(client_partitions, commit.offsets, error))
         if self._kip_848:
             # librdkafka 2.16 stops its heartbeats, but not its reads, if the coordinator is unreachable for about 20 s.
@@ -367,19 +367,19 @@ class ConsumerThread:
         error = next((error for error in errors.values() if error is not None), overall)
         return None if not refused and error is None else commit_error(error, refused or offsets.keys(), self._group_id)
 
-    def _note_answer(self, error: KafkaError | None) -> None:
-        # A refusal is an answer too: the session continues. Negative codes are the client's own errors.
+    def _note_response(self, error: KafkaError | None) -> None:
+        # A refusal is a response too: the session continues. Negative codes are the client's own errors.
         if error is None or error.code() > 0:
-            self._answer_due = None
+            self._response_due = None
             self._last_read = False
 
     def _check_session(self, now: float) -> None:
-        if self._answer_due is None or now < self._answer_due:
+        if self._response_due is None or now < self._response_due:
             return
         if self._last_read:
             raise ClientLostError(f"no commit of group {self._group_id!r} was answered for {self._session_timeout:g} s")
         self._last_read = True
-        self._answer_due = now + _LAST_READ
+        self._response_due = now + _LAST_READ
 
     def _on_error(self, error: KafkaError) -> None:
         if is_final(error):

@@ -18,25 +18,26 @@ from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 
 _MOST_MESSAGE_BYTES = 2_000_000
-"""Brokers decide about the size of a message; the engine refuses those above 1,000,000 bytes before."""
+"""The brokers limit the size of a message; before that, the engine refuses those above 1,000,000 bytes."""
 _POLL = 0.1
-"""Seconds to wait for room in the client's queue, or until a call is tried again."""
-_TURN, _PAUSE = 50, 0.0001
-"""After so many messages, the event loop has the interpreter for so many seconds: otherwise it waits for 5 ms."""
+"""Seconds to wait for room in the client's queue, or until a call is retried."""
+_MESSAGES_PER_PAUSE, _PAUSE = 50, 0.0001
+"""Number of messages between two pauses of this many seconds. A pause releases the interpreter lock to the event loop,
+which would otherwise wait 5 ms for it."""
 _SLICE = 1.0
-"""Seconds that one call should wait; the next call goes on with the same request."""
-_HANGS = 5.0
-"""Seconds beyond `transaction_timeout` after which a call counts as one that never returns: librdkafka waits without a
-limit until it finds the coordinator of the group (its issues 5456 and 5511)."""
+"""Seconds that one call should wait; the next call continues the same request."""
+_HANG_MARGIN = 5.0
+"""Seconds beyond `transaction_timeout` after which a call counts as hanging: librdkafka waits without a limit until it
+finds the coordinator of the group (its issues 5456 and 5511)."""
 
 
 class Transactions:
     """One transaction at a time, by a transactional producer.
 
     Invariants:
-        * When `settle` or a later call returns, no earlier transaction of ours is open or undecided. A client that
-          cannot say how one ended, or hangs, is replaced by another one with the same id, which makes the brokers
-          decide it; after that, they refuse the former client.
+        * When `settle` or a later call returns, no earlier transaction of ours is open or undecided. If the client
+          hangs, or does not know how a transaction ended, a new client with the same transactional id replaces it.
+          The brokers then decide the transaction, and fence the old client.
     """
 
     def __init__(self, options: Mapping[str, Any], transactional_id: str, group_id: str, timeout: float) -> None:
@@ -44,8 +45,8 @@ class Transactions:
 
         Args:
             options: Options of the connection.
-            transactional_id: Unique among the running processes; a process that takes over the id ends the
-                transactions of the one before.
+            transactional_id: Unique among the running processes; a process that starts with the id of another one
+                ends the transactions of that one.
             group_id: The consumer group.
             timeout: Seconds after which the brokers abort a transaction, and each of our calls gives up.
         """
@@ -64,11 +65,11 @@ class Transactions:
     async def commit(
         self, messages: Sequence[Message], offsets: Mapping[TopicPartition, Committed], group_metadata: object
     ) -> None:
-        """Make messages and offsets visible together; wait for it.
+        """Commit messages and offsets in one transaction, and wait until it has ended.
 
         Raises:
             CommitRefusedError: The brokers know a newer member or generation: nothing is visible.
-            TransportError: The transaction failed, or it is not known how it ended; see `settle`.
+            TransportError: The transaction failed, or its outcome is unknown; see `settle`.
         """
         await self._call(lambda producer: producer.commit(messages, offsets, group_metadata))
 
@@ -97,9 +98,9 @@ class Transactions:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
         producer = self._producer
-        answer = asyncio.wrap_future(producer.calls.submit(function, producer))
+        result = asyncio.wrap_future(producer.calls.submit(function, producer))
         try:
-            while not (await asyncio.wait({answer}, timeout=_SLICE))[0]:
+            while not (await asyncio.wait({result}, timeout=_SLICE))[0]:
                 if producer.hangs:
                     if producer is self._producer and not self._closed:
                         producer.stop()
@@ -108,9 +109,9 @@ class Transactions:
                         f"a transaction of group {self._group_id!r} failed: the Kafka client does not return from a "
                         "call, and is replaced"
                     )
-            answer.result()
+            result.result()
         finally:
-            answer.cancel()
+            result.cancel()
 
 
 class ProducerThread:
@@ -122,12 +123,12 @@ class ProducerThread:
         self._timeout = timeout
         self._producer: Producer | None = None
         self._counts: dict[str, int] = {}
-        """Number of partitions of the topics in which messages of the current transaction take turns."""
-        self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        """Number of partitions of each topic over which the current transaction spreads messages round-robin."""
+        self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._refused = ""
         """Why a message of the current transaction was not stored."""
         self._call_began: float | None = None
-        """When the call to the client began that runs now."""
+        """When the current call to the client began; None between calls."""
         self._stopped = False
         self.calls = CallQueue()
         self.thread = Thread(target=self._run, name=f"transactions of {group_id}", daemon=True)
@@ -137,9 +138,9 @@ class ProducerThread:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call to the client lasts longer than any that returns."""
+        """Whether the current call to the client takes longer than any call that still returns."""
         began = self._call_began
-        return began is not None and time.monotonic() - began > self._timeout + _HANGS
+        return began is not None and time.monotonic() - began > self._timeout + _HANG_MARGIN
 
     def stop(self) -> None:
         """Let the running call end, then drop the client."""
@@ -155,11 +156,11 @@ class ProducerThread:
     def ready(self) -> Producer:
         """Return a client that has no transaction."""
         if self._stopped:
-            raise ClientLostError("the Kafka client is closed")  # a new client with our id would fence the next thread
+            raise ClientLostError("the Kafka client is closed")  # a new client here would fence that of the next thread
         if self._producer is None:
             try:
                 producer = Producer(self._options)
-                self._again(producer.init_transactions)
+                self._retry(producer.init_transactions)
             except KafkaException as error:
                 raise request_error(cause_of(error_of(error)), "begin transactions", self._group_id) from error
             self._producer = producer
@@ -176,11 +177,11 @@ class ProducerThread:
             producer.begin_transaction()
             for number, message in enumerate(messages, 1):
                 self._produce(producer, message)
-                if not number % _TURN:
+                if not number % _MESSAGES_PER_PAUSE:
                     time.sleep(_PAUSE)
-            places = client_offsets(offsets)
-            self._again(lambda seconds: producer.send_offsets_to_transaction(places, group_metadata, seconds))
-            self._again(producer.commit_transaction)
+            to_commit = client_offsets(offsets)
+            self._retry(lambda seconds: producer.send_offsets_to_transaction(to_commit, group_metadata, seconds))
+            self._retry(producer.commit_transaction)
         except Exception as error:
             self._abort(producer)
             if self._refused:
@@ -195,7 +196,7 @@ class ProducerThread:
         if message.partition is not None:
             options["partition"] = message.partition
         elif message.chosen_by is None:
-            options["partition"] = self._take_turn(producer, message.topic)
+            options["partition"] = self._next_partition(producer, message.topic)
         if message.timestamp is not None:
             options["timestamp"] = round(message.timestamp * 1000)
         deadline = time.monotonic() + self._timeout
@@ -215,17 +216,17 @@ class ProducerThread:
             else:
                 return
 
-    def _take_turn(self, producer: Producer, topic: str) -> int:
+    def _next_partition(self, producer: Producer, topic: str) -> int:
         if topic not in self._counts:
             self._counts[topic] = len(producer.list_topics(topic, self._timeout).topics[topic].partitions) or 1
-        return next(self._turns[topic]) % self._counts[topic]
+        return next(self._round_robin[topic]) % self._counts[topic]
 
     def _delivered(self, error: KafkaError | None, message: Any) -> None:
         if error is not None and error.code() not in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:  # noqa: SLF001 - its names
             self._refused = self._refused or f"{message.topic()}: {reason(error)}"
 
-    def _again(self, call: Callable[[float], object]) -> None:
-        """Call until it succeeds, is refused for good, or the time of a transaction is over."""
+    def _retry(self, call: Callable[[float], object]) -> None:
+        """Repeat a call until it succeeds, fails for good, or the transaction timeout has passed."""
         deadline = time.monotonic() + self._timeout
         while True:
             self._call_began = time.monotonic()
@@ -244,6 +245,6 @@ class ProducerThread:
     def _abort(self, producer: Producer) -> None:
         """Abort the transaction; if that fails, the next client with our id makes the brokers decide it."""
         try:
-            self._again(producer.abort_transaction)
+            self._retry(producer.abort_transaction)
         except KafkaException:
             self._producer = None

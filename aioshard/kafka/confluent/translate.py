@@ -52,7 +52,7 @@ def reason(error: KafkaError | BaseException | None) -> str:
 
 
 def cause_of(error: KafkaError | None, topics: Collection[str] = ()) -> errors.Cause:
-    """Describe an error of the client, or a missing answer; *topics* are those that it is about."""
+    """Describe an error of the client, or a missing response; *topics* are the topics concerned."""
     if error is None:
         return errors.Cause(-1, reason(error))
     return errors.Cause(
@@ -82,7 +82,7 @@ def group_error(
     if error.code() in {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID} or (
         error.code() == KafkaError._FATAL and "instance" in error.str().lower()
     ):
-        killed = "; one that was killed keeps the id until its session has timed out"
+        killed = "; a killed process keeps the id until its session has timed out"
         why = f" ({reason(error)}{killed if 'still used' in error.str() else ''})"
         return InstanceIdTakenError(group_id, str(instance), session_timeout, why)
     return errors.group_error(cause_of(error), group_id)

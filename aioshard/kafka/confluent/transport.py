@@ -48,8 +48,8 @@ class ConfluentTransport(KafkaTransport):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
 
     A thread calls the client, one call at a time: reads, commits between them, and everything that a rebalance callback
-    needs. Queries do not wait for it: they use aiokafka, also because librdkafka's own queries do not recover from a
-    broker restart. It keeps sending the leader epoch from before.
+    needs. Queries do not wait for the thread: they use aiokafka. librdkafka's own queries also do not recover from a
+    broker restart, because they keep sending the old leader epoch.
 
     Invariants:
         * `poll` returns nothing of a partition before the engine has seeked and resumed it.
@@ -66,7 +66,7 @@ class ConfluentTransport(KafkaTransport):
         Args:
             settings: The settings of the app.
             group_id: The consumer group.
-            transactional_id: The same for each client of an app, and for no other process.
+            transactional_id: The same for every client of an app, and different from those of other processes.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
@@ -89,7 +89,7 @@ class ConfluentTransport(KafkaTransport):
         self._failure: TransportError | None = None
         """The error that ends this life of the client; `poll` raises it."""
         self._readable = asyncio.Event()
-        """Set when `poll` must look again."""
+        """Set when `poll` must check again."""
         self._tasks: list[asyncio.Task[None]] = []
         self._pattern: re.Pattern[str] | None = None
         self._subscribed: frozenset[str] = frozenset()
@@ -98,8 +98,8 @@ class ConfluentTransport(KafkaTransport):
         self._stale_members: list[str] = []
         """Ids that the client dropped when it heard nothing from the brokers for a session. Brokers that come back give
         such a member another session, and the whole group would wait for it."""
-        self._leaves_stale_members = settings.group_protocol == "classic" and settings.group_instance_id is None
-        """A static member reclaims its own id, and under KIP-848 the client keeps it."""
+        self._removes_stale_members = settings.group_protocol == "classic" and settings.group_instance_id is None
+        """False for a static member, which reclaims its own id, and under KIP-848, where the client keeps its id."""
 
     # Lifecycle ------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class ConfluentTransport(KafkaTransport):
             # librdkafka reports a lost membership only to members that had partitions.
             self._note_member(await consumer.call(consumer.membership))
             try:
-                await self._remove_stale_members()  # has limits of its own: brokers that come back are slow
+                await self._remove_stale_members()  # outside the time-out: brokers that come back are slow
                 async with asyncio.timeout(2 * _CHECK_INTERVAL):
                     await self.log_ranges(self._buffer.behind())
                     names = self._subscribed
@@ -215,8 +215,8 @@ class ConfluentTransport(KafkaTransport):
         return names or frozenset([_NO_TOPIC])
 
     def _note_member(self, membership: Membership) -> None:
-        """Note the client's current member id; if it was another one before, that one is stale."""
-        if self._leaves_stale_members and self._member_id not in ("", membership.member_id):
+        """Note the client's current member id; if it has changed, the previous one is stale."""
+        if self._removes_stale_members and self._member_id not in ("", membership.member_id):
             self._stale_members.append(self._member_id)
             self._member_id = ""
 
@@ -272,7 +272,7 @@ class ConfluentTransport(KafkaTransport):
         with anyio.move_on_after(seconds):
             await self._readable.wait()
 
-    def _look_again(self, _ended: object = None) -> None:
+    def _check_again(self, _ended: object = None) -> None:
         self._readable.set()
         self._buffer.room.set()
 
@@ -306,7 +306,7 @@ class ConfluentTransport(KafkaTransport):
         await self._transactions.commit(messages or (), offsets, metadata)
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`; with transactions, only offsets that no open one may change."""
+        """See `Transport.committed`; with transactions, only offsets that no open transaction may change."""
         if self._transactions is not None:
             await self._transactions.settle()
         return await super().committed(partitions)
@@ -338,13 +338,13 @@ class ConfluentTransport(KafkaTransport):
                 self._listener.lost(partitions)
             else:
                 await self._listener.revoked(partitions)
-                if self._transactions is not None:  # none of ours may end after we have released the partitions
+                if self._transactions is not None:  # no transaction may end after we have released the partitions
                     with anyio.fail_after(self._settings.commit_timeout):
                         await self._transactions.settle()
         except Exception as error:  # noqa: BLE001 - the next poll raises it
             self._fail(error)
         finally:
-            # In one step: the callback makes the calls queued until now; later commits of these partitions are refused.
+            # In one step: the callback makes the calls queued so far; later commits of these partitions are refused.
             self._buffer.remove(partitions)
             self._consumer.end_revocation()
             self._released.set()

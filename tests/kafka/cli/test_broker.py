@@ -122,7 +122,7 @@ async def test_a_port_in_use_ends_it_with_1(start: Start) -> None:
         _, errors = await process.communicate()
 
     assert process.returncode == 1
-    assert errors.decode().startswith(f"Error: port {port} of 127.0.0.1 cannot be listened on")
+    assert errors.decode().startswith(f"Error: cannot listen on port {port} of 127.0.0.1")
 
 
 async def test_a_broker_that_dies_ends_it_with_1(start: Start) -> None:

@@ -237,7 +237,7 @@ async def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            TransportError, match=rf"port {port} of 127.0.0.1 cannot be listened on \(Address already in use\): "
+            TransportError, match=rf"cannot listen on port {port} of 127.0.0.1 \(Address already in use\): "
         ):
             async with EmbeddedBroker(port=port):
                 pytest.fail("it started on a port that somebody else has")

@@ -254,7 +254,7 @@ async def test_a_compacted_topic_takes_no_message_without_a_key(
 
     assert isinstance(keyless, TransportError)
     assert not keyless.retriable
-    assert "none without a key" in str(keyless)
+    assert "no record without a key" in str(keyless)
     assert keyed == 0
 
 

@@ -443,7 +443,7 @@ async def test_a_failure_is_told_also_while_others_bring_records(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_GRACE", 0.2)
-    monkeypatch.setattr(reading, "_TOLD_AGAIN", 0.3)
+    monkeypatch.setattr(reading, "_REPEAT_AFTER", 0.3)
     await kafka.create_topic(topic)
     there, missing = TopicPartition(topic, 0), TopicPartition(topic, 1)
     side_topics.watch([there, missing])

@@ -231,7 +231,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
     @rule()
     def linger_is_over(self) -> None:
         for batch in list(self.shards._forming.values()):
-            self.within(self.shards._ripen, batch)
+            self.within(self.shards._mark_overdue, batch)
 
     @rule()
     def no_room(self) -> None:
