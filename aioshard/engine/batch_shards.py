@@ -112,7 +112,7 @@ class BatchShards(Shards):
         while front or arrivals:
             delivery = front.popleft() if front else arrivals.popleft()
             epoch = delivery.epoch
-            if epoch.gate and not epoch.may_start(delivery):
+            if epoch.gate and not self._may_start(delivery):
                 self._hold(delivery)
                 continue
             if per_epoch and epoch is not owner:

@@ -190,8 +190,7 @@ class Shards:
                 delivery = arrivals.popleft()
             else:
                 return None
-            epoch = delivery.epoch
-            if epoch.gate and not epoch.may_start(delivery):
+            if delivery.epoch.gate and not self._may_start(delivery):
                 self._hold(delivery)
                 continue
             key = delivery.key
@@ -226,17 +225,23 @@ class Shards:
         waiting = self._occupied[key]
         while waiting:
             successor = waiting.popleft()
-            epoch = successor.epoch
-            # A recovery may start during a pause, but not before a record of its key that waits for the end of it.
-            if not epoch.gate or (
-                epoch.may_start(successor)
-                and not (epoch.gate is Gate.PAUSED and any(held.key == key for held in self._held.get(epoch, ())))
-            ):
+            if not successor.epoch.gate or self._may_start(successor):
                 self._return(successor)
                 return
             self._hold(successor)
         del self._occupied[key]
         self.notify()  # a fixed shard may have others queued
+
+    def _may_start(self, delivery: Delivery) -> bool:
+        """Return whether a delivery may start although the gate of its epoch is not open.
+
+        A recovery may start during a pause, but not before a record of its key that is held until the pause ends.
+        """
+        return delivery.epoch.may_start(delivery) and not (
+            delivery.epoch.gate is Gate.PAUSED
+            and delivery.key is not None
+            and any(d.key == delivery.key and d.offset < delivery.offset for d in self._held.get(delivery.epoch, ()))
+        )
 
     def _return(self, delivery: Delivery) -> None:
         """Let a delivery that owns its shard start as soon as a worker is free."""

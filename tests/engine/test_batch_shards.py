@@ -136,3 +136,49 @@ async def test_no_recovery_overtakes_a_record_of_its_key_that_waits_for_the_end_
     shards.end(first)
 
     assert shards.take_batch() is None
+
+
+async def test_no_recovery_of_a_cancelled_batch_starts_before_a_record_of_its_key_held_by_a_pause() -> None:
+    shards = BatchShards(Batch(max_records=10, linger=0.0), 1)
+    epoch, deliveries = make_epoch(["a", "a", None])
+    await shards.put(deliveries)
+    batch = shards.take_batch()
+    assert batch is not None
+    for delivery in deliveries[1:]:
+        delivery.divert(skipping("the test asked for it"))
+    batch.deliveries, batch.left_out = deliveries[:1], deliveries[1:]
+    shards.put_back(batch)
+    epoch.pause("application", "the test asked for it")
+
+    alone = shards.take_batch()
+    assert alone is not None
+    assert alone.deliveries == deliveries[2:], "a record without a key has nothing to wait for"
+    epoch.complete(deliveries[2])
+    shards.end(alone)
+    assert shards.take_batch() is None
+
+    epoch.resume("application")
+    shards.reopen(epoch)
+    for delivery in deliveries[:2]:
+        following = shards.take_batch()
+        assert following is not None
+        assert following.deliveries == [delivery]
+        epoch.complete(delivery)
+        shards.end(following)
+
+
+async def test_the_cancelled_probe_of_a_pause_runs_again_before_later_records_of_its_key() -> None:
+    shards = BatchShards(Batch(max_records=10, linger=0.0), 1)
+    epoch, deliveries = make_epoch(["a", "a"])
+    epoch.pause("the circuit breaker", "the test asked for it")
+    await shards.put(deliveries)
+    assert shards.take_batch() is None
+    assert shards.probe(epoch) is deliveries[0]
+    batch = shards.take_batch()
+    assert batch is not None
+
+    shards.put_back(batch)
+
+    again = shards.take_batch()
+    assert again is not None
+    assert again.deliveries == deliveries[:1]
