@@ -112,7 +112,7 @@ class Group:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
-async def test_no_key_runs_in_two_members_once_the_session_is_over(
+async def test_no_key_runs_in_two_members_after_the_session_expires(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:
     await brokers.create_topic(topic, 6)
@@ -130,7 +130,7 @@ async def test_no_key_runs_in_two_members_once_the_session_is_over(
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["confluent", "aiokafka"])
-async def test_a_member_that_is_cut_off_while_it_joins_again_ends_what_it_kept(
+async def test_a_member_cut_off_while_rejoining_gives_up_its_kept_partitions(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:
     """librdkafka times no session while a rebalance is under way, and a cooperative member keeps its partitions."""

@@ -22,7 +22,7 @@ def key(partition: int, number: int) -> bytes:
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["KIP-848"])  # the others: `test_cut_off_members`
-async def test_a_member_that_was_cut_off_comes_back(scenario: Scenario, brokers: ThreeBrokers) -> None:
+async def test_a_member_that_was_cut_off_rejoins(scenario: Scenario, brokers: ThreeBrokers) -> None:
     await scenario.create(PARTITIONS)
     for name in "ab":
         scenario.start(name, {"bootstrap_servers": brokers.proxied_bootstrap, "client_id": name})

@@ -101,9 +101,7 @@ class Handlers:
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
-async def test_brokers_that_restart_one_by_one_make_nothing_run_twice(
-    scenario: Scenario, brokers: ThreeBrokers
-) -> None:
+async def test_a_rolling_broker_restart_runs_no_record_twice(scenario: Scenario, brokers: ThreeBrokers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         handlers = Handlers(brokers, scenario)
         letters, parked, stuck = handlers.letters, handlers.parked, handlers.stuck

@@ -34,7 +34,7 @@ async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBro
 
 @pytest.mark.chaos
 @on_each_client
-async def test_a_coordinator_that_is_away_for_a_while_repeats_nothing(
+async def test_shutdown_during_a_short_coordinator_outage_repeats_nothing(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:
     member, rules = await asked_to_end_without_coordinator(scenario, brokers)
@@ -51,7 +51,7 @@ async def test_a_coordinator_that_is_away_for_a_while_repeats_nothing(
 
 @pytest.mark.chaos
 @on_each_client
-async def test_a_coordinator_that_stays_away_is_exit_code_4_and_names_the_partitions(
+async def test_shutdown_without_a_coordinator_exits_4_and_names_the_partitions(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:
     member, rules = await asked_to_end_without_coordinator(scenario, brokers)
