@@ -111,7 +111,7 @@ async def use(app: App, client: TestClient) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hurried")
-async def test_everything_can_be_asked_at_any_moment() -> None:
+async def test_every_query_can_be_called_from_a_thread_at_any_time() -> None:
     app = make_app()
     async with (
         TestClient(app) as client,

@@ -11,7 +11,7 @@ TAKES = 1.0
 """Seconds that the broker takes to tell a committed offset."""
 
 
-def test_one_that_comes_in_between_opens_each_partition_once() -> None:
+def test_a_repeated_assignment_opens_each_partition_once() -> None:
     """A client whose group takes only what moves tells all that is ours again, under the same membership."""
     handled: list[tuple[int, int]] = []
 
@@ -54,7 +54,7 @@ class Lapsing(InMemoryTransport):
         return NOT_A_MEMBER if self.lapsed else super().membership()
 
 
-def test_an_assignment_whose_membership_has_lapsed_meanwhile_is_not_settled() -> None:
+def test_an_assignment_with_a_lapsed_membership_does_not_settle() -> None:
     """Else an app would end as caught up before it has opened a partition."""
     handled: list[int] = []
 

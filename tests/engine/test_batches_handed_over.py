@@ -50,7 +50,7 @@ async def seconds_of_a_revoke(client: TestClient, partition: int = 0) -> float:
     return clock() - began
 
 
-def test_a_batch_that_is_filling_does_not_delay_a_revoke_and_what_was_in_it_runs_once() -> None:
+def test_a_filling_batch_does_not_delay_a_revoke_and_runs_once() -> None:
     member = Member()
 
     async def test() -> None:
@@ -71,7 +71,7 @@ def test_a_batch_that_is_filling_does_not_delay_a_revoke_and_what_was_in_it_runs
     assert member.app.statistics().replayed == 0
 
 
-def test_a_drain_waits_for_no_record_whose_shard_was_busy() -> None:
+def test_a_drain_does_not_wait_for_records_behind_a_busy_shard() -> None:
     """One after it in its partition has run, and the commit says so: the next owner runs only what is left."""
     member = Member(seconds=1.0, batch=Batch(max_records=2, linger=LINGER))
 
@@ -93,7 +93,7 @@ def test_a_drain_waits_for_no_record_whose_shard_was_busy() -> None:
     assert member.app.statistics().replayed == 0
 
 
-def test_a_drain_that_needs_a_record_of_a_filling_batch_gets_it_at_once() -> None:
+def test_a_drain_starts_a_filling_batch_that_it_needs() -> None:
     """Its shard was busy with another record, and one after it in its partition has run."""
     member = Member(seconds=1.0, batch=Batch(max_records=2, linger=LINGER))
 
@@ -116,7 +116,7 @@ def test_a_drain_that_needs_a_record_of_a_filling_batch_gets_it_at_once() -> Non
     assert len(member.runs) == 5
 
 
-def test_a_drain_that_needs_a_record_behind_one_of_another_partition_does_not_wait_for_its_batch_either() -> None:
+def test_a_drain_starts_a_filling_batch_behind_another_partitions_record() -> None:
     """The shard is that of a customer, whose records are in two partitions."""
 
     def by_key(record: Record) -> ShardKey:
@@ -144,7 +144,7 @@ def test_a_drain_that_needs_a_record_behind_one_of_another_partition_does_not_wa
     assert len(member.runs) == 8
 
 
-def test_a_running_batch_is_waited_for_and_told() -> None:
+def test_a_drain_waits_for_a_running_batch_and_reports_it() -> None:
     member = Member(seconds=4.0, batch=Batch(max_records=3, linger=0.0))
 
     async def test() -> None:
@@ -163,7 +163,7 @@ def test_a_running_batch_is_waited_for_and_told() -> None:
     assert True in member.revoked
 
 
-def test_a_batch_that_outlasts_the_drain_is_cancelled_and_runs_again_for_all_in_order() -> None:
+def test_a_batch_that_outlasts_the_drain_is_cancelled_and_reruns_in_order() -> None:
     member = Member(seconds=50.0, batch=Batch(max_records=4, linger=0.0))
 
     async def test() -> None:
@@ -181,7 +181,7 @@ def test_a_batch_that_outlasts_the_drain_is_cancelled_and_runs_again_for_all_in_
     assert member.app.statistics().replayed == 4
 
 
-def test_a_lost_partition_ends_the_run_and_the_others_of_its_batch_run_again() -> None:
+def test_a_lost_partition_ends_its_batch_and_the_other_records_rerun() -> None:
     member = Member(seconds=50.0, batch=Batch(max_records=4, linger=0.0))
 
     async def test() -> None:
@@ -199,7 +199,7 @@ def test_a_lost_partition_ends_the_run_and_the_others_of_its_batch_run_again() -
     assert member.app.statistics().handlers[0].processed == 3
 
 
-def test_what_a_paused_partition_has_in_a_filling_batch_does_not_start_until_it_is_resumed() -> None:
+def test_paused_records_in_a_filling_batch_wait_until_resumed() -> None:
     member = Member()
 
     async def test() -> None:
@@ -232,7 +232,7 @@ def test_an_app_that_stops_does_not_wait_for_a_batch_to_fill() -> None:
     assert member.runs == []
 
 
-def test_what_is_given_back_is_taken_out_of_a_filling_batch() -> None:
+def test_evicted_records_leave_a_filling_batch() -> None:
     """I6: a partition that cannot advance keeps its minimum, whatever waits for a batch to fill."""
     app = App("handed over", max_buffered_records=200, stuck_after=100.0)
     options = {"retry": Retry(attempts=1), "batch": Batch(max_records=100, linger=50.0)}
@@ -260,7 +260,7 @@ def test_what_is_given_back_is_taken_out_of_a_filling_batch() -> None:
 
 
 @pytest.mark.parametrize("when", [0.0, 0.5, 1.5])
-def test_a_batch_that_fails_while_its_partition_leaves_is_not_lost(when: float) -> None:
+def test_a_batch_that_fails_during_a_revoke_is_not_lost(when: float) -> None:
     app = App("handed over", drain_timeout=DRAIN)
     runs: list[tuple[int, int]] = []
 
@@ -291,7 +291,7 @@ def test_a_batch_that_fails_while_its_partition_leaves_is_not_lost(when: float) 
         assert own == sorted(own)
 
 
-def test_revoked_is_set_for_a_batch_that_starts_while_its_partition_leaves() -> None:
+def test_revoked_is_set_for_a_batch_that_starts_during_a_revoke() -> None:
     member = Member(seconds=1.0, batch=Batch(max_records=2, linger=LINGER))
 
     async def test() -> None:

@@ -26,14 +26,14 @@ class Client:
         self.sought.append((topic_partition, offset))
 
 
-def test_large_records_are_given_back_by_their_bytes() -> None:
+def test_large_records_are_evicted_by_their_bytes() -> None:
     epoch, _ = make_epoch(["a"] * 5, size=400)
     assert epoch.first_to_evict(Usage(100, 1_000)) == 2
     assert epoch.first_to_evict(Usage(3, 100_000)) == 3
     assert epoch.first_to_evict(Usage(100, 100_000)) == 5, "nothing is too much"
 
 
-def test_what_comes_again_is_as_young_as_when_it_comes() -> None:
+def test_the_age_of_a_refetched_record_starts_at_its_refetch() -> None:
     """Else a partition that has just been able to go on would count as one that cannot."""
     epoch, deliveries = make_epoch(["a"] * 3, arrived=0.0)
     epoch.evict(deliveries[1:])
@@ -47,14 +47,14 @@ def test_what_comes_again_is_as_young_as_when_it_comes() -> None:
     assert epoch.held_usage == Usage(2, 20)
 
 
-def test_a_partition_whose_oldest_record_was_given_back_is_not_stuck() -> None:
+def test_a_partition_whose_oldest_record_was_evicted_is_not_stuck() -> None:
     """It has to be fetched again, or it would be for ever."""
     epoch, deliveries = make_epoch(["a"] * 3)
     epoch.evict(deliveries)
     assert not epoch.stuck(1_000.0, 60.0)
 
 
-def test_what_comes_again_is_not_new() -> None:
+def test_refetched_records_are_delivered_once() -> None:
     """Fetched together with what is: each is delivered once."""
 
     async def test() -> None:
@@ -80,7 +80,7 @@ def test_what_comes_again_is_not_new() -> None:
     run(test())
 
 
-def test_a_revoked_partition_is_not_read_again_and_evicts_nothing_before_its_drain_is_over() -> None:
+def test_a_revoked_partition_neither_refetches_nor_evicts_during_its_drain() -> None:
     """After the drain it evicts: it may wait long for a leader, and other partitions would find no room."""
 
     async def test() -> None:
@@ -115,7 +115,7 @@ def test_a_revoked_partition_is_not_read_again_and_evicts_nothing_before_its_dra
     run(test())
 
 
-def test_what_is_given_back_while_others_come_again_is_fetched_from_its_own_start() -> None:
+def test_records_evicted_during_a_refetch_are_refetched_from_their_start() -> None:
     """Else the next batch begins above it, and it would pass for deleted: lost."""
     epoch, deliveries = make_epoch(["a"] * 5)
     epoch.evict(deliveries[3:])
@@ -126,7 +126,7 @@ def test_what_is_given_back_while_others_come_again_is_fetched_from_its_own_star
     assert not epoch.fetching_again, "the client has to be sent back again"
 
 
-def test_a_fetch_task_of_which_everything_is_evicted_goes_on_and_ends_when_it_is_cancelled() -> None:
+def test_a_fetch_task_continues_after_an_eviction_and_can_be_cancelled() -> None:
     async def test() -> None:
         shards = Shards(1)
         epoch, _ = make_partition(feed=Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never))
@@ -149,7 +149,7 @@ def test_a_fetch_task_of_which_everything_is_evicted_goes_on_and_ends_when_it_is
     run(test())
 
 
-def test_batches_that_wait_for_the_fetch_task_are_evicted_too() -> None:
+def test_batches_waiting_for_the_fetch_task_are_evicted_too() -> None:
     """Otherwise their records would start before the evicted ones."""
 
     async def test() -> None:
@@ -170,7 +170,7 @@ def test_batches_that_wait_for_the_fetch_task_are_evicted_too() -> None:
     run(test())
 
 
-def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
+def test_records_the_client_cannot_refetch_are_not_evicted() -> None:
     """Records that come with places of their own, in place of the offsets of one log."""
 
     async def test() -> None:
@@ -190,7 +190,7 @@ def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
     run(test())
 
 
-def test_a_probe_that_is_given_back_is_followed_by_another() -> None:
+def test_an_evicted_probe_is_followed_by_another() -> None:
     """Nothing would try its paused partition any more (found by a seed)."""
     epoch = Epoch(TopicPartition("orders", 0), 1, 0, Buffer(Usage(100, 10_000), lambda: None))
     records = [Record("orders", 0, offset, b"k", b"", (), 0.0) for offset in range(3)]

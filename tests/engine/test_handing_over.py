@@ -10,7 +10,7 @@ from aioshard.testing import TestClient, run
 NAME = TopicPartition("orders", 0)
 
 
-def test_what_was_not_committed_in_time_is_not_committed_over_what_somebody_else_has() -> None:
+def test_a_late_commit_does_not_overwrite_a_moved_offset() -> None:
     """The commit of the hand-over failed, and offsets were set before we could look at them again (I9)."""
     app = App("handing", drain_timeout=1.0, commit_timeout=1.0)
 
@@ -42,7 +42,7 @@ def test_what_was_not_committed_in_time_is_not_committed_over_what_somebody_else
     run(test())
 
 
-def test_a_partition_that_is_being_looked_into_does_not_open_while_all_are_taken_away() -> None:
+def test_a_partition_being_resolved_does_not_open_during_a_revoke() -> None:
     app = App("handing", drain_timeout=5.0)
     runs: list[tuple[int, float]] = []
 
@@ -77,7 +77,7 @@ def test_a_partition_that_is_being_looked_into_does_not_open_while_all_are_taken
     run(test())
 
 
-def test_runs_of_a_partition_that_the_group_took_from_us_are_cancelled() -> None:
+def test_runs_of_a_lost_partition_are_cancelled() -> None:
     app = App("handing", shutdown_timeout=2.0)
     cancelled: list[int] = []
 
@@ -101,7 +101,7 @@ def test_runs_of_a_partition_that_the_group_took_from_us_are_cancelled() -> None
     run(test())
 
 
-def test_a_first_position_is_forgotten_when_the_group_rebalances_before_it_was_committed() -> None:
+def test_an_uncommitted_first_position_is_dropped_at_a_rebalance() -> None:
     """By the time that it could be, the group may have another one (I9)."""
     app = App("handing")
 

@@ -51,14 +51,14 @@ async def turns_during(work: Callable[[], Any]) -> int:
 
 
 @pytest.mark.chaos
-async def test_others_run_while_texts_are_read() -> None:
+async def test_other_tasks_run_while_metadata_is_read() -> None:
     commits = dict.fromkeys(NAMES, Committed(0, full_text()))
 
     assert await turns_during(lambda: _read(commits)) >= PARTITIONS
 
 
 @pytest.mark.chaos
-async def test_others_run_while_texts_are_made() -> None:
+async def test_other_tasks_run_while_metadata_is_written() -> None:
     class Client:
         """Takes commits."""
 
@@ -88,7 +88,7 @@ async def test_others_run_while_texts_are_made() -> None:
     assert await turns_during(lambda: committer._send_all(client, epochs, client.membership())) >= PARTITIONS
 
 
-async def test_reading_them_takes_nothing_of_the_time_that_the_brokers_have() -> None:
+async def test_reading_metadata_does_not_use_the_brokers_timeout() -> None:
     """A member of many partitions could not start: they were read within `commit_timeout`, each time anew."""
     broker = InMemoryBroker(partitions=PARTITIONS, clock=lambda: 0.0)
     broker.create_topic("orders", PARTITIONS)

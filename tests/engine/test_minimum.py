@@ -15,7 +15,7 @@ def published(broker: InMemoryBroker, partitions: int) -> None:
             broker.publish("orders", b"%d" % number, key=b"hot" if number % 10 else b"other", partition=partition)
 
 
-def test_halted_partitions_leave_nearly_all_memory_to_the_others() -> None:
+def test_halted_partitions_leave_most_memory_to_the_others() -> None:
     """Whatever they had taken in before they halted."""
     app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
     halted: set[int] = set()
@@ -43,7 +43,7 @@ def test_halted_partitions_leave_nearly_all_memory_to_the_others() -> None:
     run(test())
 
 
-def test_what_was_given_back_is_processed_once_and_in_order_when_the_partition_goes_on() -> None:
+def test_evicted_records_are_processed_once_in_order_when_the_partition_resumes() -> None:
     app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
     release = asyncio.Event()
     runs: list[int] = []
@@ -76,7 +76,7 @@ def test_what_was_given_back_is_processed_once_and_in_order_when_the_partition_g
     assert hot == sorted(hot)
 
 
-def test_a_record_that_waited_for_room_is_forgotten_with_its_epoch() -> None:
+def test_a_record_waiting_for_room_is_dropped_with_its_epoch() -> None:
     """Else the room that it had asked for would be kept free for ever."""
     app = App("memory", max_buffered_bytes=24_000, shutdown_timeout=2.0, drain_timeout=1.0)
     release = asyncio.Event()
@@ -105,7 +105,7 @@ def test_a_record_that_waited_for_room_is_forgotten_with_its_epoch() -> None:
     run(test())
 
 
-def test_a_halted_partition_whose_next_record_exceeds_its_minimum_keeps_nobody_waiting() -> None:
+def test_a_large_record_of_a_halted_partition_delays_no_other() -> None:
     """It takes in nothing more, so what others would leave free for that record would stay free for ever."""
     app = App("memory", max_buffered_bytes=1_000_000, shutdown_timeout=2.0)
 
@@ -132,7 +132,7 @@ def test_a_halted_partition_whose_next_record_exceeds_its_minimum_keeps_nobody_w
     run(test())
 
 
-def test_what_is_fetched_again_ends_below_what_is_in_hand() -> None:
+def test_a_refetch_ends_below_the_buffered_records() -> None:
     """Records above the last that was given back are complete, or run, and come again with what is fetched again."""
     app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
     release = asyncio.Event()
@@ -162,7 +162,7 @@ def test_what_is_fetched_again_ends_below_what_is_in_hand() -> None:
     assert sorted(runs) == list(range(500)), "each record once"
 
 
-def test_what_was_given_back_is_not_in_memory() -> None:
+def test_evicted_records_are_not_in_memory() -> None:
     app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
 
     @app.consume("orders", shard_by="partition", retry=Retry(attempts=1))
@@ -196,7 +196,7 @@ def fixed_shards(app: App, release: asyncio.Event, runs: list[tuple[int, int]]) 
         runs.append((record.partition, record.offset))
 
 
-def test_what_waits_for_a_full_fixed_shard_is_given_back_too() -> None:
+def test_records_waiting_for_a_full_fixed_shard_are_evicted_too() -> None:
     app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
     release = asyncio.Event()
     runs: list[tuple[int, int]] = []

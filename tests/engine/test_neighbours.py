@@ -8,7 +8,7 @@ from aioshard.testing import InMemoryBroker, TestClient, run
 RECORDS = 900
 
 
-def test_the_neighbours_of_a_halted_record_that_were_given_back_are_processed() -> None:
+def test_evicted_neighbours_of_a_halted_record_are_processed() -> None:
     """A bad record stops its own key: others go on, in what the partition may hold all the same."""
     app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
     broken = True

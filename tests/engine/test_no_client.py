@@ -10,7 +10,7 @@ from aioshard.ports import Transport
 from aioshard.testing import run
 
 
-def test_what_no_retry_cures_is_raised_and_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_permanent_client_error_is_raised_and_not_logged_as_a_crash(caplog: pytest.LogCaptureFixture) -> None:
     app = App("billing", auto_offset_reset="earliest")
 
     @app.consume("orders")

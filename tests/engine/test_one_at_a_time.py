@@ -40,7 +40,7 @@ class Life:
 
 
 @pytest.mark.parametrize("after", [0.5, 3.0, 7.0], ids=["its resources open", "it runs", "its resources close"])
-def test_a_second_start_is_refused_while(after: float) -> None:
+def test_a_second_start_is_refused(after: float) -> None:
     life = Life()
 
     async def test() -> None:

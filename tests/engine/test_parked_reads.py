@@ -19,9 +19,7 @@ KEYS = 300
     [(range(KEYS), 0.05), (range(KEYS - 1, -1, -1), 0.0)],
     ids=["one by one", "all at once, backwards"],
 )
-def test_keys_that_are_released_are_not_read_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, order: range, pause: float
-) -> None:
+def test_released_keys_are_read_in_bulk(monkeypatch: pytest.MonkeyPatch, order: range, pause: float) -> None:
     """One read brings a megabyte of the side topic: to decode it for each record holds up everything else."""
     app = App("cache", commit_interval=0.1)
     broken = True

@@ -49,7 +49,7 @@ def test_a_skipped_record_is_complete_and_counted() -> None:
     assert seen == [0, 1, 2, 2, 2, 3, 4]
 
 
-def test_a_dead_letter_holds_the_record_and_why() -> None:
+def test_a_dead_letter_has_the_record_and_the_reason() -> None:
     app = App("recourse")
 
     @app.consume("orders", retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter("orders.dlt"))
@@ -73,7 +73,7 @@ def test_a_dead_letter_holds_the_record_and_why() -> None:
     run(test())
 
 
-def test_nothing_is_committed_past_a_dead_letter_that_is_not_acknowledged() -> None:
+def test_nothing_is_committed_past_an_unacknowledged_dead_letter() -> None:
     app = App("recourse", commit_interval=0.1)
 
     @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
@@ -121,7 +121,7 @@ def test_the_records_of_a_key_wait_for_its_dead_letter() -> None:
     assert log == ["k0:0", "k1:1", "k1:3", "k1:5", "k0:0", "k0:0", "k0:2", "k0:4"]
 
 
-def test_a_dead_letter_in_flight_is_waited_for_at_a_revoke() -> None:
+def test_a_revoke_waits_for_a_dead_letter_in_flight() -> None:
     """The worker that had the record sends its dead letter, so a drain waits for it: no second letter."""
     app = App("recourse", drain_timeout=5.0)
 
@@ -146,7 +146,7 @@ def test_a_dead_letter_in_flight_is_waited_for_at_a_revoke() -> None:
 # The circuit breaker -----------------------------------------------------------------------------------
 
 
-def test_an_outage_diverts_few_records_and_ends_by_itself() -> None:
+def test_an_outage_diverts_few_records_and_recovers_by_itself() -> None:
     app = App("recourse", commit_interval=0.1)
     down = True
     done: list[int] = []
@@ -217,7 +217,9 @@ def test_a_partition_probes_with_one_record_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("every", [50, 20, 5])
-def test_poison_among_good_records_flows_to_the_dead_letters(every: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_poison_messages_among_good_records_go_to_the_dead_letters(
+    every: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its retries end long after the good records, which are quick: then nothing but failures ends."""
     app = App("recourse")
     done: set[int] = set()
@@ -241,7 +243,7 @@ def test_poison_among_good_records_flows_to_the_dead_letters(every: int, caplog:
     assert not [record for record in caplog.records if getattr(record, "event", "") == "breaker_opened"]
 
 
-def test_a_wrong_schema_opens_the_circuit_breaker_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_schema_opens_the_circuit_breaker_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     app = App("recourse")
 
     @app.consume("orders", on_failure=DeadLetter("d"))
@@ -263,7 +265,7 @@ def test_a_wrong_schema_opens_the_circuit_breaker_and_is_told_once(caplog: pytes
     assert told.count("breaker_opened") == 1
 
 
-def test_failures_that_are_faster_than_successes_do_not_open_the_circuit_breaker(
+def test_fast_failures_do_not_open_the_circuit_breaker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One of five cannot be decoded, which takes no time; all others still run when a hundred of those have failed."""
@@ -310,7 +312,7 @@ def test_one_success_closes_the_circuit_breaker_for_all_partitions(caplog: pytes
     assert (told.count("breaker_opened"), told.count("breaker_closed")) == (1, 1)
 
 
-def test_a_partition_that_is_paused_by_a_circuit_breaker_survives_rebalances() -> None:
+def test_a_circuit_breaker_pause_survives_rebalances() -> None:
     app = App("recourse", drain_timeout=2.0)
     down = True
     done: Counter[int] = Counter()
@@ -400,7 +402,7 @@ def test_a_halted_record_is_released_by_skipping_it_from_a_thread() -> None:
 # Time-outs ------------------------------------------------------------------------------------
 
 
-def test_an_attempt_that_takes_too_long_has_failed_and_its_worker_lives_on() -> None:
+def test_an_attempt_that_times_out_fails_and_its_worker_continues() -> None:
     app = App("recourse")
     deadlines: list[float] = []
     slow = {(0, 1), (0, 2)}
@@ -426,7 +428,7 @@ def test_an_attempt_that_takes_too_long_has_failed_and_its_worker_lives_on() -> 
     assert deadlines == pytest.approx([2.0] * 5)
 
 
-def test_a_time_out_uses_up_attempts_like_any_failure() -> None:
+def test_a_timeout_uses_up_attempts_like_any_failure() -> None:
     app = App("recourse")
 
     @app.consume("orders", timeout=0.5, retry=Retry(attempts=2, initial=0.1), on_failure=DeadLetter("d"))
@@ -445,7 +447,7 @@ def test_a_time_out_uses_up_attempts_like_any_failure() -> None:
     run(test())
 
 
-def test_a_handler_that_swallows_its_time_out_is_reported_and_halts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_swallows_its_timeout_is_reported_and_halts(caplog: pytest.LogCaptureFixture) -> None:
     app = App("recourse")
     go_on = asyncio.Event
     release: list[asyncio.Event] = []
@@ -546,7 +548,7 @@ def test_the_application_pauses_and_resumes_a_handler() -> None:
     run(test())
 
 
-def test_what_runs_goes_on_while_its_partition_is_paused() -> None:
+def test_a_running_record_continues_while_its_partition_is_paused() -> None:
     app = App("recourse")
     finish: list[asyncio.Event] = []
     log: list[int] = []
@@ -579,7 +581,7 @@ def test_what_runs_goes_on_while_its_partition_is_paused() -> None:
 
 
 @pytest.mark.parametrize("shards", [None, 3])
-def test_a_sharding_function_that_throws_is_an_outcome(shards: int | None) -> None:
+def test_a_sharding_function_that_raises_diverts_its_record(shards: int | None) -> None:
     app = App("recourse")
     log: list[int] = []
 
@@ -639,12 +641,12 @@ def test_a_handler_publishes_through_its_app() -> None:
         ({"topic": "invoices", "headers": {"trace": "7"}}, "headers={'trace': '7'} was refused"),
     ],
 )
-def test_what_is_no_message_is_refused(arguments: dict[str, Any], said: str) -> None:
+def test_an_invalid_message_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(MessageError, match=said):
         message(value=b"", **arguments)
 
 
-async def test_nothing_is_published_while_the_app_does_not_run() -> None:
+async def test_publishing_is_refused_while_the_app_is_not_running() -> None:
     app = App("recourse")
     with pytest.raises(StateError, match="is not running"):
         await app.publish("invoices", b"")

@@ -16,7 +16,7 @@ from tests.engine.running import until
 ONCE = Retry(attempts=1)
 
 
-def test_a_record_without_a_shard_key_never_runs_also_when_the_circuit_breaker_is_open() -> None:
+def test_a_record_without_a_shard_key_never_runs_with_an_open_circuit_breaker() -> None:
     app = App("recourse", commit_interval=0.1)
     ran: list[int] = []
 
@@ -46,7 +46,7 @@ def test_a_record_without_a_shard_key_never_runs_also_when_the_circuit_breaker_i
     assert ran == list(range(3, 10))
 
 
-def test_a_record_without_a_shard_key_has_one_dead_letter_however_often_that_fails() -> None:
+def test_a_record_without_a_shard_key_has_one_dead_letter_after_failed_writes() -> None:
     app = App("recourse", commit_interval=0.1)
 
     def shard_by(record: Record) -> bytes | None:
@@ -73,7 +73,7 @@ def test_a_record_without_a_shard_key_has_one_dead_letter_however_often_that_fai
     run(test())
 
 
-def test_a_probe_does_not_run_in_a_partition_that_the_application_has_paused_too() -> None:
+def test_a_probe_does_not_run_in_a_partition_paused_by_the_application() -> None:
     app = App("recourse", commit_interval=0.1)
     ran: list[int] = []
     down = True
@@ -102,7 +102,7 @@ def test_a_probe_does_not_run_in_a_partition_that_the_application_has_paused_too
     run(test())
 
 
-def test_a_released_record_has_all_its_attempts_anew() -> None:
+def test_a_released_record_gets_all_its_attempts_again() -> None:
     app = App("recourse", commit_interval=0.1)
     ran: list[int] = []
 
@@ -123,7 +123,7 @@ def test_a_released_record_has_all_its_attempts_anew() -> None:
     run(test())
 
 
-def test_a_parked_record_that_hangs_when_it_runs_again_is_released_by_its_own_offset() -> None:
+def test_a_hanging_replay_of_a_parked_record_is_released_by_its_offset() -> None:
     """It swallows its time-out, so it halts; skipping it takes it out of the side topic."""
     app = App("recourse", commit_interval=0.1)
     phase = "broken"
@@ -161,7 +161,7 @@ def test_a_parked_record_that_hangs_when_it_runs_again_is_released_by_its_own_of
     assert done == [0]
 
 
-def test_a_dead_letter_that_takes_long_to_write_is_not_an_attempt_that_timed_out() -> None:
+def test_a_slow_dead_letter_write_is_not_a_timed_out_attempt() -> None:
     app = App("recourse", commit_interval=0.1)
     ran: list[int] = []
 
@@ -186,7 +186,7 @@ def test_a_dead_letter_that_takes_long_to_write_is_not_an_attempt_that_timed_out
     assert ran == [0, 0]
 
 
-def test_a_dead_letter_that_is_tried_again_takes_no_token_of_the_rate_limit() -> None:
+def test_a_retried_dead_letter_uses_no_rate_limit_token() -> None:
     app = App("recourse", commit_interval=0.1)
     started: list[float] = []
 
@@ -212,7 +212,7 @@ async def _hang(_: Delivery) -> Outcome:
     return Outcome.SKIPPED
 
 
-def test_after_a_recovery_failed_or_became_slow_recoveries_get_half_of_the_workers_until_one_succeeds() -> None:
+def test_failing_or_slow_recoveries_get_half_of_the_workers() -> None:
     async def test() -> None:
         shards = Shards()
         now = asyncio.get_running_loop().time
@@ -240,7 +240,7 @@ def test_after_a_recovery_failed_or_became_slow_recoveries_get_half_of_the_worke
     run(test())
 
 
-def test_dead_letters_that_hang_leave_workers_for_the_records_that_succeed() -> None:
+def test_hanging_dead_letters_leave_workers_for_good_records() -> None:
     app = App("recourse", commit_interval=0.1, auto_offset_reset="earliest", shutdown_timeout=2.0)
     done: list[int] = []
 

@@ -31,11 +31,11 @@ def test_stacks_are_read_while_garbage_is_collected() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_who_is_forked_while_a_stack_is_read_reads_and_collects_too() -> None:
+def test_a_process_forked_during_a_read_can_read_and_collect() -> None:
     assert len(run("fork", "100")) == READERS
 
 
-def test_what_is_executing_may_read_its_own_stack_at_any_time() -> None:
+def test_running_code_can_read_its_own_stack_at_any_time() -> None:
     """What it awaits would be a pointer to nothing for some values of the interpreter's counters."""
     assert run("oneself", "5000") == [5_000] * 3
 

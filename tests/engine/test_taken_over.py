@@ -44,7 +44,7 @@ class Deployment:
         return CommitMetadata.read(found.metadata, found.offset)
 
 
-def test_the_mark_of_the_first_commit_is_carried_on_by_whoever_comes_next() -> None:
+def test_the_next_owner_keeps_the_first_commit_marker() -> None:
     """Else a member that is slower to begin on another partition would take the group for an old one."""
 
     async def test() -> None:
@@ -63,7 +63,7 @@ def test_the_mark_of_the_first_commit_is_carried_on_by_whoever_comes_next() -> N
     run(test())
 
 
-def test_what_was_noted_beside_an_offset_that_the_log_does_not_have_is_not_used() -> None:
+def test_metadata_of_an_offset_outside_the_log_is_ignored() -> None:
     """A topic that was made anew, and whose first records were deleted: the others are none that anybody ran."""
 
     async def test() -> None:
@@ -81,7 +81,7 @@ def test_what_was_noted_beside_an_offset_that_the_log_does_not_have_is_not_used(
     run(test())
 
 
-def test_a_partition_that_came_with_a_topic_made_anew_begins_at_its_start() -> None:
+def test_a_new_partition_of_a_recreated_topic_starts_at_its_beginning() -> None:
     """The brokers have forgotten what the group had committed there; who consumed it all the time has not."""
 
     async def test() -> None:

@@ -19,11 +19,11 @@ def looked_at(app: App) -> Workload:
     return found
 
 
-def test_an_app_that_does_not_run_has_none() -> None:
+def test_an_app_that_is_not_running_has_no_workload() -> None:
     assert App("idle").workload() is None
 
 
-def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None:
+def test_a_worker_is_shown_with_its_record_and_its_await() -> None:
     app = App("workload", show_keys=True)
     over = asyncio.Event()
 
@@ -50,7 +50,7 @@ def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None
     run(scenario())
 
 
-def test_the_deepest_shards_come_first_with_what_holds_them() -> None:
+def test_the_deepest_shards_come_first_with_their_blocker() -> None:
     app = App("workload")
     over = asyncio.Event()
 
@@ -118,7 +118,7 @@ def test_a_batch_is_one_run_of_many_records() -> None:
     run(scenario())
 
 
-def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
+def test_failed_records_are_shown_with_halted_ones_first() -> None:
     app = App("workload")
 
     @app.consume("orders", retry=Retry(attempts=2, initial=20.0, jitter=0.0))
@@ -150,7 +150,7 @@ def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
     run(scenario())
 
 
-def test_what_is_paused_by_hand_is_told() -> None:
+def test_manual_pauses_are_shown() -> None:
     app = App("workload")
 
     @app.consume("orders")
@@ -169,7 +169,7 @@ def test_what_is_paused_by_hand_is_told() -> None:
     run(scenario())
 
 
-def test_each_kind_is_bounded_and_counted() -> None:
+def test_every_list_is_bounded_and_counted() -> None:
     app = App("workload")
     over = asyncio.Event()
 
@@ -207,7 +207,7 @@ def parking(broken: set[bytes], done: list[tuple[bytes, int]], **options: Any) -
 
 
 @pytest.mark.parametrize("options", [{}, {"shards": 2}], ids=["on demand", "fixed"])
-def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[str, Any]) -> None:
+def test_a_parked_key_is_shown_and_runs_once_released(options: dict[str, Any]) -> None:
     broken, done = {b"a"}, list[tuple[bytes, int]]()
     app = parking(broken, done, **options)
 
@@ -235,7 +235,7 @@ def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[
     run(scenario())
 
 
-def test_what_is_not_parked_cannot_be_released() -> None:
+def test_an_unparked_key_cannot_be_released() -> None:
     app = parking(set(), [])
 
     @app.consume("clicks")
@@ -256,7 +256,7 @@ def test_what_is_not_parked_cannot_be_released() -> None:
     run(scenario())
 
 
-async def test_it_is_read_while_the_loop_goes_on() -> None:
+async def test_the_workload_can_be_read_while_the_event_loop_runs() -> None:
     """From another thread, thousands of times, while everything in it changes."""
     app = App("workload")
 

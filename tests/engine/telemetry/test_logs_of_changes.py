@@ -58,7 +58,7 @@ async def settle(_: World, client: TestClient) -> None:
     await client.settle(60)
 
 
-def test_start_and_end_of_an_app(world: World) -> None:
+def test_the_start_and_the_end_of_an_app_are_logged(world: World) -> None:
     world.app.consume("orders")(nothing)
 
     world.run(settle)
@@ -68,9 +68,7 @@ def test_start_and_end_of_an_app(world: World) -> None:
     assert world.lines("stopped") == [{"group": "billing"}]
 
 
-def test_each_partition_that_is_assigned_has_a_line_of_its_state(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_assigned_partition_has_a_log_line_with_its_state(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aioshard")
     world.app.consume("orders")(nothing)
 
@@ -102,7 +100,7 @@ def test_each_partition_that_is_assigned_has_a_line_of_its_state(
 
 
 @pytest.mark.chaos
-def test_the_log_of_a_day_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_whole_day_stays_readable(caplog: pytest.LogCaptureFixture) -> None:
     """A start, two rebalances, 500 failures of three kinds, an outage of 10 s, a stop; each cause is told once."""
     partitions = 60
     app = App("billing", auto_offset_reset="earliest")
@@ -152,7 +150,7 @@ def test_the_log_of_a_day_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     assert sum(vars(record).get("repeats", 0) for record in lines if vars(record).get("event") == "diverted") == 500 - 3
 
 
-def test_halted_records_are_counted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_counts_the_halted_records(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aioshard")
     app = App("billing", auto_offset_reset="earliest", stuck_after=1000.0)
 
@@ -174,7 +172,7 @@ def test_halted_records_are_counted_in_one_line(caplog: pytest.LogCaptureFixture
     assert [bool(record.exc_info) for record in halted] == [True, False]
 
 
-def test_what_a_drain_has_come_to(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_result_of_a_drain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = World(caplog, drain_timeout=0.5)
     caplog.set_level(logging.DEBUG, "aioshard")
 
@@ -194,7 +192,7 @@ def test_what_a_drain_has_come_to(caplog: pytest.LogCaptureFixture) -> None:
     assert world.lines("drained")[0] == {"drained": 0, "cancelled": 1}
 
 
-def test_what_the_application_pauses_and_seeks(world: World) -> None:
+def test_pauses_and_seeks_of_the_application_are_logged(world: World) -> None:
     @world.app.consume("orders")
     async def handle(_: Record) -> None: ...
 
@@ -211,7 +209,7 @@ def test_what_the_application_pauses_and_seeks(world: World) -> None:
     assert world.lines("seek") == [{"topic": "orders", "partition": 0, "offset": 0}]
 
 
-def test_a_record_that_is_tried_again_halts_and_is_released(world: World) -> None:
+def test_a_retried_halted_and_released_record_is_logged(world: World) -> None:
     @world.app.consume("orders", retry=Retry(attempts=2, initial=0.01))
     async def handle(_: Record) -> None:
         raise LookupError("no such customer")
@@ -234,7 +232,7 @@ def test_a_record_that_is_tried_again_halts_and_is_released(world: World) -> Non
     assert world.lines("stuck") == world.lines("released") == world.lines("advances_again") == [record]
 
 
-def test_a_record_that_is_diverted(world: World) -> None:
+def test_a_dead_lettered_record_is_logged(world: World) -> None:
     @world.app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
     async def handle(_: Record) -> None:
         raise LookupError("no such customer")
@@ -249,7 +247,7 @@ def test_a_record_that_is_diverted(world: World) -> None:
     assert (line["offset"], line["attempt"], line["error"], line["handler"]) == (0, 1, "LookupError", "handle")
 
 
-def test_commits_that_are_refused_and_are_taken_again(world: World) -> None:
+def test_refused_commits_and_their_recovery_are_logged(world: World) -> None:
     world.app.consume("orders")(nothing)
 
     async def act(world: World, client: TestClient) -> None:
@@ -262,7 +260,7 @@ def test_commits_that_are_refused_and_are_taken_again(world: World) -> None:
     assert world.lines("commit_recovered") == [{}]
 
 
-def test_a_client_that_is_lost_and_the_next_one(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_client_and_its_replacement_are_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aioshard")
     world.app.consume("orders")(nothing)
 
@@ -277,7 +275,7 @@ def test_a_client_that_is_lost_and_the_next_one(world: World, caplog: pytest.Log
     assert {line["partition"] for line in world.lines("epoch_ended")[:2]} == {0, 1}
 
 
-def test_a_run_that_outlives_its_time_out(world: World) -> None:
+def test_a_run_that_outlives_its_timeout_is_logged(world: World) -> None:
     @world.app.consume("orders", timeout=0.5, retry=ONCE, on_failure="skip")
     async def handle(_: Record) -> None:
         try:
@@ -297,7 +295,7 @@ def test_a_run_that_outlives_its_time_out(world: World) -> None:
     assert world.lines("outlives_time_out") == [{"topic": "orders", "partition": 1, "offset": 0}]
 
 
-def test_a_batch_that_swallows_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_swallows_its_cancellation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = World(caplog, drain_timeout=0.5)
 
     @world.app.consume("orders", batch=Batch(max_records=2, linger=1.0))
@@ -318,7 +316,7 @@ def test_a_batch_that_swallows_its_cancellation(caplog: pytest.LogCaptureFixture
     assert (line["handler"], line["group"]) == ("handle", "billing")
 
 
-def test_what_a_partition_has_parked_that_comes_to_us(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_parked_records_of_an_assigned_partition_are_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aioshard")
 
     @world.app.consume("orders", retry=ONCE, on_failure=Park("orders.parked"))
@@ -338,7 +336,7 @@ def test_what_a_partition_has_parked_that_comes_to_us(world: World, caplog: pyte
     assert world.lines("parked") == [{"topic": "orders", "partition": 1, "records": 3, "keys": 1}]
 
 
-def test_a_committed_offset_that_is_not_in_the_log(world: World) -> None:
+def test_a_committed_offset_outside_the_log_is_logged(world: World) -> None:
     world.app.consume("orders")(nothing)
 
     async def act(_: World, client: TestClient) -> None:
@@ -354,7 +352,7 @@ def test_a_committed_offset_that_is_not_in_the_log(world: World) -> None:
     assert world.lines("note_unused") == [place | {"why": "another program wrote it"}]
 
 
-def test_a_broker_that_stores_no_long_texts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broker_that_rejects_long_metadata_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = World(caplog)
     Committer(1.0, 5.0, lambda: 0.0)._shorten(3000)
 
@@ -362,7 +360,7 @@ def test_a_broker_that_stores_no_long_texts(caplog: pytest.LogCaptureFixture) ->
     assert (line["refused"], line["tried"]) == (3000, 1500)
 
 
-def test_a_loop_that_closes_cancels_all_tasks_and_one_of_them_is_told(world: World) -> None:
+def test_when_a_closing_loop_cancels_all_tasks_one_crash_is_logged(world: World) -> None:
     world.app.consume("orders", concurrency=8)(nothing)
 
     async def act(world: World, _: TestClient) -> None:
@@ -376,7 +374,7 @@ def test_a_loop_that_closes_cancels_all_tasks_and_one_of_them_is_told(world: Wor
     assert len(world.lines("crashed")) == 1
 
 
-def test_no_line_is_written_for_records_that_succeed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_successful_records_are_not_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.app.consume("orders")(nothing)
     said = []
 

@@ -43,7 +43,7 @@ def seconds_of_printing(page: bytes) -> float:
     return min(took)
 
 
-async def test_a_scrape_costs_little_more_than_its_printing_and_never_holds_the_loop() -> None:
+async def test_a_scrape_is_cheap_and_never_blocks_the_event_loop() -> None:
     """Each time is compared with another one of the same run, so a slow or busy machine changes nothing."""
     found = await scrapes(PARTITIONS, rounds=ROUNDS)
 

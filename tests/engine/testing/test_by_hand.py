@@ -27,7 +27,7 @@ async def publish(client: TestClient, *partitions: int) -> None:
         await client.publish("orders", b"paid", partition=partition)
 
 
-def test_only_what_was_given_is_read_and_committed() -> None:
+def test_only_assigned_partitions_are_read_and_committed() -> None:
     seen: list[tuple[int, int]] = []
 
     async def scenario() -> None:
@@ -46,7 +46,7 @@ def test_only_what_was_given_is_read_and_committed() -> None:
     assert sorted(seen) == [(1, 0), (1, 1), (3, 0)]
 
 
-def test_the_next_life_goes_on_where_the_commits_are() -> None:
+def test_the_next_run_resumes_at_the_commits() -> None:
     seen: list[tuple[int, int]] = []
 
     async def scenario() -> None:
@@ -60,7 +60,7 @@ def test_the_next_life_goes_on_where_the_commits_are() -> None:
     assert seen == [(1, 0), (1, 1), (1, 2), (1, 3)]
 
 
-def test_a_client_that_is_lost_is_built_anew_with_the_same_partitions() -> None:
+def test_a_lost_client_is_rebuilt_with_the_same_partitions() -> None:
     seen: list[tuple[int, int]] = []
 
     async def scenario() -> None:
@@ -83,7 +83,7 @@ def test_a_client_that_is_lost_is_built_anew_with_the_same_partitions() -> None:
     assert seen == [(1, 0), (1, 1)]
 
 
-def test_a_partition_that_there_is_not_ends_the_start() -> None:
+def test_a_missing_partition_ends_the_start() -> None:
     async def scenario() -> None:
         broker = InMemoryBroker()
         broker.create_topic("orders", 2)
@@ -94,7 +94,7 @@ def test_a_partition_that_there_is_not_ends_the_start() -> None:
     run(scenario())
 
 
-def test_a_topic_that_there_is_not_yet_appears_with_enough_partitions() -> None:
+def test_a_missing_topic_is_created_with_enough_partitions() -> None:
     seen: list[tuple[int, int]] = []
 
     async def scenario() -> None:
@@ -117,7 +117,7 @@ def test_a_group_with_members_ends_the_start() -> None:
     run(scenario())
 
 
-def test_members_that_come_later_end_the_app_with_its_next_commit() -> None:
+def test_members_that_join_later_end_the_app_at_its_next_commit() -> None:
     seen: list[tuple[int, int]] = []
 
     async def scenario() -> None:
@@ -133,7 +133,7 @@ def test_members_that_come_later_end_the_app_with_its_next_commit() -> None:
     assert seen == [(0, 0)]
 
 
-def test_no_rebalance_can_be_asked_for() -> None:
+def test_a_rebalance_cannot_be_requested() -> None:
     async def scenario() -> None:
         async with TestClient(app_of([], {"orders": [0]})) as client:
             with pytest.raises(StateError, match="with assign no rebalance moves partitions"):
@@ -144,7 +144,7 @@ def test_no_rebalance_can_be_asked_for() -> None:
     run(scenario())
 
 
-def test_it_seeks_as_any_other() -> None:
+def test_a_manual_assignment_can_seek() -> None:
     seen: list[tuple[int, int]] = []
 
     async def scenario() -> None:
