@@ -67,7 +67,7 @@ async def fill(kafka: SharedKafka, topic: str, values: list[bytes]) -> None:
         *(pytest.param(share, 5, marks=pytest.mark.chaos) for share in (2, 5, 20)),
     ],
 )
-async def test_poison_flows_at_full_speed(
+async def test_poison_messages_are_dead_lettered_at_full_speed(
     kafka: SharedKafka, topic: str, share: int, pairs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of it is refused by the handler, and half cannot be decoded. Of several runs in turn, the best count."""

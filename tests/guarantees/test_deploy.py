@@ -46,7 +46,7 @@ async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: s
 
 
 @pytest.mark.chaos
-async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> None:
+async def test_a_new_member_joins_before_an_old_one_leaves(scenario: Scenario) -> None:
     """As Kubernetes deploys with `maxSurge`: the group is four for a while, and rebalances twice in a row."""
     await scenario.create(partitions=8)
     for name in "abc":
@@ -67,7 +67,7 @@ async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
-async def test_versions_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
+async def test_deploys_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
     """Members of both versions are in the group together. What waits in the dropped topic runs once it is back."""
     pace: dict[str, Any] = {"base": 0.005, "spread": 0.05}
     async with scenario.beside("added") as added:
@@ -100,7 +100,7 @@ async def test_versions_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenar
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-async def test_members_that_come_and_go_one_upon_the_other_lose_and_repeat_nothing(scenario: Scenario) -> None:
+async def test_members_joining_and_leaving_in_a_row_lose_and_repeat_nothing(scenario: Scenario) -> None:
     await come_and_go(scenario, seed=6, departures=8)
 
 

@@ -105,7 +105,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("pattern", "killed", "goes_on", "finish"), cases())
-async def test_a_kill_repeats_next_to_nothing_of_what_had_finished(
+async def test_a_kill_repeats_almost_no_finished_records(
     kafka: SharedKafka,
     committed: Committed,
     topic: str,

@@ -135,7 +135,7 @@ async def shop(own_kafka: KafkaBroker, postgresql_url: str, tmp_path: Path) -> A
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-async def test_two_processes_are_replaced_under_load_and_nobody_notices(shop: Shop) -> None:
+async def test_replacing_two_processes_under_load_goes_unnoticed(shop: Shop) -> None:
     """What the example's README promises of a restart, with the probes and hooks of Kubernetes."""
     for name in "ab":
         shop.start(name)

@@ -82,7 +82,7 @@ def says_why(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> boo
 @pytest.mark.parametrize(
     "shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)]
 )  # a halted key halts those of its shard
-async def test_halted_keys_hold_the_commit_and_nobody_else(scenario: Scenario, records: int, kills: int) -> None:
+async def test_halted_keys_hold_the_commit_but_no_other_key(scenario: Scenario, records: int, kills: int) -> None:
     await scenario.create(PARTITIONS)
     await endure(scenario, ROOM_TO_HALT, records=records, kills=kills)
 
@@ -133,7 +133,7 @@ async def let_go(scenario: Scenario) -> None:
 
 @pytest.mark.chaos
 @SIZES
-async def test_skipped_records_let_their_keys_go_on(scenario: Scenario, records: int, kills: int) -> None:
+async def test_skipped_records_let_their_keys_continue(scenario: Scenario, records: int, kills: int) -> None:
     await scenario.create(PARTITIONS, recourse="skip")
     await endure(scenario, records=records, kills=kills, on_failure="skip")
 
@@ -164,7 +164,7 @@ async def test_dead_letters_are_exactly_the_records_of_failing_keys(
 
 @pytest.mark.chaos
 @SIZES
-async def test_parked_keys_wait_in_the_side_topic_and_go_on_in_order(
+async def test_parked_keys_wait_in_the_side_topic_and_resume_in_order(
     scenario: Scenario, records: int, kills: int
 ) -> None:
     await scenario.create(PARTITIONS, recourse="parked")

@@ -55,9 +55,7 @@ def not_committed(scenario: Scenario, hanging: list[Place]) -> list[Place]:
 @pytest.mark.chaos
 @FORMS
 @pytest.mark.timeout(180)
-async def test_other_keys_go_on_and_a_rebalance_does_not_wait_for_the_run_that_hangs(
-    scenario: Scenario, form: str
-) -> None:
+async def test_a_hanging_run_blocks_neither_other_keys_nor_a_rebalance(scenario: Scenario, form: str) -> None:
     hanging = await hang(scenario, form)
     first = scenario.members["a"]
 

@@ -102,7 +102,7 @@ async def fill(kafka: SharedKafka, topic: str, records: int) -> None:
         pytest.param(200_000, 60.0, 60.0, marks=pytest.mark.timeout(900), id="60 s among 200,000"),
     ],
 )
-async def test_one_record_that_hangs_costs_the_others_nothing_and_is_named(
+async def test_a_hanging_record_is_named_and_delays_no_other(
     kafka: SharedKafka,
     topic: str,
     group: str,

@@ -144,7 +144,7 @@ async def world(kafka: SharedKafka, topic: str, group: str, client: str) -> Asyn
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_what_was_moved_while_nobody_ran_runs_from_there(
+async def test_an_offset_moved_while_the_group_is_stopped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """Each partition is moved in another way; the policy would skip to the end wherever it was asked."""
@@ -174,7 +174,9 @@ async def test_what_was_moved_while_nobody_ran_runs_from_there(
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_a_group_that_runs_cannot_be_moved(world: Group, kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_offsets_of_a_running_group_cannot_be_moved(
+    world: Group, kafka: SharedKafka, topic: str, group: str
+) -> None:
     await world.create(1)
     async with world.app():
         before = await world.until_noted(1)
@@ -192,7 +194,7 @@ async def test_a_group_that_runs_cannot_be_moved(world: Group, kafka: SharedKafk
 
 
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
-async def test_what_was_moved_while_the_group_had_dropped_us_runs_from_there(
+async def test_an_offset_moved_while_a_member_is_dropped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """As after a process has hung for longer than its session: it goes on, and does not know yet."""

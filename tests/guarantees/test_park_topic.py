@@ -45,9 +45,7 @@ async def produce_some(scenario: Scenario) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_park_topic_that_may_not_be_written_to_holds_failed_keys_until_it_may(
-    scenario: Scenario, kafka: SharedKafka
-) -> None:
+async def test_an_unwritable_park_topic_holds_failed_keys_until_granted(scenario: Scenario, kafka: SharedKafka) -> None:
     await scenario.create(PARTITIONS, recourse="parked")
     user, login = await consuming_user(kafka, scenario)
     may = (AclOperation.READ, AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS)
@@ -70,7 +68,7 @@ async def test_a_park_topic_that_may_not_be_written_to_holds_failed_keys_until_i
 
 
 @pytest.mark.timeout(240)
-async def test_a_park_topic_that_is_missing_is_created_as_it_has_to_be(scenario: Scenario) -> None:
+async def test_a_missing_park_topic_is_created_with_the_right_settings(scenario: Scenario) -> None:
     await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)
     scenario.start("a", **behaviour(scenario))
     await scenario.until_settled("a")
@@ -126,7 +124,7 @@ async def test_a_park_topic_that_would_lose_records_ends_the_start(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-async def test_a_park_topic_that_may_not_be_created_or_seen_ends_the_start_with_what_to_grant(
+async def test_a_park_topic_without_permissions_ends_the_start_and_names_them(
     scenario: Scenario, kafka: SharedKafka
 ) -> None:
     await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)

@@ -36,7 +36,7 @@ async def ask_to_release(scenario: Scenario, *places: Place) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_released_during_a_rebalance(
+async def test_a_parked_key_survives_rebalance_restart_and_kill_until_its_release(
     scenario: Scenario,
 ) -> None:
     await scenario.create(partitions=4, recourse="parked")
@@ -93,7 +93,7 @@ async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_rel
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("keys", [2_000, 10_000])
 @pytest.mark.parametrize("how", ["released", "after their delay"])
-async def test_very_many_parked_keys_are_restored_and_go_on(scenario: Scenario, keys: int, how: str) -> None:
+async def test_very_many_parked_keys_are_restored_and_resume(scenario: Scenario, keys: int, how: str) -> None:
     """Two records of each key: what is second waits for the first one."""
     await scenario.create(partitions=4, recourse="parked")
     behaviour: dict[str, Any] = {

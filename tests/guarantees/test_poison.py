@@ -36,7 +36,7 @@ def on_failure(lane: Scenario, recourse: Recourse) -> Any:
     "shards", [pytest.param(None, id="on demand"), pytest.param(3, marks=pytest.mark.chaos, id="fixed shards")]
 )
 @pytest.mark.parametrize("recourse", ["halt", "skip", "letters", "parked"])
-async def test_a_record_that_cannot_be_handled_has_an_outcome_and_ends_no_worker(
+async def test_an_unprocessable_record_has_an_outcome_and_ends_no_worker(
     scenario: Scenario, recourse: Recourse, shards: int | None
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:

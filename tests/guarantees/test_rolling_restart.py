@@ -70,7 +70,7 @@ MEMBERSHIPS = {
     ("membership", "client"),
     [pytest.param(one, one.client, id=name) for name, one in MEMBERSHIPS.items()],
 )
-async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
+async def test_replacing_three_members_in_turn_leaves_kept_partitions_running(
     scenario: Scenario, membership: Membership
 ) -> None:
     """Two handlers: one has more to do than it can, so records wait in memory; the other one waits for records."""
@@ -109,7 +109,7 @@ DELAY, SESSION = 2.0, 3.0
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["incremental"])
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])
-async def test_partitions_that_stay_hardly_pause_while_a_member_joins_and_another_one_dies(scenario: Scenario) -> None:
+async def test_kept_partitions_hardly_pause_when_members_join_and_die(scenario: Scenario) -> None:
     """Two members have four partitions. A third one joins, in two rounds; one is killed, and its partitions wait."""
     settings = {"session_timeout": SESSION, "reassignment_delay": DELAY, "assignor": "cooperative-lag"}
     await scenario.create(partitions=4)

@@ -15,7 +15,7 @@ CLEAN = (NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), LagZero())
 @pytest.mark.parametrize(
     "form", ["context", *(pytest.param(form, marks=pytest.mark.chaos) for form in ("record", "thread"))]
 )
-async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenario, form: str) -> None:
+async def test_sigterm_finishes_and_commits_started_records(scenario: Scenario, form: str) -> None:
     await scenario.create(partitions=4)
     rarely = {"commit_interval": 600, "commit_records": None}
     first = scenario.start("a", rarely, form=form, concurrency=32, base=0.05, spread=0.4)
@@ -49,7 +49,7 @@ async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenar
     ],
 )
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])  # keys wait behind no other key
-async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_ends_in_time(
+async def test_a_handler_that_outlasts_shutdown_is_named_and_the_process_exits_in_time(
     scenario: Scenario, form: str, hangs: str
 ) -> None:
     await scenario.create(partitions=2)

@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, Any] = {
         pytest.param(5_000, 10, marks=pytest.mark.timeout(1200), id="5000 of each, 10 kills"),
     ],
 )
-async def test_handlers_with_all_policies_keep_theirs_and_publish_for_every_record_that_they_process(
+async def test_handlers_side_by_side_keep_their_policies_and_publish_every_result(
     scenario: Scenario, records: int, kills: int
 ) -> None:
     chance = random.Random(records)
