@@ -572,7 +572,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.situation.__name__)
-def test_each_situation_is_told_as_promised(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_situation_is_reported_as_documented(row: Row, caplog: pytest.LogCaptureFixture) -> None:
     found: Found | None = None
 
     async def test() -> None:
@@ -620,7 +620,7 @@ def check(row: Row, found: Found, logged: Collection[str]) -> None:
 
 
 @pytest.mark.chaos
-async def test_a_lost_broker_is_told_as_promised(
+async def test_a_lost_broker_is_reported_as_documented(
     own_kafka: KafkaBroker, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = Row(

@@ -60,7 +60,7 @@ async def serve(settings: Settings) -> int:
 # A connection of aiokafka's start is left to the garbage collector when that start is cancelled.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("make", [publish, demo._uncommitted, ask, read, pytest.param(serve, marks=pytest.mark.chaos)])
-def test_a_cancellation_is_not_lost_wherever_it_comes(settings: Settings, make: Any) -> None:
+def test_a_cancellation_is_never_lost(settings: Settings, make: Any) -> None:
     """aiokafka's own `stop` and `close` take the cancellation of who awaits them for one of their own."""
     swept = cancel_at_each_await(lambda: make(settings))
 

@@ -137,7 +137,7 @@ async def in_place(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, top
     return InPlace(kafka, aioshard, publish, topic, tmp_path)
 
 
-async def test_handlers_run_in_the_order_of_the_records_and_what_they_publish_is_published(
+async def test_replay_in_process_runs_handlers_in_order_and_publishes_their_messages(
     in_place: InPlace, kafka: SharedKafka
 ) -> None:
     """With the resources of the app, once for all; nothing is sent to the topic that the records came from."""
@@ -158,7 +158,7 @@ async def test_handlers_run_in_the_order_of_the_records_and_what_they_publish_is
     assert await in_place.due() == set()
 
 
-async def test_what_was_processed_is_not_processed_again(in_place: InPlace) -> None:
+async def test_processed_dead_letters_are_not_processed_again(in_place: InPlace) -> None:
     await in_place.write("0:a", "1:b")
     await in_place.run("--record", f"{in_place.source}/0/0")
 
@@ -167,7 +167,9 @@ async def test_what_was_processed_is_not_processed_again(in_place: InPlace) -> N
     assert [line for line in ended.lines if line.startswith("run")] == ["run 0 1 b 1"]
 
 
-async def test_what_fails_again_stays_due_with_what_waits_behind_it(in_place: InPlace, kafka: SharedKafka) -> None:
+async def test_a_dead_letter_that_fails_again_stays_due_with_its_followers(
+    in_place: InPlace, kafka: SharedKafka
+) -> None:
     """Nothing is sent to the dead-letter topic of the handler: it is a dead letter already."""
     await in_place.write("0:a", "1:b", "2:c", key=b"first")
     await in_place.write("3:d", "4:e", key=b"second")
@@ -190,7 +192,7 @@ async def test_what_fails_again_stays_due_with_what_waits_behind_it(in_place: In
     assert await in_place.due() == set()
 
 
-async def test_a_handler_that_hangs_times_out(in_place: InPlace) -> None:
+async def test_a_hanging_handler_times_out(in_place: InPlace) -> None:
     """Also one that swallows the cancellation: nobody knows what it did."""
     await in_place.write("0:hang", key=b"one")
     await in_place.write("1:swallow", key=b"two")
@@ -206,7 +208,7 @@ async def test_a_handler_that_hangs_times_out(in_place: InPlace) -> None:
 
 
 @pytest.mark.chaos
-async def test_batches_and_plain_functions_run_too(in_place: InPlace) -> None:
+async def test_batch_handlers_and_plain_functions_run_too(in_place: InPlace) -> None:
     await in_place.write("0:a", "1:b", "2:c", key=None, topic=f"{in_place.source}-batches")
     await in_place.write("3:d", "4:e", key=None, topic=f"{in_place.source}-plain")
 
@@ -218,7 +220,7 @@ async def test_batches_and_plain_functions_run_too(in_place: InPlace) -> None:
 
 
 @pytest.mark.chaos
-async def test_dead_letters_of_other_groups_are_left_alone(in_place: InPlace) -> None:
+async def test_dead_letters_of_other_groups_are_skipped(in_place: InPlace) -> None:
     await in_place.write("0:a")
     await in_place.write("1:b", group="accounts")
 
@@ -244,7 +246,7 @@ async def test_a_topic_without_a_handler_is_refused_before_anything_runs(in_plac
     assert done.lines[-1] == f"1 dead letter was processed: {in_place.source} 1"
 
 
-async def test_an_app_that_cannot_start_is_a_sentence(in_place: InPlace, tmp_path: Path) -> None:
+async def test_an_app_that_cannot_start_is_a_clear_error(in_place: InPlace, tmp_path: Path) -> None:
     await in_place.write("0:a")
     module = tmp_path / "module.py"
     module.write_text(module.read_text().replace('yield "the state"', 'raise RuntimeError("no database"); yield'))

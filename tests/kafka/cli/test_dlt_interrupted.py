@@ -21,7 +21,7 @@ LETTERS = 8000
 AT_ONCE = 1000
 
 
-async def test_an_interrupted_replay_is_finished_by_the_next_one(kafka: SharedKafka, topic: str) -> None:
+async def test_the_next_replay_finishes_an_interrupted_one(kafka: SharedKafka, topic: str) -> None:
     letters = f"{topic}.dlt"
     await kafka.create_topic(topic, 2, {"retention.ms": "-1"})
     await kafka.create_topic(letters, 2, {"retention.ms": "-1"})

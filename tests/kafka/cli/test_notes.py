@@ -15,7 +15,7 @@ WITH_EXPIRY = 1
 """Version of a stored offset that names its own time to go, in place of the broker's `offsets.retention.minutes`."""
 
 
-async def test_notes_are_kept_for_years_although_nobody_is_in_their_group(kafka: SharedKafka, topic: str) -> None:
+async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKafka, topic: str) -> None:
     """A broker forgets those of an empty group after a week, and everything would be sent again."""
     letters_topic = f"{topic}.dlt"
     settings = Settings(bootstrap_servers=kafka.bootstrap)

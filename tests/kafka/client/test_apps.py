@@ -82,7 +82,7 @@ async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_partition_goes_on_where_it_was_asked_to(
+async def test_a_seek_moves_a_partition_and_reprocesses_it(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     await fill(kafka, topic, 1)
@@ -109,7 +109,7 @@ async def test_a_partition_goes_on_where_it_was_asked_to(
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so_where_it_does_not(
+async def test_a_seek_survives_a_rebalance_only_if_the_partition_stays(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     await fill(kafka, topic, 2)
@@ -144,7 +144,7 @@ async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so
 
 
 @CLIENTS
-async def test_a_pattern_takes_in_a_topic_that_appears_from_its_start(
+async def test_a_pattern_reads_a_new_topic_from_its_start(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     await fill(kafka, f"{topic}-a", 1)

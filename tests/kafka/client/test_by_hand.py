@@ -72,7 +72,7 @@ async def fill(kafka: KafkaBroker | SharedKafka, topic: str, partitions: int, re
 
 
 @CLIENTS
-async def test_only_what_was_given_is_read_and_committed_and_the_group_stays_empty(
+async def test_only_assigned_partitions_are_read_and_the_group_stays_empty(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
     await kafka.create_topic(topic, 4)
@@ -98,9 +98,7 @@ async def test_only_what_was_given_is_read_and_committed_and_the_group_stays_emp
 
 
 @ONE_CLIENT_QUICKLY
-async def test_the_next_one_goes_on_where_the_commits_are(
-    kafka: SharedKafka, topic: str, group: str, client: str
-) -> None:
+async def test_the_next_process_resumes_at_the_commits(kafka: SharedKafka, topic: str, group: str, client: str) -> None:
     await kafka.create_topic(topic, 2)
     await fill(kafka, topic, 2, 5)
     for expected in ([(1, offset) for offset in range(5)], []):
@@ -114,7 +112,7 @@ async def test_the_next_one_goes_on_where_the_commits_are(
 
 
 @CLIENTS
-async def test_a_partition_or_topic_that_there_is_not_ends_the_start(
+async def test_a_missing_partition_or_topic_ends_the_start(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
     await kafka.create_topic(topic, 2)
@@ -128,7 +126,7 @@ async def test_a_partition_or_topic_that_there_is_not_ends_the_start(
 
 
 @ONE_CLIENT_QUICKLY
-async def test_without_a_limit_for_the_start_it_waits_for_what_there_is_not(
+async def test_without_start_timeout_the_app_waits_for_a_missing_topic(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
     hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, start_timeout=None)
@@ -221,7 +219,7 @@ def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterato
 
 @ONE_CLIENT_QUICKLY
 @MEMBERS
-async def test_members_that_come_later_end_the_process_with_its_next_commit(
+async def test_members_that_join_later_end_the_process_at_its_next_commit(
     kafka: SharedKafka, topic: str, group: str, start: Start, client: str, protocol: dict[str, Any]
 ) -> None:
     await kafka.create_topic(topic, 1)
@@ -242,7 +240,7 @@ async def test_members_that_come_later_end_the_process_with_its_next_commit(
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_last_commit_that_is_refused_is_told_to_who_stopped_it(
+async def test_a_refused_last_commit_is_raised_to_the_caller(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
     await kafka.create_topic(topic, 1)
@@ -259,7 +257,7 @@ async def test_a_last_commit_that_is_refused_is_told_to_who_stopped_it(
 
 
 @ONE_CLIENT_QUICKLY
-async def test_after_a_kill_only_what_was_not_finished_runs_again(
+async def test_after_a_kill_only_unfinished_records_run_again(
     kafka: SharedKafka, topic: str, group: str, start: Start, client: str
 ) -> None:
     """Offset 3 cannot be finished: what finished beyond it is noted with a commit that nobody's member has sent."""
@@ -298,7 +296,7 @@ def lose(transport: object) -> None:
 
 
 @CLIENTS
-async def test_a_client_that_is_lost_is_built_anew_with_the_same_partitions(
+async def test_a_lost_client_is_rebuilt_with_the_same_partitions(
     kafka: SharedKafka, topic: str, group: str, client: str
 ) -> None:
     await kafka.create_topic(topic, 2)
@@ -319,7 +317,7 @@ async def test_a_client_that_is_lost_is_built_anew_with_the_same_partitions(
 @pytest.mark.chaos
 @CLIENTS
 @pytest.mark.timeout(120)
-async def test_a_broker_that_was_restarted_is_read_and_committed_to_again(
+async def test_reading_and_committing_resume_after_a_broker_restart(
     own_kafka: KafkaBroker, topic: str, group: str, client: str
 ) -> None:
     await own_kafka.create_topic(topic, 1)

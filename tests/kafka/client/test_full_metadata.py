@@ -186,7 +186,7 @@ async def noted(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[Not
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("writes", "reads"), [("confluent", "aiokafka"), ("aiokafka", "confluent")])
-async def test_full_texts_of_128_partitions_are_stored_and_used(
+async def test_full_metadata_of_128_partitions_is_stored_and_used(
     kafka: SharedKafka, noted: Noted, topic: str, group: str, writes: str, reads: str
 ) -> None:
     await noted.fill()
@@ -237,7 +237,9 @@ async def sparing(kafka: SharedKafka, tmp_path: Path) -> AsyncIterator[KafkaBrok
 
 
 @pytest.mark.chaos
-async def test_offsets_are_committed_where_no_text_is_stored(sparing: KafkaBroker, topic: str, group: str) -> None:
+async def test_offsets_are_committed_even_when_metadata_is_rejected(
+    sparing: KafkaBroker, topic: str, group: str
+) -> None:
     await sparing.create_topic(topic)
     await sparing.produce(topic, [(None, b"x")] * 20)
     for client in ("aiokafka", "confluent"):

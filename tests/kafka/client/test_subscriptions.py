@@ -18,7 +18,7 @@ async def fill(kafka: SharedKafka, topic: str, name: bytes) -> set[bytes]:
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_running_app_takes_a_topic_and_gives_it_up(
+async def test_a_running_app_subscribes_and_unsubscribes_a_topic(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     other = f"{topic}.other"

@@ -67,7 +67,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, group: str) -> Answers:
         pytest.param(ALL, False, id="not-stored", marks=pytest.mark.chaos),
     ],
 )
-async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
+async def test_an_app_survives_every_commit_response(
     kafka: SharedKafka, topic: str, group: str, answers: Answers, *, codes: tuple[int, ...], stored: bool
 ) -> None:
     await kafka.create_topic(topic, partitions=PARTITIONS)

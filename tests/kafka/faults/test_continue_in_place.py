@@ -30,7 +30,7 @@ ROUNDS = 3
 # Beside another member -----------------------------------------------------------------------
 
 
-async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes(
+async def test_kept_partitions_continue_in_place_while_members_join_and_leave(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """I4 and I12: nothing runs twice, nothing is given to the engine twice, and the order is kept."""
@@ -67,7 +67,7 @@ async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes
     ledger.assert_in_order()
 
 
-async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_rebalance_that_moves_nothing_has_no_effect(kafka: SharedKafka, topic: str, group: str) -> None:
     """A member with a topic of its own joins while handlers run, and leaves while they still do."""
     await kafka.create_topic(topic, partitions=2)
     await kafka.create_topic(f"{topic}.other")
@@ -96,7 +96,7 @@ async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka,
     ledger.assert_in_order()
 
 
-async def test_a_partition_whose_offsets_nobody_tells_is_named_and_then_goes_on_in_place(
+async def test_a_partition_with_unknown_offsets_is_named_and_continues_in_place(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """I11: it is ours and stands still, as nobody says where the group is; what is in hand stays in hand."""
@@ -129,7 +129,7 @@ async def test_a_partition_whose_offsets_nobody_tells_is_named_and_then_goes_on_
     ledger.assert_in_order()
 
 
-async def test_a_commit_of_which_the_answer_was_lost_begins_anew_and_repeats_nothing(
+async def test_a_lost_commit_response_starts_a_new_epoch_and_repeats_nothing(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The broker has another offset than we were told of: it may be somebody else's, so the broker is right."""
@@ -291,7 +291,7 @@ def ended(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return reasons
 
 
-async def test_when_all_five_conditions_hold_the_partition_goes_on_in_place(
+async def test_a_partition_continues_in_place_when_all_five_conditions_hold(
     place: Place, ended: Callable[[], list[str]]
 ) -> None:
     """The control of the tests below: the same scene, and nobody meddles."""
@@ -305,7 +305,7 @@ async def test_when_all_five_conditions_hold_the_partition_goes_on_in_place(
     assert scene.ledger.duplicates == []
 
 
-async def test_a_partition_that_was_not_in_the_preceding_assignment_begins_anew(
+async def test_a_partition_missing_from_the_last_assignment_starts_a_new_epoch(
     place: Place, ended: Callable[[], list[str]]
 ) -> None:
     scene = Scene(place)
@@ -334,7 +334,7 @@ async def test_a_partition_that_was_not_in_the_preceding_assignment_begins_anew(
     assert scene.ledger.duplicates == []
 
 
-async def test_another_member_id_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+async def test_another_member_id_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     scene = Scene(place)
     async with place.app.started(scene.meddler):
 
@@ -348,7 +348,7 @@ async def test_another_member_id_begins_anew(place: Place, ended: Callable[[], l
     assert scene.ledger.duplicates == []
 
 
-async def test_a_generation_that_we_have_missed_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+async def test_a_missed_generation_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     """In between somebody may have had the partition, and given it back."""
     scene = Scene(place)
     async with place.app.started(scene.meddler):
@@ -364,7 +364,7 @@ async def test_a_generation_that_we_have_missed_begins_anew(place: Place, ended:
     assert scene.ledger.duplicates == []
 
 
-async def test_a_committed_offset_that_somebody_moved_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+async def test_a_moved_committed_offset_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     """Behind our back and under our own membership: what was moved back is read again."""
     scene = Scene(place)
     async with place.app.started(scene.meddler):
@@ -383,9 +383,7 @@ async def test_a_committed_offset_that_somebody_moved_begins_anew(place: Place, 
     assert [offset for offset in range(30) if again(offset) not in (1, 2)] == []
 
 
-async def test_a_position_that_is_not_in_the_log_any_more_begins_anew(
-    place: Place, ended: Callable[[], list[str]]
-) -> None:
+async def test_a_position_outside_the_log_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     """Retention passes it while the group rebalances; what is still there is read."""
     scene = Scene(place)
     async with place.app.started(scene.meddler):

@@ -48,7 +48,7 @@ def _good(sent: list[Message]) -> list[Message]:
     return [message for message in sent if message[0] != b"bad"]
 
 
-async def test_a_failing_record_halts_its_shard_alone_and_is_named(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_failing_record_halts_only_its_shard_and_is_named(kafka: SharedKafka, topic: str, group: str) -> None:
     """I1, I2, I6 and I11."""
     await kafka.create_topic(topic, partitions=2)
     app, ledger = _app(kafka, group), Failing()
@@ -88,7 +88,7 @@ async def test_a_failing_record_halts_its_shard_alone_and_is_named(kafka: Shared
     ledger.assert_in_order()
 
 
-async def test_a_halted_record_is_tried_again_after_a_restart(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_halted_record_is_retried_after_a_restart(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     failing, mended = _app(kafka, group), _app(kafka, group)
     broken, ledger = Failing(), Ledger()
@@ -107,7 +107,7 @@ async def test_a_halted_record_is_tried_again_after_a_restart(kafka: SharedKafka
 
 
 @pytest.mark.parametrize("count", [6, 500])
-async def test_until_caught_up_ends_with_what_is_in_the_way(
+async def test_until_caught_up_raises_the_halted_records(
     kafka: SharedKafka, topic: str, group: str, count: int
 ) -> None:
     """Also when not all that is left can be taken in behind it."""
@@ -127,7 +127,7 @@ async def test_until_caught_up_ends_with_what_is_in_the_way(
     assert ledger.attempts == [1, 1]
 
 
-async def test_until_caught_up_waits_for_another_attempt(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_until_caught_up_waits_for_a_retry(kafka: SharedKafka, topic: str, group: str) -> None:
     """A record that waits for its retry is not halted yet."""
     await kafka.create_topic(topic)
     app, runs = _app(kafka, group), [0]
@@ -158,7 +158,7 @@ def _unhashable(record: Record) -> Hashable:
 
 @pytest.mark.parametrize("shards", [None, 4])
 @pytest.mark.parametrize("shard_by", [_raises, _unhashable])
-async def test_a_sharding_function_that_fails_halts_the_record_and_no_worker(
+async def test_a_failing_sharding_function_halts_its_record_and_no_worker(
     kafka: SharedKafka, topic: str, group: str, shard_by: Any, shards: int | None
 ) -> None:
     """Without a key there is no order to run it in; the record never runs, and the others do."""

@@ -28,7 +28,7 @@ Policy = Literal["earliest", "latest", "error"]
 
 
 @pytest.mark.parametrize("policy", [None, "error"])
-async def test_without_an_offset_and_a_policy_the_app_ends_and_names_both(
+async def test_an_app_without_offset_and_policy_ends_and_names_both(
     kafka: SharedKafka, topic: str, group: str, policy: Policy | None
 ) -> None:
     """`earliest` repeats and `latest` skips: nobody chose, so nothing is consumed and nothing committed."""
@@ -49,7 +49,7 @@ async def test_without_an_offset_and_a_policy_the_app_ends_and_names_both(
     assert await kafka.committed(group, topic) == {}
 
 
-async def test_a_partition_without_an_offset_ends_an_app_that_must_not_guess_only_on_a_new_topic(
+async def test_under_error_a_missing_offset_ends_the_app_only_on_a_new_topic(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """A group with commits on the topic has a first position there: later partitions begin at their start."""
@@ -67,7 +67,7 @@ async def test_a_partition_without_an_offset_ends_an_app_that_must_not_guess_onl
     assert ledger.offsets(1) == [0, 1, 2, 3, 4]
 
 
-async def test_earliest_begins_at_the_start_of_the_log(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_earliest_starts_at_the_beginning_of_the_log(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, messages(10))
     await kafka.delete_records(topic, before={0: 4})
@@ -81,9 +81,7 @@ async def test_earliest_begins_at_the_start_of_the_log(kafka: SharedKafka, topic
 
 
 @on_aiokafka_at_least
-async def test_latest_delivers_what_comes_after_the_start_and_skips_nothing_of_it(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
+async def test_latest_delivers_every_record_after_the_start(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, messages(10))
     app, ledger = quick_app(kafka, group, auto_offset_reset="latest"), Ledger()
@@ -100,7 +98,7 @@ async def test_latest_delivers_what_comes_after_the_start_and_skips_nothing_of_i
 
 
 @pytest.mark.parametrize("policy", ["earliest", "latest"])
-async def test_no_record_is_handed_out_before_the_first_position_is_committed(
+async def test_no_record_is_delivered_before_the_first_position_is_committed(
     kafka: SharedKafka, topic: str, group: str, policy: Policy
 ) -> None:
     """Else a crash before the first commit skips, under `latest`, what had come in meanwhile (I3)."""
@@ -127,7 +125,7 @@ async def test_no_record_is_handed_out_before_the_first_position_is_committed(
     assert len(ledger.finished) == (20 if policy == "earliest" else 10)
 
 
-async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
+async def test_latest_skips_no_record_that_arrived_before_the_first_poll(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """A first run that ends before its first record has fixed where the group begins."""
@@ -156,7 +154,7 @@ async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
     "policy", [*(pytest.param(one, marks=pytest.mark.chaos) for one in ("earliest", None)), "latest"]
 )
 @pytest.mark.parametrize(("committed", "why"), [(2, "below the start"), (50, "above the end")])
-async def test_an_offset_outside_the_log_goes_on_at_its_start(
+async def test_an_offset_outside_the_log_resumes_at_its_start(
     kafka: SharedKafka, topic: str, group: str, committed: int, why: str, policy: Policy | None
 ) -> None:
     """Jumping to the end, as clients do under `latest`, would lose what came after the group's first position."""
@@ -177,7 +175,7 @@ async def test_an_offset_outside_the_log_goes_on_at_its_start(
 
 
 @pytest.mark.parametrize("committed", [2, 50])
-async def test_an_offset_outside_the_log_ends_an_app_that_must_not_guess(
+async def test_under_error_an_offset_outside_the_log_ends_the_app(
     kafka: SharedKafka, topic: str, group: str, committed: int
 ) -> None:
     await kafka.create_topic(topic)
@@ -194,7 +192,7 @@ async def test_an_offset_outside_the_log_ends_an_app_that_must_not_guess(
     assert await kafka.committed(group, topic) == {0: committed}
 
 
-async def test_the_end_of_the_log_is_inside_it(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_an_offset_at_the_end_of_the_log_is_valid(kafka: SharedKafka, topic: str, group: str) -> None:
     """A group that has read everything, also when retention has deleted everything since."""
     await kafka.create_topic(topic)
     await kafka.produce(topic, messages(10))
@@ -212,7 +210,7 @@ async def test_the_end_of_the_log_is_inside_it(kafka: SharedKafka, topic: str, g
     assert ledger.offsets(0) == [10, 11, 12]
 
 
-async def test_a_member_that_begins_later_in_the_same_generation_begins_at_the_end_too(
+async def test_a_member_starting_later_in_a_generation_starts_at_the_end_too(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The commits of the quicker one must not look like those of a group that knew the topic long ago."""

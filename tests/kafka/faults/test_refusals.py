@@ -49,7 +49,7 @@ def _assert_only_current(meddler: Meddler) -> None:
 # The group has moved on -----------------------------------------------------------------------
 
 
-async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_again(
+async def test_a_refused_commit_is_dropped_and_the_app_rejoins(
     kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """I9: while we were out, somebody else went on from 15; our older results must not move that."""
@@ -88,7 +88,7 @@ async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_agai
     assert any("refused a commit" in r.getMessage() for r in caplog.records)
 
 
-async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_member_with_an_expired_session_recovers(kafka: SharedKafka, topic: str, group: str) -> None:
     """It takes its heartbeats for answered, but none arrives: the group drops it and says so to the next request."""
     await kafka.create_topic(topic, partitions=2)
     app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=2)
@@ -119,7 +119,7 @@ async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedK
     ledger.assert_in_order()
 
 
-async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing(
+async def test_an_event_loop_blocked_beyond_its_session_loses_nothing(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -179,7 +179,7 @@ def _failed_more_than(app: App, count: int) -> bool:
     return app.statistics().commit_failures > count
 
 
-async def test_each_attempt_of_a_commit_is_computed_anew(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_every_commit_attempt_is_recomputed(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     app, ledger, meddler = _watched(kafka, group, topic)
     tried: list[int] = []
@@ -196,7 +196,7 @@ async def test_each_attempt_of_a_commit_is_computed_anew(kafka: SharedKafka, top
     assert ledger.duplicates == []
 
 
-async def test_a_lost_answer_to_a_commit_costs_nothing(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_lost_commit_response_has_no_effect(kafka: SharedKafka, topic: str, group: str) -> None:
     """The broker has stored it; sending the same again is harmless while the partition is ours."""
     await kafka.create_topic(topic)
     app, ledger, meddler = _watched(kafka, group, topic)
@@ -230,7 +230,7 @@ async def _goes_on_after(
     _assert_only_current(meddler)
 
 
-async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
+async def test_a_poll_that_raises_replaces_the_client_and_loses_nothing(
     kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -252,9 +252,7 @@ async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
 @pytest.mark.parametrize(
     "task", ["fetching", "group membership", pytest.param("looking up topics", marks=pytest.mark.chaos)]
 )
-async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
-    kafka: SharedKafka, topic: str, group: str, task: str
-) -> None:
+async def test_a_dead_client_task_replaces_the_client(kafka: SharedKafka, topic: str, group: str, task: str) -> None:
     """I11: without these tasks the client raises nothing and delivers nothing."""
     await kafka.create_topic(topic, partitions=2)
     app, ledger, meddler = _watched(kafka, group, topic)
@@ -269,9 +267,7 @@ async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
 
 
 @pytest.mark.chaos
-async def test_a_client_that_cannot_be_rebuilt_at_once_is_tried_again_with_longer_pauses(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
+async def test_rebuilding_the_client_is_retried_with_backoff(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     app, ledger, meddler = _watched(kafka, group, topic)
     async with app.started(meddler):
