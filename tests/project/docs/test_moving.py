@@ -86,7 +86,7 @@ def an_app(bootstrap: str, group: str, topic: str, handled: Handled, assignor: A
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_group_goes_on_where_the_other_library_stopped(
+async def test_a_group_resumes_where_the_other_library_stopped(
     kafka: SharedKafka, topic: str, group: str, library: str
 ) -> None:
     await kafka.create_topic(topic, 4)
@@ -103,7 +103,7 @@ async def test_a_group_goes_on_where_the_other_library_stopped(
     assert sorted(handled.values()) == [1] * RECORDS, "each record once: none lost, none repeated"
 
 
-async def test_a_group_that_goes_back_goes_on_at_the_committed_offset(
+async def test_a_group_that_migrates_back_resumes_at_the_committed_offset(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, 4)
@@ -121,7 +121,7 @@ async def test_a_group_that_goes_back_goes_on_at_the_committed_offset(
 
 
 @pytest.mark.parametrize(("library", "assignor"), [("aiokafka", "roundrobin"), ("confluent-kafka", "range")])
-async def test_a_group_may_have_both_for_a_while(
+async def test_a_group_can_run_both_libraries_for_a_while(
     kafka: SharedKafka, topic: str, group: str, library: str, assignor: str
 ) -> None:
     """With the assignor that the other library has by default."""

@@ -93,7 +93,7 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def test_a_page_may_differ_from_what_is_printed_in_numbers_and_blanks_only() -> None:
+def test_output_may_differ_from_the_page_only_in_numbers_and_blanks() -> None:
     expected = pattern(["took 1.25 s at 127.0.0.1:9092", "…", "  done   3"])
 
     assert expected.fullmatch("took 12 s at 10.0.0.1:80\ndone 41\n")

@@ -46,7 +46,7 @@ async def page(site: Path) -> AsyncIterator[Page]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-async def test_the_first_hit_is_the_fitting_page(page: Page) -> None:
+async def test_the_first_search_hit_is_the_expected_page(page: Page) -> None:
     await page.locator("[class*=md-search__button]").first.click()
     wrong = {}
     for word, fitting in WORDS.items():
