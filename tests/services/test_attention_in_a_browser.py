@@ -111,7 +111,7 @@ async def lose_nothing_by_a_reload(watched: Watched, shop: Shop) -> None:
 
 
 @pytest.mark.chaos
-async def test_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_dashboard_shows_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
     shop = Shop()
     async with (

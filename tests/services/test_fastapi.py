@@ -102,7 +102,7 @@ async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_the_socket_closes_requests_end_and_then_the_app_drains_without_the_servers_bound(api: Api) -> None:
+async def test_the_app_drains_after_the_server_has_closed(api: Api) -> None:
     server = await api.start(seconds=GRACE + 2.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client:
         request = asyncio.create_task(client.get("/greeting?seconds=0.7"))
@@ -124,7 +124,7 @@ async def test_the_socket_closes_requests_end_and_then_the_app_drains_without_th
 
 
 @pytest.mark.chaos
-async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None:
+async def test_a_kill_during_the_drain_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     server.send(signal.SIGTERM)
     await until(lambda: "Waiting for application shutdown" in server.log)
@@ -136,7 +136,7 @@ async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None
 
 
 @pytest.mark.chaos
-async def test_a_forced_end_skips_the_drain_and_loses_nothing(api: Api) -> None:
+async def test_a_forced_exit_skips_the_drain_and_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=60.0) as client:
         request = asyncio.create_task(client.get("/greeting?seconds=60"))
@@ -154,7 +154,7 @@ async def test_a_forced_end_skips_the_drain_and_loses_nothing(api: Api) -> None:
     await api.finish()
 
 
-async def test_a_failed_app_is_seen_and_the_server_goes_on(api: Api) -> None:
+async def test_a_failed_app_is_visible_and_the_server_continues(api: Api) -> None:
     server = await api.start(seconds=0.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client:
         await client.post("/fail")
@@ -172,7 +172,7 @@ async def test_a_failed_app_is_seen_and_the_server_goes_on(api: Api) -> None:
     assert "Application shutdown complete" in server.log
 
 
-async def test_a_failed_app_stops_the_server_where_that_is_asked_for(api: Api) -> None:
+async def test_a_failed_app_stops_the_server_on_request(api: Api) -> None:
     server = await api.start(seconds=1.0, stop_server=True)
     async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client:
         request = asyncio.create_task(client.get("/greeting?seconds=0.5"))

@@ -213,7 +213,7 @@ TOO_PALE = """() => {
 }"""
 
 
-async def test_the_page_in_a_browser(
+async def test_the_dashboard_works_in_a_browser(
     kafka: SharedKafka, topic: str, group: str, browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")

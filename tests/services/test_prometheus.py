@@ -57,14 +57,14 @@ def test_each_alert_has_a_test() -> None:
     assert [name for name in names if tested.count(f"alertname: {name}\n") != 2] == []
 
 
-def test_the_page_follows_the_rules_of_prometheus() -> None:
+def test_the_metrics_page_follows_the_prometheus_rules() -> None:
     registry = CollectorRegistry()
     AppCollector(Told(STATISTICS), registry=registry)
     promtool("check", "metrics", page=generate_latest(registry))
 
 
 @pytest.mark.chaos
-async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_grows(
+async def test_alerts_fire_panels_have_data_and_paused_lag_grows(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, partitions=3)

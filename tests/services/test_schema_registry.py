@@ -47,7 +47,7 @@ class Protobuf:
         return await self._read(record.value, CONTEXT)
 
 
-def test_protobuf_is_read_and_a_registry_that_was_away_is_asked_again() -> None:
+def test_protobuf_is_decoded_after_a_schema_registry_outage() -> None:
     registry = AsyncSchemaRegistryClient.new_client({"url": "mock://orders"})
     decode = Protobuf(registry, away=2)
     app = App("billing")

@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     ["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.chaos])],
     indirect=True,
 )
-async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(orders: Group) -> None:
+async def test_kill_9_between_database_commit_and_offset_commit_changes_nothing(orders: Group) -> None:
     await orders.produce(400)
     with orders.start(commit_interval=600, commit_records=None) as first:
         await until(lambda: len(orders.store.inbox()) >= 150)
@@ -86,7 +86,7 @@ async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> None:
+async def test_repeated_kill_9_of_two_members_applies_each_order_once(orders: Group) -> None:
     count, rounds = 2_000, 6
     chance = random.Random(7)
     await orders.produce(count)
@@ -109,7 +109,7 @@ async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> No
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("store", [pytest.param("postgresql", marks=pytest.mark.postgresql)], indirect=True)
-async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(orders: Group) -> None:
+async def test_a_member_frozen_beyond_its_session_does_nothing_twice(orders: Group) -> None:
     """SQLite is left out: whoever stands still in a transaction keeps its file locked."""
     await orders.create()
     with orders.start() as frozen, orders.start() as other:
