@@ -72,7 +72,7 @@ def names(directory: Path) -> list[str]:
     return sorted(found.name for found in directory.rglob("*"))
 
 
-async def test_dead_letters_of_a_run_are_run_again_from_its_rows(
+async def test_dead_letters_of_a_run_can_be_rerun_from_its_rows(
     begin: Callable[[str], HistoryRun], kafka: SharedKafka, tmp_path: Path
 ) -> None:
     run = begin('"key"')
@@ -94,9 +94,7 @@ async def test_dead_letters_of_a_run_are_run_again_from_its_rows(
     assert names(run.directory) == before
 
 
-async def test_only_rows_that_hold_the_record_can_be_run_again(
-    begin: Callable[[str], HistoryRun], tmp_path: Path
-) -> None:
+async def test_only_rows_with_the_record_can_be_rerun(begin: Callable[[str], HistoryRun], tmp_path: Path) -> None:
     run = begin('"key"')
     (tmp_path / "mended").touch()
     await run.plan()

@@ -73,7 +73,7 @@ def run(command: list[str], modules: Path, **environment: str) -> str:
     return done.stdout
 
 
-async def test_reads_and_drains_through_spark_connect(
+async def test_spark_connect_can_read_and_drain(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(topic, partitions=2)

@@ -77,7 +77,7 @@ def through(monkeypatch: pytest.MonkeyPatch, brokers: Brokers) -> Brokers:
     return brokers
 
 
-async def test_it_looks_before_it_commits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handover_reads_the_group_before_it_commits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     brokers = through(monkeypatch, Brokers())
 
     assert (await spark.handover(run)).state == "handed-over"
@@ -87,9 +87,7 @@ async def test_it_looks_before_it_commits(run: RunDirectory, monkeypatch: pytest
     assert brokers.steps == ["look", "commit"]
 
 
-async def test_a_hand_over_of_another_plan_counts_for_nothing(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_handover_of_another_plan_is_ignored(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     brokers = through(monkeypatch, Brokers())
     run.write_json("handover.json", {"plan": PLAN.digest, "before": {}, "offsets": {}, "moved": []})
 
@@ -98,7 +96,7 @@ async def test_a_hand_over_of_another_plan_counts_for_nothing(
 
 
 @pytest.mark.parametrize("letters", [None, {"acknowledged": 1}, {"plan": PLAN.digest, "acknowledged": 2}])
-async def test_letters_of_another_plan_and_one_too_few_keep_the_group_where_it_is(
+async def test_missing_dead_letters_prevent_the_handover(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, letters: dict[str, object] | None
 ) -> None:
     brokers = through(monkeypatch, Brokers())
@@ -112,7 +110,7 @@ async def test_letters_of_another_plan_and_one_too_few_keep_the_group_where_it_i
 
 
 @pytest.mark.parametrize("force", [False, True])
-async def test_members_are_waited_for_and_never_overruled(
+async def test_a_handover_waits_for_members_and_never_overrides_them(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *, force: bool
 ) -> None:
     brokers = through(monkeypatch, Brokers(refusals=2))
@@ -126,7 +124,7 @@ async def test_members_are_waited_for_and_never_overruled(
     assert brokers.steps == ["look", "commit", "look", "commit", "look", "commit"]  # anew before each
 
 
-async def test_what_was_before_is_told_although_the_first_commit_had_no_answer(
+async def test_the_earlier_offsets_are_reported_after_an_unanswered_commit(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brokers = through(monkeypatch, Brokers(unanswered=1))
@@ -137,7 +135,7 @@ async def test_what_was_before_is_told_although_the_first_commit_had_no_answer(
     assert (done.before, done.offsets) == ({"orders": {"0": 5}}, {"orders": {"0": 9}})
 
 
-async def test_what_does_not_pass_is_not_tried_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_permanent_error_is_not_retried(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     brokers = through(monkeypatch, Brokers(unanswered=1, passes=False))
 
     with pytest.raises(CommitError, match="no answer"):
@@ -145,9 +143,7 @@ async def test_what_does_not_pass_is_not_tried_again(run: RunDirectory, monkeypa
     assert brokers.steps == ["look", "commit"]
 
 
-async def test_a_verification_of_another_plan_counts_for_nothing(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_verification_of_another_plan_is_ignored(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     brokers = through(monkeypatch, Brokers())
     run.write_json("verified.json", {"plan": PLAN.digest, "ok": True})
 
@@ -157,6 +153,6 @@ async def test_a_verification_of_another_plan_counts_for_nothing(
 
 
 @pytest.mark.parametrize("wait", [float("nan"), -1.0])
-async def test_a_wait_that_cannot_be_meant_is_refused(run: RunDirectory, wait: float) -> None:
+async def test_an_invalid_wait_is_refused(run: RunDirectory, wait: float) -> None:
     with pytest.raises(PlanError, match="wait="):
         await spark.handover(run, wait=wait)

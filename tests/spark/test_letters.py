@@ -116,7 +116,7 @@ def _where(letters: list[Record]) -> list[tuple[int, int]]:
     return [(one.original.partition, one.original.offset) for one in found if one is not None]
 
 
-async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(
+async def test_dead_letters_match_the_live_app_plus_a_message_id(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What the log says of half a surrogate pair cannot be sent by a worker process of the test run.
@@ -139,7 +139,7 @@ async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(
         assert [name for name, _ in headers] == [name for name, _ in other.headers]
 
 
-async def test_a_letter_failed_when_its_last_attempt_ended(sending: Sending) -> None:
+async def test_a_dead_letter_has_the_time_of_its_last_attempt(sending: Sending) -> None:
     await sending.send()
 
     rows = {(row["partition"], row["offset"]): row for row in sending.run.rows() if row["status"] == "dead_lettered"}
@@ -151,7 +151,7 @@ async def test_a_letter_failed_when_its_last_attempt_ended(sending: Sending) -> 
         assert found.failure.failed_at == pytest.approx(ended, abs=1e-5)
 
 
-async def test_letters_come_in_the_order_of_their_records_batch_by_batch(sending: Sending) -> None:
+async def test_dead_letters_are_in_record_order_batch_by_batch(sending: Sending) -> None:
     told: list[str] = []
 
     assert await sending.send(told) == len(BAD)
@@ -161,7 +161,7 @@ async def test_letters_come_in_the_order_of_their_records_batch_by_batch(sending
     assert told == ["dead letters sent for batch 0: 4", "dead letters sent for batch 1: 1"]
 
 
-async def test_what_was_sent_is_not_sent_again(sending: Sending) -> None:
+async def test_sent_dead_letters_are_not_sent_again(sending: Sending) -> None:
 
     assert [await sending.send(), await sending.send()] == [len(BAD), 0]
 
@@ -170,7 +170,7 @@ async def test_what_was_sent_is_not_sent_again(sending: Sending) -> None:
     assert sending.noted() == {"plan": plan.digest, "acknowledged": len(BAD), "batches": [0, 1]}
 
 
-async def test_a_crash_between_batches_repeats_the_letters_of_one_batch_with_the_same_ids(
+async def test_a_crash_repeats_the_dead_letters_of_one_batch_with_the_same_ids(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = history.RunDirectory.write_json
@@ -195,7 +195,7 @@ async def test_a_crash_between_batches_repeats_the_letters_of_one_batch_with_the
 
 
 @pytest.mark.chaos
-async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(sending: Sending) -> None:
+async def test_a_run_is_handed_over_only_after_its_dead_letters_are_acknowledged(sending: Sending) -> None:
     assert (await sending.run.verify()).dead_lettered == len(BAD)
     with pytest.raises(NotVerifiedError, match="5 of 5 dead letters"):
         sending.check_that_it_may_be_handed_over()
@@ -206,7 +206,7 @@ async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(sendi
 
 
 @pytest.mark.chaos
-async def test_the_command_of_the_hand_over_sends_them_first(sending: Sending) -> None:
+async def test_the_handover_command_sends_dead_letters_first(sending: Sending) -> None:
     """The group may have moved, by another test."""
     run = sending.run
 
@@ -225,7 +225,7 @@ async def test_the_command_of_the_hand_over_sends_them_first(sending: Sending) -
     assert len(await sending.letters()) == len(BAD)
 
 
-async def test_what_is_not_acknowledged_is_an_error_and_not_noted(
+async def test_an_unacknowledged_dead_letter_is_an_error_and_not_recorded(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = KafkaProducer.send
@@ -246,7 +246,7 @@ async def test_what_is_not_acknowledged_is_an_error_and_not_noted(
     assert await sending.send() == 1
 
 
-async def test_the_topic_of_the_plan_comes_before_that_of_the_handler(sending: Sending, tmp_path: Path) -> None:
+async def test_the_plans_dead_letter_topic_overrides_the_handlers(sending: Sending, tmp_path: Path) -> None:
     run, others = sending.run, f"{sending.run.topic}-others"
     again = Sending(dataclasses.replace(run, directory=tmp_path / "again"), others, 0)
     await again.run.plan(on_failure=f"dead-letter:{others}")
@@ -267,7 +267,7 @@ async def test_outcomes_of_another_run_are_refused(sending: Sending, tmp_path: P
         await Sending(skipping, sending.letters_topic, 0).send()
 
 
-async def test_a_letter_that_is_given_up_a_second_time_does_not_keep_its_old_id(sending: Sending) -> None:
+async def test_a_replayed_dead_letter_loses_its_message_id(sending: Sending) -> None:
     """Replayed into its topic, its record has only the headers that it came with."""
     await sending.send()
 

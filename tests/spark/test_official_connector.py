@@ -40,7 +40,7 @@ def jars() -> str:
         skip_or_fail("Spark with its Kafka connector", str(missing))
 
 
-async def test_both_give_the_same_rows_for_offsets_and_for_times(
+async def test_both_connectors_return_the_same_rows(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jars: str
 ) -> None:
     await kafka.create_topic(topic, partitions=3, config={"retention.ms": "-1"})
