@@ -70,5 +70,5 @@ def words(annotation: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_type_checkers_know_the_words_of_a_setting(name: str) -> None:
+def test_type_checkers_know_the_choices_of_a_setting(name: str) -> None:
     assert words(Settings.model_fields[name].annotation) == words(SettingsDict.__annotations__[name])

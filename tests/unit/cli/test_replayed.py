@@ -16,7 +16,7 @@ OFFSETS = st.sets(st.integers(0, 40) | st.integers(0, 3000), max_size=60)
 @example({0, 1}, [{1}])
 @example({0, 1, 2}, [{1}, {0}, {2}])
 @given(OFFSETS, st.lists(OFFSETS, max_size=4))
-def test_finished_in_any_run_is_done_and_nothing_else(offsets: set[int], runs: list[set[int]]) -> None:
+def test_exactly_the_records_finished_in_any_run_are_done(offsets: set[int], runs: list[set[int]]) -> None:
     position = max(offsets, default=-1) + 1
     stored: Committed | None = None
     finished: set[int] = set()
@@ -39,7 +39,7 @@ def test_finished_in_any_run_is_done_and_nothing_else(offsets: set[int], runs: l
     assert {offset for offset in offsets if after.is_done(offset)} == finished
 
 
-def test_of_a_foreign_commit_only_the_offset_counts() -> None:
+def test_only_the_offset_of_a_foreign_commit_counts() -> None:
     """As after a manual reset of the group's offsets."""
     for text in ("", "someone's", CommitMetadata(finished=(Run(8, 9),)).text(6)):
         replayed = ReplayedOffsets(Committed(7, text))
@@ -47,7 +47,7 @@ def test_of_a_foreign_commit_only_the_offset_counts() -> None:
         assert [replayed.is_done(offset) for offset in (6, 7, 8)] == [True, False, False]
 
 
-def test_progress_that_does_not_fit_is_noticed() -> None:
+def test_progress_that_does_not_fit_is_detected() -> None:
     chance = random.Random(7)
     replayed = ReplayedOffsets(None)
     for offset in range(120_000):
@@ -65,7 +65,7 @@ def test_progress_that_does_not_fit_is_noticed() -> None:
     assert not replayed.fits
 
 
-def test_done_from_the_start_needs_no_text() -> None:
+def test_a_fully_replayed_prefix_needs_no_metadata() -> None:
     replayed = ReplayedOffsets(None)
     for offset in range(100_000):
         replayed.add(offset)

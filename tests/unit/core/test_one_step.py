@@ -51,18 +51,18 @@ def advance(tracker: OffsetTracker[str]) -> Callable[[], None]:
     return change
 
 
-def test_the_oldest_record(tracker: OffsetTracker[str], advance: Callable[[], None]) -> None:
+def test_the_oldest_record_is_found_in_one_step(tracker: OffsetTracker[str], advance: Callable[[], None]) -> None:
     oldest = changed_before_every_step(lambda: tracker.oldest, advance)
     assert oldest is not None
     assert 0 < int(oldest) <= tracker.committable
 
 
-def test_the_committable_offset(tracker: OffsetTracker[str], advance: Callable[[], None]) -> None:
+def test_the_committable_offset_is_found_in_one_step(tracker: OffsetTracker[str], advance: Callable[[], None]) -> None:
     committable = changed_before_every_step(lambda: tracker.committable, advance)
     assert 0 < committable <= tracker.committable
 
 
-def test_the_first_parked_records() -> None:
+def test_the_first_parked_records_are_found_in_one_step() -> None:
     parked, numbers = ParkedKeys(), count(2)
 
     def park(number: int) -> None:

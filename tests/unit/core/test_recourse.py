@@ -36,12 +36,12 @@ from aioshard.errors import HandlerError
         (Park, {"topic": "t", "attempts": 1.0}, "attempts=1.0"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(option: Any, arguments: dict[str, Any], named: str) -> None:
+def test_impossible_policies_are_refused_with_a_reason(option: Any, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(HandlerError, match=f"{option.__name__}.*{named}.*was refused: expected"):
         option(**arguments)
 
 
-def test_a_dead_letter_has_a_circuit_breaker_unless_it_is_taken_away() -> None:
+def test_dead_letters_have_a_circuit_breaker_by_default() -> None:
     assert DeadLetter("d").breaker == CircuitBreaker(failure_rate=0.5, window=100, minimum=20)
     assert DeadLetter("d", breaker=None).breaker is None
 
@@ -52,7 +52,7 @@ def opened_after(successes: Iterable[int], **limits: Any) -> int | None:
     return next((number for number, before in enumerate(successes, 1) if state.fail(before, "E")), None)
 
 
-def test_when_everything_fails_it_opens_at_the_minimum_or_after_half_a_window() -> None:
+def test_with_only_failures_it_opens_at_the_minimum_or_half_a_window() -> None:
     assert opened_after([0] * 100) == 20
     assert opened_after([0] * 100, minimum=1) == 1
     assert opened_after([10_000] * 100) == 51
@@ -60,7 +60,7 @@ def test_when_everything_fails_it_opens_at_the_minimum_or_after_half_a_window() 
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.2, 0.3])
-def test_a_lower_share_never_opens_it_also_if_the_failures_end_last_and_in_any_order(share: float) -> None:
+def test_a_lower_failure_share_never_opens_it_in_any_order(share: float) -> None:
     places = [round(number * (1 - share) / share) for number in range(2_000)]
     for seed in range(20):
         random.Random(seed).shuffle(places)
@@ -68,7 +68,7 @@ def test_a_lower_share_never_opens_it_also_if_the_failures_end_last_and_in_any_o
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
-def test_a_higher_share_opens_it_soon(share: float) -> None:
+def test_a_higher_failure_share_opens_it_soon(share: float) -> None:
     places = [5_000 + round(number * (1 - share) / share) for number in range(500)]
     opened = opened_after(places)
     assert opened is not None
@@ -76,7 +76,7 @@ def test_a_higher_share_opens_it_soon(share: float) -> None:
 
 
 @given(st.lists(st.integers(0, 300)), st.integers(1, 50), st.integers(1, 50), st.floats(0.05, 0.95))
-def test_it_opens_only_with_more_failures_than_the_share_of_a_window(
+def test_it_opens_only_above_the_failure_share_of_a_window(
     places: list[int], window: int, minimum: int, share: float
 ) -> None:
     limits = CircuitBreaker(failure_rate=share, window=window, minimum=min(minimum, window))
@@ -90,7 +90,7 @@ def test_it_opens_only_with_more_failures_than_the_share_of_a_window(
             return
 
 
-def test_after_it_closed_it_begins_anew() -> None:
+def test_a_closed_circuit_breaker_starts_over() -> None:
     state = BreakerState(CircuitBreaker(window=10, minimum=4))
     assert [state.fail(0, "E") for _ in range(4)] == [False, False, False, True]
     assert state.fail(0, "E"), "it stays open"

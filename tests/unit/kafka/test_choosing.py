@@ -25,7 +25,7 @@ def test_the_setting_chooses_the_client() -> None:
     assert isinstance(kafka_clients(settings(client="confluent"), "g").transport(), ConfluentTransport)
 
 
-def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "confluent_kafka" else found(name))
 
@@ -33,7 +33,7 @@ def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch: pyt
         kafka_clients(settings(client="confluent"), "g")
 
 
-def test_the_client_is_told_to_commit_nothing_and_to_choose_no_position() -> None:
+def test_auto_commit_and_auto_offset_reset_are_off_in_the_client() -> None:
     options = consumer_options(settings(client="confluent"), "billing")
 
     assert options["enable.auto.commit"] is options["enable.auto.offset.store"] is False
@@ -44,7 +44,7 @@ def test_the_client_is_told_to_commit_nothing_and_to_choose_no_position() -> Non
     assert "debug" not in options
 
 
-def test_a_client_without_brokers_returns_to_the_bootstrap_servers_and_pauses_between_its_attempts() -> None:
+def test_a_client_without_brokers_retries_the_bootstrap_servers_with_pauses() -> None:
     options = consumer_options(settings(client="confluent"), "g")
     told = consumer_options(settings(client="confluent", client_options={"reconnect.backoff.ms": 50}), "g")
 
@@ -52,7 +52,7 @@ def test_a_client_without_brokers_returns_to_the_bootstrap_servers_and_pauses_be
     assert (options["reconnect.backoff.ms"], told["reconnect.backoff.ms"]) == (1000, 50)
 
 
-def test_under_kip_848_the_session_is_the_brokers() -> None:
+def test_under_kip_848_the_broker_sets_the_session() -> None:
     options = consumer_options(
         settings(
             client="confluent",
@@ -68,7 +68,7 @@ def test_under_kip_848_the_session_is_the_brokers() -> None:
     assert not {"session.timeout.ms", "heartbeat.interval.ms", "partition.assignment.strategy"} & options.keys()
 
 
-def test_the_clients_queue_and_our_buffers_hold_half_of_the_bound_together() -> None:
+def test_the_client_queue_and_our_buffers_share_half_of_the_bound() -> None:
     bound = 64 << 20
     options = consumer_options(settings(client="confluent", max_buffered_bytes=bound), "g")
 
@@ -77,7 +77,7 @@ def test_the_clients_queue_and_our_buffers_hold_half_of_the_bound_together() -> 
         assert queued + partitions * share_of_buffer(partitions, bound // 2) <= bound // 2
 
 
-def test_tls_and_sasl_are_told_under_the_clients_names(tmp_path: Any) -> None:
+def test_tls_and_sasl_are_passed_under_the_clients_names(tmp_path: Any) -> None:
     authority = tmp_path / "ca.pem"
     authority.write_text("")
     options = consumer_options(
@@ -99,7 +99,7 @@ def test_tls_and_sasl_are_told_under_the_clients_names(tmp_path: Any) -> None:
     assert options["ssl.endpoint.identification.algorithm"] == "none"
 
 
-def test_the_clients_own_log_goes_to_one_logger() -> None:
+def test_the_client_log_goes_to_one_logger() -> None:
     options = consumer_options(settings(client="confluent"), "g")
 
     assert options["logger"] is logging.getLogger("aioshard.kafka.confluent.librdkafka")

@@ -341,7 +341,7 @@ async def outcome(
 @pytest.mark.parametrize(("question", "kind"), VERSIONS, ids=named)
 @settings(max_examples=2, phases=[Phase.generate])
 @given(several=several, data=st.data())
-async def test_an_error_in_any_field_is_neither_nothing_nor_done(
+async def test_an_error_in_any_field_means_neither_empty_nor_done(
     question: Question, kind: type[Response], several: set[TopicPartition], data: st.DataObject
 ) -> None:
     asked = frozenset([ONE]) if question.single else frozenset(several)
@@ -358,7 +358,7 @@ async def test_an_error_in_any_field_is_neither_nothing_nor_done(
 @pytest.mark.parametrize(("question", "kind"), [pair for pair in VERSIONS if pair[0].missing], ids=named)
 @settings(max_examples=20, phases=[Phase.generate])
 @given(several=several, data=st.data())
-async def test_what_an_answer_leaves_out_is_neither_nothing_nor_done(
+async def test_an_omitted_partition_means_neither_empty_nor_done(
     question: Question, kind: type[Response], several: set[TopicPartition], data: st.DataObject
 ) -> None:
     asked = frozenset([ONE]) if question.single else frozenset(several)

@@ -21,7 +21,7 @@ def times_from(start: float, steps: list[float], limit: RateLimit) -> list[float
 
 
 @given(LIMITS, st.floats(0.0, 1e6), STEPS)
-def test_a_bucket_does_what_exact_arithmetic_says(limit: RateLimit, start: float, steps: list[float]) -> None:
+def test_a_bucket_matches_exact_arithmetic(limit: RateLimit, start: float, steps: list[float]) -> None:
     bucket = TokenBucket(limit)
     rate, burst = Fraction(limit.per_second), limit.at_once
     level, before = Fraction(burst), Fraction(start)
@@ -35,9 +35,7 @@ def test_a_bucket_does_what_exact_arithmetic_says(limit: RateLimit, start: float
 
 
 @given(LIMITS, st.floats(0.0, 1e6), STEPS)
-def test_no_time_sees_more_than_the_burst_and_what_comes_in_it(
-    limit: RateLimit, start: float, steps: list[float]
-) -> None:
+def test_no_interval_exceeds_the_burst_plus_its_rate(limit: RateLimit, start: float, steps: list[float]) -> None:
     bucket = TokenBucket(limit)
     taken: list[float] = []
     for now in times_from(start, steps, limit):
@@ -49,7 +47,7 @@ def test_no_time_sees_more_than_the_burst_and_what_comes_in_it(
 
 
 @given(LIMITS, st.floats(0.0, 1e6), st.integers(1, 300))
-def test_who_takes_each_token_when_it_is_due_gets_all_of_them(limit: RateLimit, start: float, tokens: int) -> None:
+def test_taking_every_due_token_gets_all_of_them(limit: RateLimit, start: float, tokens: int) -> None:
     bucket = TokenBucket(limit)
     now = start
     for _ in range(limit.at_once + tokens):
