@@ -1,4 +1,4 @@
-"""Partitions whose leader is away, on a real cluster: the others resume, and members start."""
+"""Partitions without a leader on a real cluster: the others resume, and members start."""
 
 import asyncio
 

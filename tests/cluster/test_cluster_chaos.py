@@ -1,4 +1,4 @@
-"""Three members on three brokers, to both of which things happen all the time (I1, I3, I4, I9, I11, I12).
+"""Chaos for three members and three brokers (I1, I3, I4, I9, I11, I12).
 
 Environment variables of the long run: `AIOSHARD_CHAOS_SECONDS` of load, `AIOSHARD_CHAOS_SEEDS` such as `1,2,3`, and
 `AIOSHARD_CHAOS_FIGURES`, a file to which each run appends its figures as a line of JSON.

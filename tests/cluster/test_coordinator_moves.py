@@ -1,4 +1,4 @@
-"""The coordinator of a group moves and a member dies: its heir continues where the group had committed.
+"""The coordinator of a group moves and a member dies: the new owner resumes at the commits.
 
 The old coordinator answers then that it is not the coordinator. Taken for "nothing is committed" this loses records
 under `latest`, and runs them again under `earliest`.

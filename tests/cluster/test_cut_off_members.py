@@ -1,4 +1,4 @@
-"""A member that no longer reaches its coordinator: what it has is another member's after the session."""
+"""A member that no longer reaches its coordinator loses its partitions when its session expires."""
 
 import asyncio
 import contextlib
@@ -150,7 +150,7 @@ async def test_a_member_cut_off_while_rejoining_gives_up_its_kept_partitions(
 
 
 async def ends_in_time_and_comes_back(pair: Group, cut: Sequence[Rule]) -> None:
-    """What a member does that *cut* keeps from its coordinator since now."""
+    """Check that the member that *cut* has just cut off gives up in time, and rejoins when the rules are lifted."""
     now = asyncio.get_running_loop().time
     cut_at = now()
     await until(lambda: len(pair.other.statistics().partitions) == 6)

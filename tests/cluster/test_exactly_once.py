@@ -1,4 +1,4 @@
-"""I13 on three brokers: what happens to a broker while processes have transactions open."""
+"""I13 on three brokers: broker failures while processes have open transactions."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A member that was cut off until the group had given it up comes back when it reaches its coordinator again."""
+"""A member that the group has dropped rejoins when it reaches its coordinator again."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""All brokers are restarted one after the other under load: members notice, and nothing runs twice (I3, I4, I12)."""
+"""A rolling restart of all brokers under load: nothing runs twice (I3, I4, I12)."""
 
 import contextlib
 import itertools

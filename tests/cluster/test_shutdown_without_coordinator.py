@@ -1,4 +1,4 @@
-"""SIGTERM while the coordinator does not answer: the last commit has all the time that is left (I12)."""
+"""SIGTERM while the coordinator is unavailable: the last commit gets all remaining time (I12)."""
 
 import asyncio
 

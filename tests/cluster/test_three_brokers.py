@@ -1,4 +1,4 @@
-"""The cluster of three and its proxies: faults that do not happen as chosen would prove nothing."""
+"""The cluster of three brokers and its proxies inject exactly the chosen faults."""
 
 import asyncio
 from collections.abc import AsyncIterator
