@@ -1,4 +1,4 @@
-"""Apps that run in a test: what is published to them, what is inside, and waiting for what nobody tells."""
+"""Running apps in tests: publishing, inspecting and waiting."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A partition whose leader is away keeps no other partition waiting, and no app from starting."""
+"""A partition without a leader delays no other partition and no start."""
 
 import asyncio
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def test_a_seek_reports_that_the_partition_has_no_leader() -> None:
 
 @pytest.mark.parametrize("tenths", range(16))
 def test_a_seek_opens_another_partition_once(tenths: int) -> None:
-    """Whatever of the look for the leader it meets: two looks at once made two epochs of the partition."""
+    """At any step of the leader lookup: two concurrent lookups once made two epochs of the partition."""
 
     async def test(shop: Shop) -> None:
         shop.latency = {"committed": 0.2, "log ranges": 0.4, "commit": 0.3}

@@ -1,4 +1,4 @@
-"""How much of a partition is taken in, where chance rarely comes."""
+"""Admission to the buffer in rare situations."""
 
 import asyncio
 

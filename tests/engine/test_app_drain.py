@@ -1,4 +1,4 @@
-"""`App.drain`: the app ends its part in the group, and the process lives on."""
+"""`App.drain` ends the app's membership while the process continues."""
 
 import asyncio
 import contextlib

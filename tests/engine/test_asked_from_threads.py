@@ -1,4 +1,4 @@
-"""Statistics and explanations are asked for from other threads, while the loop changes what they read."""
+"""Statistics and explanations are read by other threads while the event loop changes their data."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""An assignment that comes while the one before it is still being looked into, as where only some partitions move."""
+"""A second assignment arrives while the first is being resolved, as in incremental rebalances."""
 
 import asyncio
 

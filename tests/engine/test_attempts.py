@@ -1,4 +1,4 @@
-"""What counts as an attempt, and what is told about failed ones."""
+"""Which runs count as attempts, and how failed ones are logged."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Shards of batches, by themselves: what a drain may start of a shard whose batch has ended badly."""
+"""Batch shards on their own: which records a drain may start after a failed batch."""
 
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards

@@ -1,4 +1,4 @@
-"""Handlers of batches: what comes together, in which order, and what becomes of each record."""
+"""Batch handlers: which records are batched, in which order, and the outcome of each record."""
 
 import asyncio
 import time
@@ -66,7 +66,7 @@ def consume(clicks: Clicks, keys: Sequence[str | None], values: Sequence[object]
     run(test())
 
 
-# What comes together ------------------------------------------------------------------
+# Filling batches ----------------------------------------------------------------------
 
 
 def test_a_full_batch_starts_at_once_and_the_rest_after_linger() -> None:
@@ -281,7 +281,7 @@ def test_the_speed_of_a_test_client_applies_to_linger_too() -> None:
     assert clicks.app.handlers[0].batch == Batch(max_records=500, linger=50.0)
 
 
-# What becomes of each record ----------------------------------------------------------
+# Outcome of each record ---------------------------------------------------------------
 
 
 def test_named_records_run_again_and_the_rest_completes() -> None:
@@ -503,7 +503,7 @@ def test_a_parked_key_leaves_the_batches_and_returns_in_them() -> None:
     assert clicks.app.statistics().handlers[0].processed == 7
 
 
-# What a handler may know --------------------------------------------------------------
+# Context of a handler -----------------------------------------------------------------
 
 
 def test_a_batch_context_has_attempt_deadline_and_publish() -> None:

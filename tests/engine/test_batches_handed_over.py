@@ -1,4 +1,4 @@
-"""Batches, and partitions that are taken away, paused or lost: nothing waits for a batch to fill or runs twice."""
+"""Batches of partitions that are revoked, paused or lost: nothing waits for a batch to fill or runs twice."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Cancelling the app at every point where it awaits: nothing is lost, nothing is committed ahead."""
+"""Cancelling the app at every await: nothing is lost, nothing is committed ahead."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The client is lost, and another one is built."""
+"""The client is lost and replaced."""
 
 import asyncio
 

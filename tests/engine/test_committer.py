@@ -1,4 +1,4 @@
-"""The commit coordinator with a client whose answers the test decides."""
+"""The commit coordinator with a scripted client."""
 
 import asyncio
 import functools
@@ -89,7 +89,7 @@ class Desk:
 
     @property
     def noted(self) -> list[list[Run]]:
-        """What each commit noted as finished of the first partition."""
+        """The completions stored with each commit of the first partition."""
         return [
             list(CommitMetadata.read(due.metadata, due.offset).finished)
             for commit in self.client.commits
@@ -549,7 +549,7 @@ async def test_commits_keep_the_interval_after_a_failed_flush(desk: Desk) -> Non
     assert 9 <= len(desk.client.sent) - before <= 11
 
 
-# What is finished beyond the committed offset ---------------------------------------------
+# Completions beyond the committed offset --------------------------------------------------
 
 
 @with_desk

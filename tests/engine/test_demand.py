@@ -1,4 +1,4 @@
-"""No more is taken in than the workers soon need: records that wait in memory cost time and replays."""
+"""Intake is limited to what workers need soon: buffered records cost memory and replays."""
 
 import asyncio
 

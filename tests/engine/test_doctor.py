@@ -1,4 +1,4 @@
-"""Why a partition does not advance: each cause in a sentence, with the record, since when, and what to do (I11)."""
+"""Why a partition does not advance: every cause with its record, duration and fix (I11)."""
 
 import asyncio
 import contextlib
@@ -963,7 +963,7 @@ def test_a_partition_with_new_records_is_advancing() -> None:
 
 
 def test_a_slow_partition_is_not_stuck_while_it_advances(caplog: pytest.LogCaptureFixture) -> None:
-    """What was in hand for long behind another record is not in the way when it comes to the front."""
+    """A record that waited long behind another does not block once it reaches the front."""
     app, hanging = make_app(stuck_after=10.0), Hanging()
 
     @app.consume("orders", shard_by="partition")

@@ -1,4 +1,4 @@
-"""What a drain waits for, and what it does not: each of these would have it last until its deadline."""
+"""Which records a drain waits for. Every mistake here would make it last until its deadline."""
 
 import asyncio
 from collections.abc import Hashable, Sequence

@@ -1,4 +1,4 @@
-"""What finished beyond the committed offset is not run again by whoever goes on there."""
+"""The next owner does not rerun records that finished beyond the committed offset."""
 
 import asyncio
 import contextlib

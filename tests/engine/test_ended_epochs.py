@@ -1,4 +1,4 @@
-"""What remains of an epoch that has ended."""
+"""Ended epochs leave nothing behind."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Exactly-once processing on the in-memory broker: what leaves with a completion, and what does not."""
+"""Exactly-once processing on the in-memory broker: which messages are published with a completion."""
 
 import asyncio
 import contextlib

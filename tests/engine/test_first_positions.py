@@ -1,4 +1,4 @@
-"""Where several members of a new group begin under `latest`."""
+"""First positions of several members of a new group under `latest`."""
 
 import asyncio
 

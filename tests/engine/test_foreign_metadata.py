@@ -1,4 +1,4 @@
-"""What the group's commits say beyond an offset, when an app opens its partitions."""
+"""Commit metadata of other programs, read when an app opens its partitions."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What a partition that cannot advance gives back, and how it comes again."""
+"""Eviction of records by a partition that cannot advance, and their refetch."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What happens between the moment in which a partition is taken away and the one in which it is ours again."""
+"""Events between the revocation of a partition and its next assignment."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Shard keys that cannot be used: an outcome for their record, and nothing for the others or for the app."""
+"""Unusable shard keys: an outcome for their record, no effect on others."""
 
 import asyncio
 from typing import Any

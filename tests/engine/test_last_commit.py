@@ -1,4 +1,4 @@
-"""Stopping while commits are not acknowledged: for a while, or for good."""
+"""Stopping while commits are not acknowledged, for a while or permanently."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The lag goes on growing where nothing is fetched, and says since when."""
+"""Consumer lag keeps growing when nothing is fetched, and has an age."""
 
 import asyncio
 import time
@@ -133,7 +133,7 @@ def test_lag_counts_from_the_committed_offset() -> None:
     run(test())
 
 
-# What is asked, by itself ---------------------------------------------------------------
+# The poller on its own ------------------------------------------------------------------
 
 ORDERS = TopicPartition("orders", 0)
 
@@ -161,7 +161,7 @@ class Client:
 
 
 class Asking:
-    """What asks, with one partition at a position."""
+    """The poller of log ends, with one partition at a position."""
 
     def __init__(self) -> None:
         self.client = Client()

@@ -1,4 +1,4 @@
-"""Texts of full length, of many partitions: making and reading them takes a while, in which others run."""
+"""Metadata of full length for many partitions: other tasks run while it is read and written."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A loop that a handler blocks is named from outside: while it lasts, and in the log when it is over."""
+"""A blocked event loop is reported from another thread: while it lasts and in the log afterwards."""
 
 import asyncio
 import logging

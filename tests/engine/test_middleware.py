@@ -1,4 +1,4 @@
-"""What runs around every attempt: in order, with what it changes, and with whatever it raises."""
+"""Middleware around every attempt: order, changes and exceptions."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""A partition that cannot advance keeps a minimum of the memory, and gives back the rest (I6)."""
+"""A partition that cannot advance keeps a minimum of the memory and evicts the rest (I6)."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def published(broker: InMemoryBroker, partitions: int) -> None:
 
 
 def test_halted_partitions_leave_most_memory_to_the_others() -> None:
-    """Whatever they had taken in before they halted."""
+    """However many records they had buffered before they halted."""
     app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
     halted: set[int] = set()
 

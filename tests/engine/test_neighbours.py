@@ -1,4 +1,4 @@
-"""What was given back by a partition that cannot advance comes again as far as its minimum of the memory goes."""
+"""Records evicted by a partition that cannot advance are refetched up to its minimum."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A client that cannot be built at all: the app says so once, in a sentence."""
+"""A client that cannot be built at all is reported once."""
 
 import logging
 

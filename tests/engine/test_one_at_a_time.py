@@ -1,4 +1,4 @@
-"""An app runs once at a time, its resources included."""
+"""An app and its resources run once at a time."""
 
 import asyncio
 import contextlib

@@ -129,7 +129,7 @@ def test_intake_is_limited_to_records_that_can_start_soon() -> None:
     run(test())
 
 
-# Of each key ------------------------------------------------------------------------
+# Limits per key ---------------------------------------------------------------------
 
 
 def test_a_record_waiting_for_the_rate_limit_is_explained() -> None:

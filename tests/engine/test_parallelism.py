@@ -1,4 +1,4 @@
-"""How long work takes in virtual time, beside the arithmetic: shards decide how much runs at once, not partitions."""
+"""Processing time in virtual time: shards, not partitions, determine the parallelism."""
 
 import asyncio
 import random

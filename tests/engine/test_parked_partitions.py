@@ -1,4 +1,4 @@
-"""What a partition takes in of its side topic, and what it leaves alone: plain records, no broker."""
+"""Which side-topic records a partition adopts and which it ignores, without a broker."""
 
 import math
 
@@ -108,7 +108,7 @@ def test_a_tombstone_of_another_generation_removes_nothing() -> None:
 
 
 def test_a_removal_by_a_later_owner_is_ignored_here() -> None:
-    """Who has lost the partition and does not know it must not go on with the key: the owner runs the record first."""
+    """A stale member must not continue with the key: the owner runs the record first."""
     made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
     made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=8), 2))
     assert offsets(made) == [3, 4]

@@ -1,4 +1,4 @@
-"""What runs again is read from the side topic about once, in whatever order it is asked for."""
+"""Replays read the side topic about once, in any order."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Parked keys: in order, durable, and nobody else notices."""
+"""Parked keys stay in order, are durable, and affect no other key."""
 
 import asyncio
 from collections import defaultdict
@@ -453,7 +453,7 @@ def test_a_deleted_parked_record_is_named() -> None:
 
 
 def old_life(broker: InMemoryBroker, *offsets: int) -> None:
-    """What was parked of partition 0 when the group had a far higher generation than it has now."""
+    """Park records in partition 0 from a time when the group had a far higher generation than now."""
     broker.create_topic("orders", 1)
     broker.create_topic(PARKED, 1)
     for _ in range(3):

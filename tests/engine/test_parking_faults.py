@@ -1,4 +1,4 @@
-"""What goes wrong around parked keys: somebody intervenes, the side topic fails, the partition is paused."""
+"""Faults around parked keys: operator actions, side-topic failures, pauses."""
 
 import asyncio
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Handlers that take what a value says: a record that says something else fails once, and stands in nobody's way."""
+"""Typed payloads: an undecodable record fails once and delays no other."""
 
 import asyncio
 import dataclasses

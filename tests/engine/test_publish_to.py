@@ -1,4 +1,4 @@
-"""What a handler returns is published before its record is complete, and what `publish` makes of values."""
+"""Returned results are published before their record completes; values of `publish`."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the log of rebalances makes of what it is told: each second, and each record, in the one place that it is of."""
+"""The rebalance log counts every second and every record exactly once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the report of a rebalance says: cause, phases, what was in flight, what stayed and what went."""
+"""The rebalance report: cause, phases, records in flight, kept and revoked partitions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""What happens to a record whose attempts are used up, and to everything around it."""
+"""Failure policies: the outcome of a record without attempts left, and its effect on others."""
 
 import asyncio
 import contextlib
@@ -577,7 +577,7 @@ def test_a_running_record_continues_while_its_partition_is_paused() -> None:
     assert sorted(log) == [0, 1, 2, 3, 4]
 
 
-# What may be wrong with a record before its handler sees it ------------------------------------
+# Errors before the handler sees a record -------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [None, 3])

@@ -1,4 +1,4 @@
-"""What a failure policy does where several things go wrong at once, and what an operator changes meanwhile."""
+"""Failure policies with several faults at once, and with operator actions in between."""
 
 import asyncio
 

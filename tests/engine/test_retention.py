@@ -1,4 +1,4 @@
-"""Retention deletes what has not been read."""
+"""Retention deletes records before they are read."""
 
 import asyncio
 

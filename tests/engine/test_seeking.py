@@ -1,4 +1,4 @@
-"""A partition goes on where the application asks, and nothing of what was finished before is taken along."""
+"""A seek moves a partition and discards stored completions."""
 
 import asyncio
 import datetime as dt

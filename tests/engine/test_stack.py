@@ -1,4 +1,4 @@
-"""Where a run stands: file and line of each await, through whatever asyncio puts between."""
+"""The stack of a run: file and line of every await, through all asyncio wrappers."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ async def while_suspended(coroutine: Coroutine[Any, Any, object], turns: int = 5
         await asyncio.wait([task])
 
 
-# What a handler may await
+# Awaitables of a handler
 
 
 async def hang() -> None:
@@ -265,7 +265,7 @@ def test_a_call_that_blocks_the_loop_is_seen_from_another_thread() -> None:
     assert seen[0].waits_in == "threading.Event.wait"
 
 
-# What an application is
+# The application's own code
 
 
 async def test_an_installed_application_is_recognized_by_its_package(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ async def test_an_installed_application_is_recognized_by_its_package(tmp_path: P
     assert stack.place.function == "shop"
 
 
-# What must not happen
+# Safety
 
 
 class _Touchy:

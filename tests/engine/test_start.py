@@ -1,4 +1,4 @@
-"""`start_timeout`: what ends a start, and what a start waits for."""
+"""`start_timeout`: which conditions end a start, and which it waits for."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""While the app stops."""
+"""Assignments and lost partitions while the app stops."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The topics of a handler change while the app runs."""
+"""Topics are subscribed and unsubscribed while the app runs."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A lopsided backlog is told: where it is, and when the last partition is done."""
+"""A lopsided backlog is reported with its partitions and an estimate of the end."""
 
 import asyncio
 

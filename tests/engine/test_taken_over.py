@@ -1,4 +1,4 @@
-"""What a later owner makes of what was noted with the offset that it finds."""
+"""How the next owner uses metadata stored with a committed offset."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

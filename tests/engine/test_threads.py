@@ -1,4 +1,4 @@
-"""Plain functions run in threads, and a cancelled run ends when its thread does."""
+"""Plain functions run in threads, and a cancelled run ends with its thread."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""How long runs take and records wait: exact, although nobody looks at most of them."""
+"""Durations of runs and waits: exact, although most are not sampled."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A side topic that acknowledges nothing, as one whose replicas are not in sync, while all others do."""
+"""A side topic that acknowledges nothing, as without in-sync replicas, while other topics work."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Consuming to the end: up to the ends that were seen first, however long it takes."""
+"""Until caught up: consuming up to the ends seen at the start."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.engine.running import engine_of
 
 
 def test_the_target_ends_survive_a_rebalance() -> None:
-    """What is published meanwhile would else have the run go on for as long as somebody publishes."""
+    """Otherwise records published meanwhile would prolong the run indefinitely."""
     gate = asyncio.Event()
     app = App("billing")
 

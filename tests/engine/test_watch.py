@@ -1,4 +1,4 @@
-"""A partition that stands still says so in the log, by itself (I11)."""
+"""A stuck partition is reported in the log without being asked (I11)."""
 
 import asyncio
 import logging
@@ -144,7 +144,7 @@ def make_watch(*epochs: Partition, behind: int = 0) -> Watch:
 
 
 def reports(watch: Watch, caplog: pytest.LogCaptureFixture, checks: int = 3, every: float = 25.0) -> list[str]:
-    """What the log has after so many checks, without the part that describes."""
+    """Return the log after so many checks, without the descriptive part."""
     caplog.clear()
     for _ in range(checks):
         look(watch, every)

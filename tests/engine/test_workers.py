@@ -1,4 +1,4 @@
-"""Workers outlive what handlers do to them, or the app says that they did not."""
+"""Workers survive everything handlers do, or the app reports that they did not."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What goes on inside the handlers, as the page and the terminal show it; and parked keys that are released."""
+"""The workload as the dashboard and the terminal show it; releasing parked keys."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""The event journal: what it says of each record, and that neither a disk nor a crash spoils it."""
+"""The event journal: a row for every record, unharmed by disk errors and crashes."""
 
 import asyncio
 import functools
@@ -69,7 +69,7 @@ def live(app: App, *records: tuple[str | None, str], topic: str = "orders") -> N
     run(scenario())
 
 
-# What a row says ------------------------------------------------------------------------------------------------
+# Contents of a row ----------------------------------------------------------------------------------------------
 
 
 def test_every_outcome_of_a_record_has_a_row(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_record_without_a_shard_key_never_ran(tmp_path: Path, options: dict[st
 def test_every_record_of_a_batch_has_the_times_and_result_of_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What the log says of the message cannot be sent by a worker process of the test run.
+    # A worker process of the test run cannot send the message of the log.
     monkeypatch.setattr(logging.getLogger("aioshard.engine.failures"), "disabled", True)
     app = App("billing", journal=tmp_path)
     fail = [True]

@@ -1,4 +1,4 @@
-"""One line for each change of state, with fields that a program can read; and none per record."""
+"""One log line with structured fields per state change, and none per record."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Metrics: what a scrape shows of an app's statistics."""
+"""Metrics: a scrape shows the statistics of an app."""
 
 import dataclasses
 import json
@@ -273,7 +273,7 @@ DESIGNED = {
     "event_loop_delay_seconds": ("histogram", ()),
     "build_info": ("info", ("version", "client")),
 }
-"""What dashboards and alerts of others rest on: renaming one of these breaks them."""
+"""Names that dashboards and alerts of users depend on: renaming one breaks them."""
 
 
 @pytest.mark.parametrize("name", DESIGNED)

@@ -1,4 +1,4 @@
-"""Spans of an app: which there are, what they say, how they hang together, and that headers fail nothing."""
+"""Spans of an app: names, attributes, parents and links, whatever the headers contain."""
 
 import asyncio
 import contextlib
@@ -361,7 +361,7 @@ def test_a_dead_letter_of_a_batch_is_a_child_of_the_failed_attempt() -> None:
     assert (send.name, parent_of(send), links(send)) == ("send orders.dlt", span_id(process), [SPAN_ID])
 
 
-# What is published ------------------------------------------------------------------------
+# Publishing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])

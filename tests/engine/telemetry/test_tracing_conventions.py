@@ -1,4 +1,4 @@
-"""The names in spans are those of the conventions' own package, and only those."""
+"""Spans use exactly the names of the OpenTelemetry semantic conventions."""
 
 import ast
 import itertools
@@ -26,7 +26,7 @@ def as_constant(name: str) -> str:
 
 
 def described(module: Any) -> dict[str, str]:
-    """What the package writes below each name."""
+    """Return the package's description of each name."""
     body = ast.parse(Path(module.__file__).read_text()).body
     found = {}
     for node, following in itertools.pairwise(body):
@@ -62,7 +62,7 @@ def test_operation_types_match_the_semantic_conventions() -> None:
     assert "kafka" in {one.value for one in messaging_attributes.MessagingSystemValues}
 
 
-# What comes out ----------------------------------------------------------------------------
+# Exported spans ----------------------------------------------------------------------------
 
 
 class Measured:

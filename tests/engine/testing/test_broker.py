@@ -1,4 +1,4 @@
-"""Topics, scripted failures and waiting at the in-memory broker."""
+"""The in-memory broker: topics, scripted failures and waiting."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""An app whose partitions are given by hand, on the in-memory broker."""
+"""Manual assignment on the in-memory broker."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""TestClient: the app's own engine, on the in-memory broker."""
+"""TestClient: the app's real engine on the in-memory broker."""
 
 import asyncio
 import time

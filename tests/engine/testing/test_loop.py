@@ -1,4 +1,4 @@
-"""Virtual time, the seeded order of steps, deadlocks that are named, threads."""
+"""Virtual time, seeded order of steps, named deadlocks, threads."""
 
 import asyncio
 import queue
@@ -225,7 +225,7 @@ def test_locks_and_queues_work_under_every_seed() -> None:
     assert all(run(scenario(), seed=seed) == (list(range(20)), 1) for seed in range(20))
 
 
-# What is wrong is named ----------------------------------------------------------------------
+# Named errors --------------------------------------------------------------------------------
 
 
 def test_a_deadlock_names_every_task_and_where_it_waits() -> None:

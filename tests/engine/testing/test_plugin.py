@@ -1,4 +1,4 @@
-"""The plugin for pytest: loaded without an import, beside other plugins for async tests or without one."""
+"""The pytest plugin: loaded without an import, with or without other async plugins."""
 
 import subprocess
 import sys

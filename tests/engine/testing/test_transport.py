@@ -1,4 +1,4 @@
-"""What the in-memory client does beyond the port: latency, crashes, several members, trouble on request."""
+"""The in-memory client beyond the port: latency, crashes, several members, scripted faults."""
 
 import asyncio
 import random

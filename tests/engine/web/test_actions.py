@@ -1,4 +1,4 @@
-"""What the page may do: only with the token, from its own page, in few bytes, and every attempt is in the log."""
+"""Dashboard actions: only with the token, from the same origin, small, and logged."""
 
 import hmac
 import json
@@ -86,7 +86,7 @@ async def post(
     return await client.post("/actions", content=content, headers=sent)
 
 
-# Who may ask ------------------------------------------------------------------------------
+# Authorization ----------------------------------------------------------------------------
 
 
 async def test_a_client_with_the_token_may_act(client: httpx.AsyncClient, app: FakeApp) -> None:
@@ -225,7 +225,7 @@ def test_whitespace_around_a_token_is_ignored() -> None:
     assert check_token(f" {TOKEN}\n") == TOKEN
 
 
-# What is asked ----------------------------------------------------------------------------
+# Actions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The dashboard: what it serves, and how it keeps others out of it."""
+"""The dashboard: its content and its protection against other sites."""
 
 import asyncio
 import importlib
@@ -36,7 +36,7 @@ async def served(app: App, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-# What is served ---------------------------------------------------------------------------
+# Served files -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -117,7 +117,7 @@ async def test_the_dashboard_is_read_only(client: httpx.AsyncClient, path: str) 
         assert (await client.request(method, path)).status_code == 405
 
 
-# What is shown ----------------------------------------------------------------------------
+# Displayed data ---------------------------------------------------------------------------
 
 
 async def test_an_app_that_is_not_running_is_shown_too(client: httpx.AsyncClient) -> None:

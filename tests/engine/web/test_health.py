@@ -1,4 +1,4 @@
-"""Health: what the routes answer in each state, and the server that serves them."""
+"""Health: responses in each state, and the server for them."""
 
 import asyncio
 import dataclasses

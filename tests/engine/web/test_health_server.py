@@ -1,4 +1,4 @@
-"""The server of the health routes: a thread of its own, which a blocked event loop does not keep."""
+"""The health server: its own thread, unaffected by a blocked event loop."""
 
 import asyncio
 import logging
