@@ -1,4 +1,4 @@
-"""A user of the guarded listener that may do nothing until a test allows it."""
+"""A user of the guarded listener without any permissions until a test grants some."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a member process of a scenario does; the test chooses, `member` obeys."""
+"""The behavior of a member process in a scenario, chosen by the test."""
 
 import dataclasses
 import json
@@ -14,16 +14,16 @@ VARIABLE = "GUARANTEES_MEMBER"
 """Environment variable with the JSON of a `Behaviour`."""
 
 HANG = b"hang"
-"""What the value of a record begins with on which a member hangs, if it does."""
+"""Prefix of the value of a record on which a member hangs, if any."""
 
 POISON = b"{not json"
-"""What the value of a record begins with that cannot be decoded."""
+"""Prefix of a value that cannot be decoded."""
 
 BAD = b"bad"
-"""What a key begins with for which every attempt raises, until it is healed."""
+"""Prefix of a key whose every attempt raises until it is healed."""
 
 HANGING = b"hangs"
-"""What a key begins with for which every attempt hangs until it is cancelled, until it is healed."""
+"""Prefix of a key whose every attempt hangs until it is cancelled, until it is healed."""
 
 Recourse = Any
 """`on_failure` as JSON has it: "halt", "skip", or what `dead_letter` and `parking` make; see `Behaviour.policy`."""

@@ -1,4 +1,4 @@
-"""Events that happen to the members of a scenario, drawn by chance."""
+"""Random events for the members of a scenario."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The guarantees as objects: each looks at the story of a run and says whether it was kept.
+"""The guarantees as objects: each checks whether the history of a run kept it.
 
 A scenario names the guarantees that it claims and passes them to `verify`. The numbers (I1 to I12) are
 those of the documentation. Every check has tests in which a tampered story makes it fail.
@@ -34,7 +34,7 @@ class CommitsAt(NamedTuple):
     side_ends: Mapping[int, int] = {}
     """The ends of the partitions of the side topic, where there is one; asked for after that."""
     noted: Mapping[int, Sequence[Run]] = {}
-    """What the commits noted as finished beyond them."""
+    """The completions stored beyond the committed offsets."""
 
 
 class Apart(NamedTuple):
@@ -444,10 +444,10 @@ SAFE: tuple[Guarantee, ...] = (
     OnlyUncommittedAgain(),
     LagZero(),
 )
-"""What every scenario keeps, crashes included."""
+"""Guarantees of every scenario, crashes included."""
 
 DEPLOYED: tuple[Guarantee, ...] = (*SAFE, NoDuplicates())
-"""What a clean deploy keeps."""
+"""Guarantees of a clean deploy."""
 
 
 def safe_when_parked(parked: Collection[Place]) -> tuple[Guarantee, ...]:

@@ -1,4 +1,4 @@
-"""A member of the group in a process of its own: started, asked, stopped, frozen, killed."""
+"""A member process: started, queried, stopped, frozen, killed."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def explanation(self) -> str:
-        """What `App.explain` said in the latest sample; empty where it does not sample that."""
+        """The result of `App.explain` in the latest sample; empty if that is not sampled."""
         return str(self.sample.get("explanation", ""))
 
     @property

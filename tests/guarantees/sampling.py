@@ -1,4 +1,4 @@
-"""What a group has committed and written beside its topic, asked from the broker all the time."""
+"""Continuous samples of a group's commits and side topics from the broker."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A scenario: a topic, a group, member processes that come and go, and the story of it all."""
+"""A scenario: a topic, a group, member processes that join and leave, and the history of it all."""
 
 import asyncio
 import itertools
@@ -103,7 +103,7 @@ class Scenario:
 
     @property
     def commits(self) -> list[CommitsAt]:
-        """What the group had committed, in order of time."""
+        """The commits of the group, in order of time."""
         return self.sampling.commits
 
     async def __aenter__(self) -> Self:
@@ -335,7 +335,7 @@ class Scenario:
         return await self.kafka.read(self.side_topic) if self.side_topic else []
 
     def figures(self) -> dict[str, object]:
-        """What happened, in numbers."""
+        """Return the events in numbers."""
         seen = Counter(seen.kind for seen in self.observations.refresh().seen)
         return {
             "records": len(self.produced),

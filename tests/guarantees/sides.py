@@ -1,4 +1,4 @@
-"""What a group writes beside its topic, dead letters and parked records: when it was there, and what is in it."""
+"""The side topics of a group, dead letters and parked records, with the time of each record."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -132,7 +132,7 @@ def parkings(records: Sequence[Record]) -> Iterator[tuple[Place, Record]]:
 
 
 def live(records: Sequence[Record]) -> dict[str, ParkedRecord]:
-    """What compaction leaves of a park topic: by key the latest of each parked record that was not removed."""
+    """Return the latest copy of each parked record by key, as compaction would leave it."""
     found: dict[str, ParkedRecord] = {}
     for record in records:
         read, stored_under = read_parked(record), (record.key or b"").decode()

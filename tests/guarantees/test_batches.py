@@ -1,4 +1,4 @@
-"""Members with batch handlers are replaced one after the other under load: nothing is lost, repeated or reordered."""
+"""Rolling restarts of members with batch handlers: nothing is lost, repeated or reordered."""
 
 import asyncio
 import contextlib

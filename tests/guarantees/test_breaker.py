@@ -1,4 +1,4 @@
-"""The circuit breaker of dead letters: poison flows at full speed, and a wrong schema stops."""
+"""The circuit breaker of dead letters: poison messages flow at full speed, and a wrong schema stops the topic."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ class Order:
 
 @dataclass
 class Run:
-    """What a run of an app came to."""
+    """The result of a run of an app."""
 
     app: App
     letters: str

@@ -1,4 +1,4 @@
-"""The checks can fail: each accepts a story that keeps its guarantee, and finds what was tampered with."""
+"""The checks can fail: each accepts a correct history and finds a tampered one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +84,7 @@ def with_commits(*commits: tuple[int, dict[int, int]]) -> Story:
 
 
 def broken(guarantee: Guarantee, told: Story) -> str:
-    """What the check says of a story that must not pass."""
+    """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
         verify(told, guarantee)
     return str(failure.value)

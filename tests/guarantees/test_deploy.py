@@ -1,4 +1,4 @@
-"""P8, a clean deploy: a member is replaced under load, and not one record runs twice or is lost."""
+"""P8, a clean deploy: a member is replaced under load, and no record is repeated or lost."""
 
 import random
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What finished beyond records that cannot be finished is not run again after `kill -9` (I12)."""
+"""Records finished beyond stuck ones do not run again after `kill -9` (I12)."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def runs_in(file: Path) -> Counter[int]:
 
 
 class Committed:
-    """What the group has committed, asked from the broker."""
+    """The commits of the group, read from the broker."""
 
     def __init__(self, admin: AIOKafkaAdminClient, group: str, topic: str) -> None:
         self._admin = admin
@@ -116,7 +116,7 @@ async def test_a_kill_repeats_almost_no_finished_records(
     goes_on: str,
     finish: int,
 ) -> None:
-    """Where the text is full, nothing more was taken in, and nothing that it tells of runs again."""
+    """With full metadata nothing more was taken in, and none of its records runs again."""
     alternating = pattern == "alternating"
     records = 2 * finish if alternating else finish + 300
     overflows = alternating and finish == MANY

@@ -1,4 +1,4 @@
-"""Keys that fail and records that hang, under each policy, while processes are killed: nothing lost, and in order."""
+"""Failing keys and hanging records under each policy, while processes are killed: nothing lost, and in order."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ TROUBLED: Mapping[str, Any] = {
 }
 """Handlers that raise for 5 % of the keys, and hang on 1 % of the records until their attempt has timed out."""
 ROOM_TO_HALT: Mapping[str, Any] = {**KILLABLE, "max_buffered_records": 100_000}
-"""What waits behind halted records fits into the hundredth that a partition keeps which cannot advance."""
+"""Records behind halted ones fit into the hundredth that a stuck partition keeps."""
 
 DEFAULT = pytest.param(1_000, 1, marks=pytest.mark.timeout(300), id="1000 records, 1 kill")
 FULL = pytest.param(20_000, 10, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)], id="20000 records, 10 kills")

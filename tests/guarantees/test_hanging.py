@@ -1,4 +1,4 @@
-"""A handler that hangs beyond its cancellation: its key waits, everything else goes on, rebalances too."""
+"""A handler that ignores its cancellation: its key waits; other keys and rebalances continue."""
 
 import pytest
 
@@ -39,7 +39,7 @@ async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> 
     keys = [b"p%d-stuck" % partition for partition in range(PARTITIONS)]
     for partition, stuck in enumerate(keys):
         others = [(key, None) for key in scenario.keys_apart(b"p%d-k" % partition, 20, *keys)]
-        # What waits behind the hanging record is far more than may be held in memory.
+        # Far more records wait behind the hanging one than memory may hold.
         queue = [*others, (stuck, HANG), *others, *[(stuck, None)] * (2 * BOUND)]
         hanging.append((await scenario.produce(queue, partition))[len(others)])
     await scenario.until(lambda: set(hanging) <= scenario.observations.started.keys(), "one hangs in each partition")

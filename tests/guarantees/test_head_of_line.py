@@ -1,4 +1,4 @@
-"""One record that hangs: the others go on as fast as without it, and the doctor names it (I6, I11)."""
+"""One hanging record delays no other, and the doctor names it (I6, I11)."""
 
 import asyncio
 import logging
@@ -50,9 +50,9 @@ class Consumption:
         self._is_hanging = asyncio.Event()
         self._app.consume(topic, concurrency=WORKERS)(self.handle)
         self.explained = ""
-        """What the doctor said in words, soon after the record began to hang."""
+        """The doctor's explanation soon after the record began to hang."""
         self.told: PartitionDiagnosis | None = None
-        """What it said soon before that ended."""
+        """The doctor's explanation shortly before that ended."""
 
     async def handle(self, record: Record) -> None:
         if self._hangs and (record.partition, record.offset) == HANGING:

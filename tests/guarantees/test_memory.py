@@ -1,4 +1,4 @@
-"""I6: the bound of what is held in memory, whatever the handler does and however large the records are."""
+"""I6: bounded buffer memory for any handler and any record size."""
 
 import random
 
@@ -13,7 +13,7 @@ from tests.support.cluster import Message
 
 MIB = 1024 * 1024
 OVERHEAD = 500
-"""What a record costs beyond its bytes."""
+"""Overhead of a record beyond its bytes."""
 
 SMALL, LARGE = 100, 100 * 1024
 PATIENCE = 60

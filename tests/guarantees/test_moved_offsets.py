@@ -1,4 +1,4 @@
-"""Offsets that others move, with what is noted there or without: no record is skipped, and none runs that need not."""
+"""Offsets moved by others, with or without stored metadata: no record is skipped or needlessly repeated."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What failing records depend on is gone: the dead-letter topic cannot be written to, the back end is down."""
+"""Outages of the dead-letter topic and of the backend while records fail."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -123,7 +123,7 @@ async def test_a_broker_outage_loses_no_dead_letters_in_flight(alone: Scenario, 
     assert left > 0
     await own_kafka.start()
 
-    # What was not acknowledged may have been stored, and is sent again; no more of them were in flight than workers. A
+    # Unacknowledged letters may have been stored and are sent again; at most one per worker was in flight. A
     # broker that has just come back may store that and not answer in time, once more.
     await exact(alone, alone.failing, repeated=2 * 64)
     await alone.until(lambda: member.statistics["trouble"] is None, "the trouble is over", 60)

@@ -1,4 +1,4 @@
-"""A park topic that cannot be written to, is missing, or is not what it has to be: what is said, and done."""
+"""A park topic that is unwritable, missing or misconfigured: errors and recovery."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -81,7 +81,7 @@ async def test_a_missing_park_topic_is_created_with_the_right_settings(scenario:
 
 
 async def cleanup_policy(scenario: Scenario) -> str:
-    """What the broker does with old records of the side topic."""
+    """Return the cleanup policy of the side topic."""
     admin = AIOKafkaAdminClient(bootstrap_servers=scenario.kafka.bootstrap)
     await admin.start()
     try:

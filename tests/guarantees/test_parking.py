@@ -1,4 +1,4 @@
-"""Parked keys that move, by a rebalance, a restart and a kill; that are released meanwhile; and very many of them."""
+"""Parked keys across a rebalance, a restart, a kill and a release; and very many of them."""
 
 import time
 from collections.abc import Mapping

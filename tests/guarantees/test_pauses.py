@@ -1,4 +1,4 @@
-"""What measures standing still can see it."""
+"""The measurement of pauses detects them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Records that nobody can handle: a throwing sharding function, a throwing key, a payload that cannot be decoded."""
+"""Unprocessable records: a raising sharding function, a raising key, an undecodable payload."""
 
 import contextlib
 from typing import Any
@@ -18,7 +18,7 @@ ILLS = {
     "hash": "cannot be hashed",
     "comparison": "cannot be compared",
 }
-"""What goes wrong, and how the sharding function of its handler behaves then."""
+"""The fault, and the behavior of the sharding function with it."""
 
 
 def on_failure(lane: Scenario, recourse: Recourse) -> Any:

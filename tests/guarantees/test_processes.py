@@ -1,4 +1,4 @@
-"""Three processes that are restarted, killed and joined by others: nothing lost, and in order."""
+"""Three processes are restarted, killed and joined by others: nothing lost, and in order."""
 
 import asyncio
 import random
@@ -59,7 +59,7 @@ async def roll(scenario: Scenario, *, records: int, restarts: int) -> None:
     for name in "abc":
         scenario.start(name, settings, spread=0.008)
     await scenario.until_settled("a", "b", "c")
-    # What is left unfinished is mostly of the most frequent key, one after the other: it has to fit into a drain.
+    # The remaining records mostly have the most frequent key and run one by one: they have to fit into a drain.
     scenario.start_feeding(skewed_keys(seed=1), backlog=500, chunk=250, least=records)
 
     for turn in range(restarts):
@@ -196,7 +196,7 @@ async def test_a_frozen_member_commits_nothing_for_partitions_it_lost(
     thawed = time.monotonic_ns()
     await scenario.until_settled("a", "b")
 
-    # What it had taken in may begin until it hears that it was dropped; that is at its next word with the broker.
+    # Buffered records may start until it learns at its next request that it was dropped.
     stale = [
         seen.at - thawed
         for seen in scenario.observations.of("a.1", Kind.STARTED)

@@ -1,4 +1,4 @@
-"""P8, a rolling deploy: every member is replaced, and what stays where it is hardly notices (I7, I12)."""
+"""P8, a rolling deploy: every member is replaced, and kept partitions hardly pause (I7, I12)."""
 
 import asyncio
 import contextlib
@@ -137,7 +137,7 @@ async def test_kept_partitions_hardly_pause_when_members_join_and_die(scenario: 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured."""
+    """The measurements."""
 
     idle: Pause
     """The longest time in which a worker idled while a record that stayed was in memory."""

@@ -1,4 +1,4 @@
-"""How a process ends at a signal: drained, committed and clean; or in time, saying what did not end."""
+"""The end of a process at a signal: drained and committed, or in time with a report of unfinished runs."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One app with every policy side by side, whose handlers publish, while processes are killed."""
+"""One app with all policies side by side and publishing handlers, while processes are killed."""
 
 import contextlib
 import random
@@ -98,7 +98,7 @@ async def look_at_what_was_diverted(lanes: Mapping[Recourse, Scenario]) -> None:
 
 
 async def look_at_the_output(scenario: Scenario, output: str, lanes: Mapping[Recourse, Scenario]) -> None:
-    """What was processed has its output; what was only skipped or dead-lettered has none."""
+    """Check that processed records have their output, and that skipped or dead-lettered ones have none."""
     published = {(record.key or b"").decode() for record in await scenario.kafka.read(output)}
     processed = {
         f"{lane.topic}/{partition}/{offset}"

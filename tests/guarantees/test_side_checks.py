@@ -1,4 +1,4 @@
-"""The checks on what failed can fail: each accepts what is right, and finds what was tampered with."""
+"""The checks on failed records can fail: each accepts a correct history and finds a tampered one."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def letters(*offsets: int) -> list[Record]:
 
 
 def broken(guarantee: Guarantee, told: Story) -> str:
-    """What the check says of a story that must not pass."""
+    """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
         verify(told, guarantee)
     return str(failure.value)

@@ -1,4 +1,4 @@
-"""What the death of one of twenty members costs its neighbours, with and without a standby (measured, I3)."""
+"""The load that one dead member of twenty moves to others, with and without a standby (measured, I3)."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ SETTINGS = {"start_timeout": 200, "session_timeout": 10, "heartbeat_interval": 1
 
 
 class Load(NamedTuple):
-    """What a member did."""
+    """The work of a member."""
 
     rate: float
     """Records that finished per second."""

@@ -1,4 +1,4 @@
-"""Handlers that run in worker processes, when the whole app is killed: no process is left, and no record is lost."""
+"""Handlers in worker processes when the app is killed: no process is left, and no record is lost."""
 
 import asyncio
 import os
