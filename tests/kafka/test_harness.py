@@ -1,4 +1,4 @@
-"""The harness itself: a broker that lies about the tests' results is worse than none."""
+"""The test broker itself: it must not falsify the results of the tests."""
 
 import asyncio
 import ssl

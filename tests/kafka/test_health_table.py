@@ -1,4 +1,4 @@
-"""What goes wrong, and what each of the places where somebody may look says of it: one row for each."""
+"""Every failure situation and what each health surface reports, one row each."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ STUCK_AFTER = 5.0
 
 @dataclasses.dataclass
 class Found:
-    """What was asked while it was wrong."""
+    """The reports during a situation."""
 
     live: int
     ready: int
@@ -397,7 +397,7 @@ FAILED: Sample = ("engine_state", {"state": "failed"}, is_1)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is promised of a situation. Texts are patterns, which have to be somewhere in what is told."""
+    """The expected reports of a situation. Texts are patterns to search in the reports."""
 
     situation: Situation
     live: Literal[200, 503]

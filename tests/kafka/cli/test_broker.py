@@ -1,4 +1,4 @@
-"""`aioshard broker`: what it prints, how it ends."""
+"""`aioshard broker`: its output and its end."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Commands that are cancelled, as SIGINT does, at any moment: they end, and do not go on as if nothing had been."""
+"""Commands cancelled at any moment, as by SIGINT, end."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""`aioshard check`, and how `MODULE:APP` is found."""
+"""`aioshard check`, and resolving `MODULE:APP`."""
 
 import json
 import os
@@ -207,7 +207,7 @@ def test_a_misspelled_variable_gives_a_warning(write: Write, check: Check, monke
     assert "did you mean AIOSHARD_COMMIT_INTERVAL?" in output
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`aioshard demo`: its figures, and that each of them can be wrong."""
+"""`aioshard demo`: its figures, and proof that each can fail."""
 
 import asyncio
 import importlib.util

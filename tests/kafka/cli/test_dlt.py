@@ -1,4 +1,4 @@
-"""`aioshard dlt`: dead letters are shown, and sent back once."""
+"""`aioshard dlt`: dead letters are shown and republished once."""
 
 import json
 import time
@@ -170,7 +170,7 @@ async def test_an_empty_topic_is_not_an_error(aioshard: Aioshard, kafka: SharedK
     assert ended == (0, f"0 dead letters in {topic}, 0 of them already replayed\n", "")
 
 
-# What is refused
+# Refusals
 
 
 async def test_a_missing_topic_is_a_clear_error_and_is_not_created(
@@ -311,7 +311,7 @@ async def test_again_resends_replayed_dead_letters(replay: Replay) -> None:
 
 
 async def test_records_are_republished_in_order(replay: Replay) -> None:
-    """Whatever the order of their dead letters, as after a change of the number of partitions."""
+    """In any order of their dead letters, as after a change of the number of partitions."""
     await replay.write(replay.record(8), replay.record(6), replay.record(9))
     await replay.write(replay.record(5), replay.record(7), partition=1)
 
@@ -357,7 +357,7 @@ async def test_many_dead_letters_are_republished_in_order(replay: Replay) -> Non
     assert await replay.arrived() == [b"%d" % number for number in numbers]
 
 
-# What cannot be sent back
+# Records that cannot be republished
 
 
 async def test_a_record_its_topic_rejects_is_named_and_the_others_are_sent(

@@ -1,4 +1,4 @@
-"""`aioshard dlt` for somebody who may not do everything: what is missing is named, and nothing is half done."""
+"""`aioshard dlt` without all permissions: the missing one is named, and nothing is half done."""
 
 import uuid
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""`aioshard dlt replay --app`: handlers run on dead letters here, in order, and what fails again stays one."""
+"""`aioshard dlt replay --app`: handlers run in process and in order, and failures stay dead letters."""
 
 import asyncio
 import contextlib

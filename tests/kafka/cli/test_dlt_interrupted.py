@@ -1,4 +1,4 @@
-"""`aioshard dlt replay` that is interrupted: nothing is lost, and what was acknowledged is not sent again."""
+"""An interrupted `aioshard dlt replay` loses nothing and resends nothing acknowledged."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def test_the_next_replay_finishes_an_interrupted_one(kafka: SharedKafka, t
     assert int(told[1].replace(b",", b"")) + json.loads(output)["done"][topic] == LETTERS
     arrived = Counter(one.value for one in await kafka.read(topic))
     assert len(arrived) == LETTERS
-    # What was on its way may have been stored without an acknowledgement.
+    # A record in flight may have been stored without an acknowledgement.
     assert arrived.total() - LETTERS <= AT_ONCE
 
 

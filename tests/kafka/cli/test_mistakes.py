@@ -1,4 +1,4 @@
-"""Typical mistakes of a new user: each ends with an exit code and with one sentence that names the fix."""
+"""Typical mistakes of a new user: each ends with an exit code and an error that names the fix."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How brokers keep what is noted of dead letters."""
+"""Replay progress of dead letters as brokers store it."""
 
 import time
 

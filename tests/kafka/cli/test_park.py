@@ -1,4 +1,4 @@
-"""`aioshard park`: what is parked is listed by key, released on request, and given up for good."""
+"""`aioshard park`: parked keys are listed, released and dropped."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -54,7 +54,7 @@ class ParkTopic:
         return json.loads((await self.run("list", "--json", *options)).output)["parked"]
 
     async def written(self) -> list[Any]:
-        """What the command wrote: everything behind the records of the fixture."""
+        """Return the records that the command wrote: everything after the fixture's."""
         records = [one for one in await self.kafka.read(self.topic) if not one.headers]
         return [read_parked(one) for one in records]
 
@@ -74,7 +74,7 @@ async def parked(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic
 
 
 def place(offset: int, generation: int = 4) -> Place:
-    """Where a record of partition 0 is stored."""
+    """Return the place of a stored record of partition 0."""
     return Place(Coordinates("orders", 0, offset), generation)
 
 
@@ -269,7 +269,7 @@ async def test_thousands_of_records_are_dropped(parked: ParkTopic, publish: Publ
     assert await parked.listed() == []
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("command", ["release", "drop"])

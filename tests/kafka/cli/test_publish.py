@@ -1,4 +1,4 @@
-"""`aioshard publish`: lines to records, and what it says when that is not possible."""
+"""`aioshard publish`: lines become records, with errors for the ones that cannot."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,7 @@ async def read(broker: EmbeddedBroker, topic: str, records: int) -> list[Any]:
     return sorted(found, key=lambda record: (record.partition, record.offset))
 
 
-# What is published
+# Published records
 
 
 async def test_json_lines_are_published_as_they_are(
@@ -143,7 +143,7 @@ async def test_a_windows_file_is_published_with_a_summary(
 
 
 async def test_standard_input_is_published_while_it_is_open(broker: EmbeddedBroker, start: Start, topic: str) -> None:
-    """What a slow source has said does not wait for what it says next."""
+    """Lines of a slow source are published before its next line arrives."""
     await broker.create_topic(topic, partitions=1)
     publishing = await start("-", topic, "--bootstrap-servers", broker.bootstrap_servers)
 
@@ -260,7 +260,7 @@ async def test_a_read_only_topic_is_named(kafka: SharedKafka, topic: str) -> Non
     assert publisher.acknowledged == 0
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.mark.parametrize("arguments", [["--bootstrap-servers", NOWHERE], ["--bootstrap-servers", "kafka.invalid:9092"]])

@@ -1,4 +1,4 @@
-"""`aioshard run --reload`: the app starts again when its code changes."""
+"""`aioshard run --reload`: the app restarts when its code changes."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""`aioshard run` as a process that is traced and logs: spans, which record a line is about."""
+"""`aioshard run` with tracing and logs: spans and the record of each log line."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

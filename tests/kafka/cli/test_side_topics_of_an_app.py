@@ -1,4 +1,4 @@
-"""What a running app writes to its side topics, the commands read; and what they write, it acts on."""
+"""Commands read the side topics of a running app, and the app acts on the commands."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The supervisor and its children, piece by piece; whole they are in `test_workers.py` and `test_reload.py`."""
+"""Parts of the supervisor and its children; see `test_workers.py` and `test_reload.py` for the whole."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`aioshard top`: several processes in a terminal, as one."""
+"""`aioshard top`: several processes in one terminal view."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ Aioshard = Callable[..., Awaitable[Any]]
 def statistics(
     topic: str = "orders", first: int = 0, *, done: int = 0, partitions: int = 2, **given: Any
 ) -> dict[str, Any]:
-    """What a process with a handler and some partitions tells, as JSON has it."""
+    """Return the JSON statistics of a process with a handler and some partitions."""
     return {
         "state": "running",
         "group_id": "billing",

@@ -1,4 +1,4 @@
-"""`aioshard run --workers N`: processes of one group that are kept running, each with its own health server."""
+"""`aioshard run --workers N`: supervised processes of one group, each with its health server."""
 
 import asyncio
 import contextlib
@@ -106,7 +106,7 @@ async def shared(clients: list[httpx.AsyncClient], count: int) -> list[dict[str,
             found = [await statistics(client) for client in clients]
             owned = list(map(partitions_of, found))
             whole = all(owned) and sorted(one for each in owned for one in each) == list(range(count))
-            # Who has been given its partitions may still wait for the other.
+            # A worker with its partitions may still wait for the other.
             if whole and not any(one["paused"] for each in found for one in each["partitions"]):
                 return found
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What an app does with a real broker that only one can show: seeks in a rebalance, topics that appear."""
+"""Apps on a real broker: seeks during rebalances, new topics, lag."""
 
 import asyncio
 import time

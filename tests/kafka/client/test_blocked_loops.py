@@ -1,4 +1,4 @@
-"""A handler that blocks: for how long a member keeps its place, with each of the clients."""
+"""A blocking handler: how long its member stays in the group, for each client."""
 
 import asyncio
 import re

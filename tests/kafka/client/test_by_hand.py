@@ -1,4 +1,4 @@
-"""Partitions given by hand (`assign`), on a real broker and with both clients."""
+"""Manual assignment (`assign`) on a real broker with both clients."""
 
 import asyncio
 import os
@@ -108,7 +108,7 @@ async def test_the_next_process_resumes_at_the_commits(kafka: SharedKafka, topic
         assert hand.processed == expected
 
 
-# What there is not, and who is in the way -------------------------------------------------
+# Missing partitions and foreign members ---------------------------------------------------
 
 
 @CLIENTS

@@ -1,4 +1,4 @@
-"""What we rely on in aiokafka beyond its documentation: when one of these fails, read our code before you upgrade.
+"""Undocumented aiokafka behavior that we rely on: if a test fails, review our code before upgrading.
 
 Each private attribute that `aioshard.kafka.aiokafka` uses stands in the table below with the object that has it.
 """
@@ -100,7 +100,7 @@ ATTRIBUTES = {
 INHERITED = {
     "BareClient": {"_get_conn", "_metadata_update", "_sync_task", "_topics"},
 }
-"""What our subclasses of theirs use of themselves."""
+"""Attributes that our subclasses use of themselves."""
 
 OTHERS = {
     "coordinator": {

@@ -1,4 +1,4 @@
-"""The embedded broker: its life, its topics, what it says when it cannot go on."""
+"""The embedded broker: its lifecycle, topics and errors."""
 
 import asyncio
 import ctypes
@@ -243,7 +243,7 @@ async def test_a_port_in_use_is_named() -> None:
                 pytest.fail("it started on a port that somebody else has")
 
 
-# What goes wrong
+# Errors
 
 
 async def test_a_broker_that_is_killed_says_so(broker: EmbeddedBroker) -> None:

@@ -1,4 +1,4 @@
-"""A group seen from outside, of both protocols; and a static member that somebody else removes."""
+"""Groups of both protocols seen from outside, and removal of a static member."""
 
 from collections.abc import AsyncIterator, Callable
 

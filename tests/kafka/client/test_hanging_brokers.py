@@ -1,4 +1,4 @@
-"""Clients that start while one of several brokers takes connections and never answers."""
+"""Clients start while one of several brokers accepts connections and never responds."""
 
 import asyncio
 import socket

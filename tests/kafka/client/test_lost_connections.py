@@ -1,4 +1,4 @@
-"""Connections that break while something is being sent: under uvloop too it is the brokers that are away, no more."""
+"""Connections that break during a request count as a broker outage, under uvloop too."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""An app with a thousand partitions: for how long a rebalance holds its event loop."""
+"""How long a rebalance of a thousand partitions blocks the event loop."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""The group: who is told what and when, and which commits are sent."""
+"""Membership: listener calls and which commits are sent."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Brokers that are gone, frozen, unreachable or lie: polls return, closing ends, and what is wrong is said."""
+"""Brokers that are gone, frozen, unreachable or wrong: polls return, closing ends, errors are reported."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         warnings.simplefilter("always")
         yield
         started = time.monotonic()
-        # What the engine does: anyio's deadline cancels again and again until its scope is left.
+        # As the engine does: anyio's deadline cancels again and again until its scope is left.
         with anyio.move_on_after(within):
             await member.transport.close()
         assert time.monotonic() - started < within + 3

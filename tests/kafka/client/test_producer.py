@@ -1,4 +1,4 @@
-"""The producer on a real broker: what it refuses, what it outlives, and what is stored afterwards."""
+"""The producer on a real broker: refusals, recovery and stored messages."""
 
 import asyncio
 import contextlib
@@ -211,7 +211,7 @@ async def test_a_silent_server_is_named_in_time(make: Make, monkeypatch: pytest.
             await make(f"{host}:{port}").publish(Message("t", b"v"))
 
 
-# What the brokers refuse -----------------------------------------------------------------
+# Refusals by the brokers -----------------------------------------------------------------
 
 
 async def test_a_refusal_does_not_break_the_partition(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:

@@ -1,4 +1,4 @@
-"""Records come out as they were produced: all, in order, once, and never more than was allowed."""
+"""Records are read completely, in order, once, and within their allowance."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Whoever is refused learns who, by what and why; and no secret is ever in it."""
+"""Refused connections and permissions: errors name the user, the object and the reason, never a secret."""
 
 import asyncio
 import importlib.util
@@ -233,7 +233,7 @@ async def test_permissions_revoked_later_are_reported(
         await member.transport.committed([TopicPartition(topic, 0)])
 
 
-# What is refused before anything is sent ------------------------------------------------------
+# Refusals before anything is sent -------------------------------------------------------------
 
 
 def refused(**overrides: Any) -> str:

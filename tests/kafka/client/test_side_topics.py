@@ -1,4 +1,4 @@
-"""Side topics on a real broker: compaction, refusals, outages, and what a fetch may bring."""
+"""Side topics on a real broker: compaction, refusals, outages and fetches."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -110,7 +110,7 @@ async def catch_up(side_topics: KafkaSideTopics, *partitions: TopicPartition) ->
 
 
 async def failure_of(side_topics: KafkaSideTopics) -> TransportError:
-    """What polling raises, sooner or later."""
+    """Poll until an exception is raised, and return it."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -210,7 +210,7 @@ async def test_a_lookup_does_not_create_a_topic(
     assert set(asked) == {False}
 
 
-# What a fetch may bring ------------------------------------------------------------------
+# Contents of a fetch ---------------------------------------------------------------------
 
 
 async def test_a_compacted_topic_is_read_to_its_end(
@@ -247,7 +247,7 @@ async def test_a_compacted_topic_is_read_to_its_end(
 async def test_the_end_is_reached_when_the_last_batches_are_gone(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
-    """Where the last batches have gone a broker returns nothing, although the end is further on."""
+    """When its last batches are gone, a broker returns nothing although the end is further on."""
     one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
     await kafka.create_topic(topic, 2)
     for at in (one, two):
@@ -401,7 +401,7 @@ async def test_a_recreated_topic_is_read_from_its_start(
             assert [record.value for record in found] in ([], [b"new"])
 
 
-# Who may read ----------------------------------------------------------------------------
+# Read permissions ------------------------------------------------------------------------
 
 
 async def test_a_missing_read_permission_is_reported_until_granted(

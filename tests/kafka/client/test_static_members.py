@@ -1,4 +1,4 @@
-"""Static members in processes of their own: killed and started again within the session, and two with one id."""
+"""Static members in separate processes: killed and restarted within the session, and two with one id."""
 
 import asyncio
 import os

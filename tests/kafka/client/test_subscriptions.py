@@ -1,4 +1,4 @@
-"""Topics that come and go while the members of a real group run."""
+"""Topics are subscribed and unsubscribed while members of a real group run."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the transport relies on in confluent-kafka beyond its documentation: each fails when the client changes."""
+"""Undocumented confluent-kafka behavior that the transport relies on."""
 
 import asyncio
 import struct

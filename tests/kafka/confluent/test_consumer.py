@@ -1,4 +1,4 @@
-"""The confluent client itself: its options, its thread, and what it notes with a commit."""
+"""The confluent client: its options, its thread and commit metadata."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Rebalances that take only what moves: what is kept goes on, what moves is drained and committed."""
+"""Incremental rebalances: kept partitions continue, moved ones are drained and committed."""
 
 import asyncio
 from collections.abc import Callable, Collection

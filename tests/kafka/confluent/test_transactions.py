@@ -1,4 +1,4 @@
-"""Errors of each call of a transaction: what is visible afterwards is all of it or nothing, and the next one works."""
+"""Errors of every transaction call: all or nothing is visible, and the next transaction works."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""What `aioshard.ports.Transport` promises, asked of an implementation.
+"""The contract of `aioshard.ports.Transport`, tested on each implementation.
 
 The tests know a client only as the port. Another implementation takes part with a harness of its own.
 """

@@ -1,4 +1,4 @@
-"""What `aioshard.ports.Producer` promises, asked of both implementations, and what the one in memory does beyond it."""
+"""The contract of `aioshard.ports.Producer`, tested on both implementations, and extras of the in-memory one."""
 
 import asyncio
 import contextlib

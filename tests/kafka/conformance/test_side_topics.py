@@ -1,4 +1,4 @@
-"""What `aioshard.ports.SideTopics` promises, asked of both implementations, and what one does beyond it in memory."""
+"""The contract of `aioshard.ports.SideTopics`, tested on both implementations, and extras of the in-memory one."""
 
 import asyncio
 import contextlib

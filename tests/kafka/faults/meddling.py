@@ -1,4 +1,4 @@
-"""A client with somebody in between: what it gives the engine is noted, and where a test wants it, it is another."""
+"""A client wrapper that records its traffic and can change it."""
 
 import asyncio
 import dataclasses
@@ -84,7 +84,7 @@ class Meddler:
 
     @property
     def taken_twice(self) -> list[str]:
-        """What the engine was given more than once."""
+        """Return the records that the engine received more than once."""
         return [f"{name}/{offset}" for (name, offset), count in Counter(self.taken).items() if count > 1]
 
     def disguise(self, real: Membership) -> Membership:

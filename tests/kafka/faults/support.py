@@ -1,4 +1,4 @@
-"""What the tests of broker faults share: an app with quick times, what its handler saw, what outsiders do."""
+"""Shared parts of the broker fault tests: a fast app, a ledger of its handler, outside actions."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -109,7 +109,7 @@ def handler_of(app: App) -> HandlerStatistics:
 
 
 class Ledger:
-    """What handlers saw, in the order in which they saw it.
+    """The records that handlers saw, in order.
 
     Register `handle` as the handler of one or several apps; while held, it starts and does not finish.
 

@@ -1,4 +1,4 @@
-"""Logging in, and what an access list refuses: each refusal names what was refused, and no secret is ever shown."""
+"""Authentication and ACLs: every refusal names its object and shows no secret."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Three apps under each assignor of our own, while records flow: nothing is lost, and nothing runs twice."""
+"""Three apps under each of our assignors while records flow: nothing is lost or repeated."""
 
 from contextlib import AsyncExitStack
 

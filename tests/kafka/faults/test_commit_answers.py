@@ -1,4 +1,4 @@
-"""A commit that is answered with any error that the protocol has: no stale commit, no silent stop (I9, I11)."""
+"""A commit answered with every error of the protocol: no stale commit, no silent stop (I9, I11)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,7 @@ class Answers:
         monkeypatch.setattr(GroupCoordinator, "_send_req", send)
 
     async def answer(self, coordinator: Any, request: Any) -> Any:
-        """What the client is told in answer to a request."""
+        """Return the response for the client to a request."""
         if not isinstance(request, OffsetCommitRequest) or coordinator.group_id != self._group or not self.due:
             return await self._send(coordinator, request)
         code, stored = self.due.pop(0)

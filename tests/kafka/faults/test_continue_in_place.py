@@ -1,4 +1,4 @@
-"""Partitions that come back in a rebalance: when they go on where they were, and when they may not."""
+"""Partitions that return in a rebalance: when they continue in place and when not."""
 
 import logging
 from collections.abc import Awaitable, Callable

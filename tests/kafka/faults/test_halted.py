@@ -1,4 +1,4 @@
-"""Records that fail for good: what they hold up, what they do not, and what the app says of them."""
+"""Permanently failed records: what they block, what they do not, and how they are reported."""
 
 import asyncio
 from collections.abc import Hashable

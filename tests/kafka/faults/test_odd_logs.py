@@ -1,4 +1,4 @@
-"""Topics that grow, go and come again; logs with holes, markers and open ends."""
+"""Topics that grow and are recreated; logs with holes, markers and open transactions."""
 
 import asyncio
 from typing import Literal
@@ -248,7 +248,7 @@ async def test_compaction_ahead_of_the_position_causes_neither_loss_nor_lag(
 async def test_retention_that_overtakes_the_position_is_skipped_and_reported(
     kafka: SharedKafka, topic: str, group: str, policy: Literal["earliest", "latest"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was taken in stays in hand, also what runs; what was deleted before is nobody's; the rest is read."""
+    """Buffered and running records continue; earlier ones are deleted; the rest is read."""
     await kafka.create_topic(topic)
     app = quick_app(kafka, group, auto_offset_reset=policy, max_buffered_records=40, max_buffered_bytes=128 * 1024)
     ledger = Ledger()

@@ -1,4 +1,4 @@
-"""Where a group goes on: without a committed offset, with one that its log does not have, and with a mark of others."""
+"""Start positions of a group: without a commit, with one outside the log, and with foreign metadata."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Brokers that are gone, hang, come back, or are somewhere else."""
+"""Brokers that are gone, hang, return, or are at a wrong address."""
 
 import asyncio
 import logging

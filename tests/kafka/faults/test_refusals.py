@@ -1,4 +1,4 @@
-"""A group that has moved on, commits that are refused or not answered, clients that die."""
+"""Lost memberships, refused or unanswered commits, dying clients."""
 
 import asyncio
 import functools
