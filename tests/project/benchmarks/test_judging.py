@@ -1,4 +1,4 @@
-"""What decides whether a benchmark passed: verdicts, wrong records, the readings of a run."""
+"""Verdicts of benchmarks: wrong records and the readings of a run."""
 
 import asyncio
 import json

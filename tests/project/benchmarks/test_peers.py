@@ -1,4 +1,4 @@
-"""Confluent Parallel Consumer as a contestant: it compiles, processes a topic, and answers as the others do."""
+"""Confluent Parallel Consumer as a contestant: it compiles, processes a topic and reports like the others."""
 
 import asyncio
 import signal
@@ -114,7 +114,7 @@ async def test_a_peer_stops_cleanly_on_sigterm(stage: Stage, tmp_path: Path) -> 
 
 
 async def committed_by(stage: Stage, spec: Spec) -> set[tuple[int, ...]]:
-    """What lies below its committed offsets; it also finished records above them, which its own metadata tells."""
+    """Return the records below its committed offsets; its own metadata lists finished ones above."""
     partitions = [TopicPartition(spec.topic, partition) for partition in range(PARTITIONS)]
     async with KafkaAdmin(Settings(bootstrap_servers=stage.cluster.bootstrap)) as brokers:
         commits = await brokers.group_commits(spec.group, partitions)

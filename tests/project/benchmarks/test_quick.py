@@ -1,4 +1,4 @@
-"""The benchmark commands run and print what they should. Figures are not asserted: these inputs are tiny."""
+"""The benchmark commands run and print their results. Figures are not asserted: these inputs are tiny."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CONTESTANTS = {
     "p18": {"aioshard"},
     "p19": {"aioshard run"},
 }
-"""Who takes part in a quick run at least."""
+"""The minimum contestants of a quick run."""
 LONG = {"p1", "p3", "p4", "p5", "p6", "p8", "p10", "p11", "p12", "p13", "p15", "p16", "p17", "p18", "p19"}
 """Their quick runs take long, and the others go the same way."""
 

@@ -1,4 +1,4 @@
-"""The Dockerfile: no image is built here, but what it says is run, from the first COPY to the end of its process."""
+"""The Dockerfile: its instructions are run without building an image, from the first COPY to the final process."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The compose file and the manifests: schemas, settings that exist, times and sizes that fit together."""
+"""The compose file and the manifests: schemas, existing settings, consistent times and sizes."""
 
 import re
 import runpy
@@ -62,7 +62,7 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def variables(workload: dict[str, Any]) -> dict[str, str]:
-    """What the process gets, with references followed into the map and the secret."""
+    """Return the environment of the process, with references resolved in the map and the secret."""
     named = {(one["kind"], one["metadata"]["name"]): one for one in documents(*MANIFESTS)}
     found: dict[str, str] = {}
     for source in container(workload).get("envFrom", ()):

@@ -1,4 +1,4 @@
-"""The files that the repository's host and editors read: workflows, templates, hooks and the development container."""
+"""Repository files for GitHub and editors: workflows, templates, hooks and the development container."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The wheel: size, contents, metadata, and the quick start in an environment that has nothing else."""
+"""The wheel: size, contents, metadata, and the quick start in a clean environment."""
 
 import email.message
 import email.parser

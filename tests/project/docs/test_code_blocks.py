@@ -1,4 +1,4 @@
-"""Every block of code in README and documentation does what it shows.
+"""Every code block in README and documentation works.
 
 How a block is tested is in its info string: `python` is executed; with `data-check="memory"` its app then consumes
 records on the broker in memory; `"continued"` goes on in the names of the block before; `"pytest"` has its tests run;

@@ -1,4 +1,4 @@
-"""Every file in `examples` runs and does what it says."""
+"""Every file in `examples` runs and works as described."""
 
 import ast
 import asyncio

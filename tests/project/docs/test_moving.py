@@ -1,4 +1,4 @@
-"""A group that moves from another library keeps its place: docs/coming-from.md."""
+"""A group that migrates from another library keeps its position: docs/coming-from.md."""
 
 import asyncio
 from collections import Counter

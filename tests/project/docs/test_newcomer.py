@@ -1,4 +1,4 @@
-"""The way of a newcomer: getting started and the tutorial, typed into shells on a machine that has only Python."""
+"""Getting started and the tutorial, typed into shells on a machine with only Python."""
 
 import os
 import re
@@ -75,7 +75,7 @@ async def follow(terminal: Terminal, step: Step) -> None:
 
 
 def variables(place: Path, opened: dict[str, Terminal]) -> dict[str, str]:
-    """What a shell begins with: nothing of ours but how pip finds packages."""
+    """Return the initial environment of a shell: nothing of ours except how pip finds packages."""
     kept = {name: value for name, value in os.environ.items() if re.match(r"PIP_|LANG|SSL_|HTTPS?_PROXY", name)}
     path = [str(place / ".venv" / "bin")] if opened else []
     path += [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]

@@ -1,4 +1,4 @@
-"""What the pages say of files, tests, tables and versions is so."""
+"""Statements in the pages about files, tests, tables and versions are true."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""The pages of the built site, in a real browser: nothing is cut off, nothing fails, nothing is fetched elsewhere."""
+"""The pages of the built site in a real browser: nothing is cut off, fails, or is loaded from elsewhere."""
 
 from collections.abc import Sequence
 from pathlib import Path
