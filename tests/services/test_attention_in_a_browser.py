@@ -1,4 +1,4 @@
-"""What needs attention, in a real browser: equal causes are one card, with the buttons of the records that it names."""
+"""The attention section in a real browser: one card per cause, with buttons for the named records."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""FastAPI around an app: start, end, forced end and failure under uvicorn, each in a process of its own (I3, I11)."""
+"""FastAPI around an app: start, stop, forced exit and failure under uvicorn, in separate processes (I3, I11)."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ class Api:
         return sum((await self._kafka.committed(self._group, self._topic)).values())
 
     async def finish(self) -> None:
-        """What is left is done by another process; each record has ended then (I3)."""
+        """Another process finishes the remaining records; each one has ended then (I3)."""
         await self.start(seconds=0.0)
         await self._kafka.wait_for_lag(self._group, self._topic, timeout=60.0)
         assert len(self.times("ended")) == RECORDS

@@ -1,4 +1,4 @@
-"""The lifespan of an app within FastAPI and Starlette, without a server: what is open when, and what is refused."""
+"""The lifespan of an app in FastAPI and Starlette, without a server: open resources and refusals."""
 
 import asyncio
 import contextlib

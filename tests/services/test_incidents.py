@@ -1,4 +1,4 @@
-"""Alerts in incidents: those in the repository's recording, and those of incidents that are played again."""
+"""Alerts in the recorded incidents of the repository and in replayed ones."""
 
 import re
 import shutil

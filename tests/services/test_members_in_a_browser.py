@@ -1,4 +1,4 @@
-"""The whole group on one page: processes that answer, and those that do not."""
+"""The whole group on one dashboard: reachable and unreachable processes."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Dead letters and parked records on the dashboard, in a real browser: read from a real broker when somebody asks."""
+"""Dead letters and parked records on the dashboard in a real browser, read from a real broker on request."""
 
 import logging
 

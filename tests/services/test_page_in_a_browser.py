@@ -1,4 +1,4 @@
-"""The page in a real browser, of an app on a real broker: it moves, names what is stuck, acts with the token alone."""
+"""The dashboard in a real browser with a real broker: it updates, names stuck records, acts only with the token."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The page on a phone, in a real browser: short enough to scroll through, with the plots first."""
+"""The dashboard on a phone, in a real browser: short enough to scroll, with the plots first."""
 
 import asyncio
 import contextlib

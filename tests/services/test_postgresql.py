@@ -1,4 +1,4 @@
-"""The PostgreSQL server of the tests: it goes with its owner, and where there is none that is said aloud."""
+"""The PostgreSQL server of the tests: it ends with its owner, and its absence is reported."""
 
 import asyncio
 import shutil

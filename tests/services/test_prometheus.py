@@ -1,4 +1,4 @@
-"""A real Prometheus on a real app: alerts fire, every panel shows something, the lag of what is paused grows."""
+"""A real Prometheus with a real app: alerts fire, every panel has data, lag of paused partitions grows."""
 
 import json
 import re
@@ -130,7 +130,7 @@ async def check_panels(prometheus: Prometheus, group: str, topic: str) -> None:
 
 
 async def check_variables(prometheus: Prometheus, group: str, topic: str) -> None:
-    """What the dashboard offers to choose from: Grafana asks for the values of a label."""
+    """Check the variables of the dashboard: Grafana queries the values of a label."""
     offered = {}
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":

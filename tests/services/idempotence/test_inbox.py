@@ -1,4 +1,4 @@
-"""The inbox examples on SQLite and on a real PostgreSQL: whatever comes twice, late or at the same time counts once."""
+"""The inbox examples on SQLite and PostgreSQL: repeated, late and concurrent deliveries count once."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ async def test_a_late_older_record_adds_to_the_sum_and_does_not_overwrite(store:
 
 
 async def test_without_its_inbox_row_a_late_record_is_added_again(store: Store) -> None:
-    """What deleting too early does, and what the version check saves all the same."""
+    """Deleting too early adds up twice; the version check still protects the address."""
     async with TestClient(app_of(store, "customers")) as client:
         for amount, address in ((3, "old street"), (5, "new street")):
             await client.publish("orders", order(amount, address), key="alice", partition=0)

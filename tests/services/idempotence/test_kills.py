@@ -1,4 +1,4 @@
-"""The inbox examples in processes that are killed, on a real broker: the effects are there exactly once."""
+"""The inbox examples in killed processes on a real broker: every effect happens once."""
 
 import asyncio
 import itertools
@@ -113,7 +113,7 @@ async def test_a_member_frozen_beyond_its_session_does_nothing_twice(orders: Gro
     """SQLite is left out: whoever stands still in a transaction keeps its file locked."""
     await orders.create()
     with orders.start() as frozen, orders.start() as other:
-        # Else one of them may have done much before the other was given anything that it could lose.
+        # Otherwise one could do most of the work before the other had anything to lose.
         await until(lambda: ASSIGNED.search(frozen.log) is not None and ASSIGNED.search(other.log) is not None)
         await orders.produce(3_000, create=False)
         await until(lambda: len(orders.store.inbox()) >= 500)

@@ -1,4 +1,4 @@
-"""`replay_prefixes`: handlers that are not idempotent fail with the first prefix that shows it; others pass."""
+"""`replay_prefixes`: non-idempotent handlers fail with the first prefix that shows it; others pass."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ ORDERS = history_of((b"a", b"1"), (b"b", b"2"), (b"a", b"3"), (b"b", b"4"))
 
 
 def difference(app: App, totals: Totals, history: list[Record] = ORDERS, **options: Any) -> str:
-    """What it says about a handler that is not idempotent."""
+    """Return the report about a handler that is not idempotent."""
     with pytest.raises(AssertionError) as caught:
         run(replay_prefixes(app, history, reset=totals.clear, effects=lambda: totals, **options))
     return str(caught.value)
