@@ -1,4 +1,4 @@
-"""Worlds whose handlers take batches: each record has to fare as it would by itself."""
+"""Worlds with batch handlers: every record must end as it would alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Worlds in which attempts are used up: what each policy has to do then, checked after every step."""
+"""Worlds with exhausted attempts: the effect of each policy, checked after every step."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ class FailingWorld(World):
         self.policy = policy
         self.failed: set[tuple[TopicPartition, int]] = set()
         self.side_records: dict[Place, int] = {}
-        """What is parked: under which key the side topic holds it, and at which offset."""
+        """Parked records: their key in the side topic, and their offset."""
         self.ever_sent: set[tuple[TopicPartition, int]] = set()
-        """What the side topic ever held."""
+        """Every record that was ever in the side topic."""
         self._read: dict[int, int] = {}
 
     def consume_options(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class FailingWorld(World):
                 self.failed.add((record.topic_partition, record.offset))
             raise
 
-    # What is true -----------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------
 
     def read_side(self) -> None:
         """Take note of what was written to the side topic since the last time."""
@@ -99,7 +99,7 @@ class FailingWorld(World):
             return (topic_partition, offset) in self.ever_sent
         return self.is_terminal(topic_partition, offset)
 
-    # What happens -----------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------
 
     async def something_happens(self) -> None:
         match self.rng.randrange(12):
@@ -152,7 +152,7 @@ class FailingWorld(World):
 
     @property
     def left_parked(self) -> list[Place]:
-        """What is in the side topic and has to leave it, sorted; it cannot while the leader is away."""
+        """Return the records that still have to leave the side topic, sorted; those without a leader cannot."""
         self.read_side()
         if not self.policy.startswith("park"):
             return []
@@ -181,7 +181,7 @@ class FailingWorld(World):
         return "\n".join(lines)
 
     def _known_of(self, place: Place) -> str:
-        """What the living processes have in mind of it."""
+        """Return the view of the living processes."""
         lots = [
             (process, lot)
             for process in self.living

@@ -1,4 +1,4 @@
-"""Handlers of batches under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
+"""Batch handlers under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
 
 import pytest
 

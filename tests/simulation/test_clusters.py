@@ -1,4 +1,4 @@
-"""Faults of a cluster: the coordinator moves, a member is cut off from it, a partition has no leader.
+"""Cluster faults: the coordinator moves, a member is cut off from it, a partition has no leader.
 
 Each is a scenario here, and an event that all worlds choose. Clients with the mistakes that were found on a real
 cluster show that the worlds notice.

@@ -59,7 +59,7 @@ def test_nothing_runs_twice_when_drains_fit_their_deadline(seeds: range) -> None
 
 
 def digest(*seeds: int) -> str:
-    """What tells one run of some seeds from another."""
+    """Return a digest that distinguishes the runs of some seeds."""
     worlds = [simulate(seed, policy=policy) for seed in seeds for policy in (None, "breaker", "park for good")]
     commits = [(request.applied, list(request.offsets.items())) for world in worlds for request in world.broker.commits]
     return hashlib.sha256(repr(([world.runs for world in worlds], commits)).encode()).hexdigest()
