@@ -1,4 +1,4 @@
-"""A plan that nobody has made."""
+"""A plan built by hand."""
 
 from aioshard.spark.plans import Plan, PlannedHandler, PlannedRange
 

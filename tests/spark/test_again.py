@@ -1,4 +1,4 @@
-"""Records of a run once more."""
+"""Rerunning records of a run."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a journal says on Spark, against the same added up in plain Python."""
+"""The journal analysis on Spark, compared with plain Python."""
 
 import math
 import zlib

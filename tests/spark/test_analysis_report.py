@@ -1,4 +1,4 @@
-"""`aioshard report`: what it prints, the page that it writes, and what it refuses."""
+"""`aioshard report`: its output, its page and its refusals."""
 
 import json
 import re

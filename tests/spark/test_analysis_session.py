@@ -1,4 +1,4 @@
-"""What does not fit is told before Spark starts."""
+"""Missing requirements are reported before Spark starts."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is done with a micro-batch, without Spark: in which order, and what counts as done after a crash between."""
+"""Processing a micro-batch without Spark: the order of steps, and which count as done after a crash."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The borders of a planned range, one offset to each side of them."""
+"""The bounds of a planned range, one offset to each side."""
 
 import pytest
 

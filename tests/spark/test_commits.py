@@ -1,4 +1,4 @@
-"""What a hand-over writes beside the offsets, at the borders of the format."""
+"""The metadata that a handover commits, at the limits of the format."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Spark Connect and Declarative Pipelines: the same rows as through a session of the classic kind."""
+"""Spark Connect and Declarative Pipelines: the same rows as through a classic session."""
 
 import asyncio
 import importlib.util
@@ -21,7 +21,7 @@ from tests.support.shared_kafka import SharedKafka
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them
 
 NEEDED = ("grpc", "grpc_status", "google.rpc", "yaml", "zstandard")
-"""What the extra `connect` installs."""
+"""The packages of the extra `connect`."""
 EXAMPLE = PROJECT / "examples" / "sdp"
 TIMEOUT = 1000.0
 RECORDS = 40

@@ -1,4 +1,4 @@
-"""A drain: every offset one row, through crashes, halts and stops; a micro-batch is the most that is done again."""
+"""A drain writes one row per offset through crashes, halts and stops, and repeats at most a micro-batch."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""From an exactly-once app to Spark and back: what is published, and offsets that a transaction may still move."""
+"""From an exactly-once app to Spark and back: published messages, and offsets of pending transactions."""
 
 import asyncio
 import contextlib

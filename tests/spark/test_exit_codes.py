@@ -1,4 +1,4 @@
-"""What a script learns from how a command ended."""
+"""Exit codes of the commands, for scripts."""
 
 import pytest
 

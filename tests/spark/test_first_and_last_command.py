@@ -1,4 +1,4 @@
-"""`aioshard spark plan` and `handover`, which need brokers and no Spark: what scripts build on."""
+"""`aioshard spark plan` and `handover`, which need brokers but not Spark."""
 
 import asyncio
 import json

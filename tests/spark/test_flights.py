@@ -1,4 +1,4 @@
-"""The example of the documentation: flights done again with a corrected handler, and handed over to the live app."""
+"""The documented example: flights are backfilled with a fixed handler and handed over to the live app."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""Which partitions a verification reads again: those with fewer rows than offsets, and no others."""
+"""A verification rereads only partitions with fewer rows than offsets."""
 
 from aioshard.spark.plans import PlannedRange
 from aioshard.spark.verification import _Range, find_gaps

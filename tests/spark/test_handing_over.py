@@ -1,4 +1,4 @@
-"""The steps of a hand-over, with brokers that answer as they are told to: what is refused leaves no trace."""
+"""The steps of a handover with scripted brokers: a refusal leaves no trace."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""From a live app to a run over history and back, on a real broker; the run itself is only pretended."""
+"""From a live app to a backfill and back on a real broker, with a simulated run."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ class Run7:
             await brokers.commit_without_member(self.group, due)
 
     async def commits(self) -> dict[int, Committed | None]:
-        """What the group has committed, with its metadata."""
+        """Return the commits of the group, with their metadata."""
         partitions = [TopicPartition(self.topic, number) for number in range(2)]
         async with KafkaAdmin(Settings(bootstrap_servers=self.kafka.bootstrap)) as brokers:
             found = await brokers.group_commits(self.group, partitions)
@@ -431,7 +431,7 @@ async def _set_session(kafka: SharedKafka, group: str, *, session: float, heartb
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1])
 async def test_an_app_starting_concurrently_begins_before_or_after_the_run(drained: Run7, delay: float) -> None:
-    """Whoever comes first, the app never begins at the old offsets after a hand-over that succeeded."""
+    """In any order of events, the app never starts at the old offsets after a successful handover."""
     await drained.produce(4)
 
     async def hand_over() -> bool:

@@ -1,4 +1,4 @@
-"""Handlers over a DataFrame run once: whatever is done with what became of the records runs none again."""
+"""Handlers over a DataFrame run once, however their outcomes are used."""
 
 import asyncio
 from collections.abc import Callable

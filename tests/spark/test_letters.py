@@ -1,4 +1,4 @@
-"""Dead letters of a run over history: those of the live app, in order, and none lost when it crashes between."""
+"""Dead letters of a backfill: equal to those of the live app, in order, and not lost in a crash."""
 
 import asyncio
 import dataclasses
@@ -62,11 +62,11 @@ class Sending:
         return await asyncio.to_thread(send_letters, self.run.spark, self.run.directory, tell)
 
     async def letters(self) -> list[Record]:
-        """What the test has in the topic of the letters."""
+        """Return the dead letters in the topic."""
         return (await self.run.kafka.read(self.letters_topic))[self.before :]
 
     def noted(self) -> dict[str, Any]:
-        """What is acknowledged, as the directory says."""
+        """Return the acknowledged dead letters according to the directory."""
         found: dict[str, Any] = json.loads((self.run.directory / "letters.json").read_text())
         return found
 
@@ -119,7 +119,7 @@ def _where(letters: list[Record]) -> list[tuple[int, int]]:
 async def test_dead_letters_match_the_live_app_plus_a_message_id(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What the log says of half a surrogate pair cannot be sent by a worker process of the test run.
+    # A worker process of the test run cannot send a log line with half a surrogate pair.
     monkeypatch.setattr(logging.getLogger("aioshard.engine.failures"), "disabled", True)
     assert await sending.send() == len(BAD)
     letters = await sending.letters()

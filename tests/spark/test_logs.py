@@ -1,4 +1,4 @@
-"""What is left of a run and is not in the log any more is found out before a drain begins, on a real broker."""
+"""Records missing in the log are detected before a drain begins, on a real broker."""
 
 import asyncio
 import dataclasses

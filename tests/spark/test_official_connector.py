@@ -1,4 +1,4 @@
-"""`format("aioshard")` gives the rows that Spark's own `format("kafka")` gives, and takes them as its input."""
+"""`format("aioshard")` returns the rows of Spark's own `format("kafka")` and accepts them as input."""
 
 import asyncio
 import datetime as dt

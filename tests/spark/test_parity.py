@@ -1,4 +1,4 @@
-"""The same app over the same topic, live and on Spark: the same outcomes."""
+"""The same app over the same topic, live and on Spark, has the same outcomes."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a plan says of a topic on a real broker, and what cannot be planned."""
+"""Plans of topics on a real broker, and topics that cannot be planned."""
 
 import datetime as dt
 import subprocess
@@ -46,7 +46,7 @@ async def commit(kafka: SharedKafka, group: str, topic: str, offsets: dict[int, 
 
 
 async def committed(kafka: SharedKafka, group: str, topic: str, partition: int = 0) -> Committed | None:
-    """What a group has committed, with its metadata."""
+    """Return the commits of a group, with their metadata."""
     at = TopicPartition(topic, partition)
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
         return (await brokers.group_commits(group, [at]))[at]
@@ -60,7 +60,7 @@ async def made(app: AppModule, **options: Any) -> Plan:
     return await spark.plan(app.target, directory=None, **options)
 
 
-# Where ranges start -------------------------------------------------------------------
+# Starts of ranges ---------------------------------------------------------------------
 
 
 async def test_a_plan_covers_from_the_commit_to_the_end_of_the_log(
@@ -198,7 +198,7 @@ async def test_contradictory_bounds_are_refused(
         await made(write(topic), **options)
 
 
-# What is not there --------------------------------------------------------------------
+# Missing topics, groups and apps ------------------------------------------------------
 
 
 async def test_records_that_retention_has_deleted_are_named(

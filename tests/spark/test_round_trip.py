@@ -1,4 +1,4 @@
-"""Live, on Spark, live again, while a producer never stops: every record processed, none twice."""
+"""Live, on Spark, live again under a running producer: every record processed, none twice."""
 
 import asyncio
 import contextlib

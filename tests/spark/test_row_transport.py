@@ -1,4 +1,4 @@
-"""The engine over rows that come from elsewhere: nothing of it needs Spark, so none runs here."""
+"""The engine over rows from elsewhere, without Spark."""
 
 import threading
 from collections.abc import Iterator
@@ -137,7 +137,7 @@ def test_a_halted_record_ends_the_task_and_is_named(work: Any) -> None:
 
 
 def test_rows_after_a_halt_are_read_to_the_end(work: Any) -> None:
-    """What a task leaves of its rows, the next task of the same worker would find."""
+    """The next task of the same worker would see rows that a task leaves unread."""
     told, _ = work(
         "@app.consume('orders', retry=Retry(attempts=1))\nasync def handle(record: Record):\n    raise ValueError\n",
         max_buffered_records=100,

@@ -1,4 +1,4 @@
-"""`aioshard spark run|follow|status|stop|verify` as processes: exit codes, signals, what programs read."""
+"""`aioshard spark run|follow|status|stop|verify` as processes: exit codes, signals, JSON output."""
 
 import asyncio
 import contextlib

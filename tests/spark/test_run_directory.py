@@ -1,4 +1,4 @@
-"""The directory of a run and the plan in it: whole or not there, and never another one than was made."""
+"""The directory of a run and its plan: written atomically and never replaced."""
 
 import json
 import subprocess

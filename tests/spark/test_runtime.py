@@ -1,4 +1,4 @@
-"""The engine inside a task, without Spark and without Kafka: rows out, obstacles named, nothing left running."""
+"""The engine inside a task, without Spark and Kafka: rows, named obstacles, nothing left running."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Records that belong together across partitions are brought together, in order; all others keep their account."""
+"""Records grouped across partitions are processed in order; all others keep their layout."""
 
 import asyncio
 import json
@@ -165,7 +165,7 @@ async def test_order_holds_with_executors_in_separate_processes(
     assert found[1] > without_order, "without order there is disorder, so the test can fail"
 
 
-# What becomes of records ----------------------------------------------------------------
+# Outcomes -------------------------------------------------------------------------------
 
 FAILING = """
 from aioshard import Retry

@@ -1,4 +1,4 @@
-"""Where rows go: a database table, and files that others read."""
+"""Sinks of rows: a database table and files for other readers."""
 
 import datetime as dt
 import functools

@@ -1,4 +1,4 @@
-"""The data source by itself: found by name, its options, records as they are, rows of handlers."""
+"""The data source: found by name, its options, unchanged records, rows of handlers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Micro-batches and tasks as plain values: nothing left out, nothing twice, never more than asked."""
+"""Micro-batches and tasks as plain values: complete, disjoint and bounded."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Every offset of a drained range is found exactly once, or named; what the log does not hold is no error."""
+"""A verification finds every offset of a drained range exactly once or names it; log holes are allowed."""
 
 import asyncio
 import dataclasses
