@@ -85,7 +85,7 @@ class Watched:
 
     @property
     def elsewhere(self) -> list[str]:
-        """What was asked of anybody but the page's own place."""
+        """Return the requests to other origins."""
         return [request.url for request in self.asked if not request.url.startswith(self.address)]
 
     async def points(self, plot: str) -> int:

@@ -1,4 +1,4 @@
-"""A coroutine that is cancelled at each of its awaits in turn, as SIGINT may do at any moment."""
+"""Cancels a coroutine at each of its awaits in turn, as SIGINT may at any moment."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,12 +10,12 @@ _DEADLINE = 10.0
 
 
 class Sweep(NamedTuple):
-    """What became of the runs."""
+    """The outcome of the runs."""
 
     awaits: int
     """At so many places the coroutine waited when nobody cancelled it."""
     went_on: list[str]
-    """Where a cancellation was lost: the frames of the coroutine, and what came of it."""
+    """Lost cancellations: the frames of the coroutine, and the result."""
 
 
 def cancel_at_each_await(make: Callable[[], Coroutine[Any, Any, object]]) -> Sweep:

@@ -1,4 +1,4 @@
-"""What tests do to a Kafka cluster from outside: topics, records, transactions, committed offsets.
+"""Actions on a Kafka cluster from outside: topics, records, transactions, committed offsets.
 
 Everything here has a deadline and leaves no connection open.
 """

@@ -1,4 +1,4 @@
-"""Journals that no app wrote: rows from plain values or from a seed, as Parquet."""
+"""Generated journals: rows from plain values or from a seed, as Parquet."""
 
 import dataclasses
 import random

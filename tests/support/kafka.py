@@ -1,4 +1,4 @@
-"""A real Kafka broker in a process of its own, on free ports of 127.0.0.1."""
+"""A real Kafka broker in its own process, on free ports of 127.0.0.1."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the test broker is told: one node, quick time-outs, a plain and a guarded listener."""
+"""The configuration of the test broker: one node, short timeouts, a plain and a guarded listener."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tests that hold on both event loops in which apps run."""
+"""Runs tests on both event loops that apps use."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

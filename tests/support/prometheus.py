@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes what a test says, its checker, and how both get onto the machine."""
+"""A real Prometheus with the targets of a test, promtool, and their installation."""
 
 import asyncio
 import re
@@ -43,7 +43,7 @@ def programs() -> tuple[str, str]:
 
 
 def promtool(*arguments: str | Path, page: bytes | None = None) -> str:
-    """What promtool says; *page* is its standard input.
+    """Return the output of promtool; *page* is its standard input.
 
     Raises:
         PrometheusUnavailableError: There is none.

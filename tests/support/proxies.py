@@ -1,4 +1,4 @@
-"""Proxies in front of brokers, which delay, cut, swallow, hold and change what clients say and hear.
+"""Proxies in front of brokers that delay, cut, swallow, hold and change requests and responses.
 
 A proxy reads the header of each request, so a rule may be for one node, one API and one client:
 

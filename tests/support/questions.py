@@ -1,4 +1,4 @@
-"""Threads that ask without pause, while the event loop changes what they ask about."""
+"""Threads that query continuously while the event loop changes the data."""
 
 import asyncio
 import threading

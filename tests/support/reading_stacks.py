@@ -1,4 +1,4 @@
-"""Has threads read the stacks of coroutines that end all the time, in a process that collects garbage all the time.
+"""Threads read the stacks of short-lived coroutines during constant garbage collection.
 
 A process of its own, because what goes wrong there ends a process or makes it hang.
 """

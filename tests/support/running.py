@@ -1,4 +1,4 @@
-"""A command in a process of its own, whose output is read all the time."""
+"""A command in its own process, whose output is read continuously."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The one broker of a test run, and the one cluster of three, shared by every process of the run.
+"""The broker and the three-broker cluster of a test run, shared by all its processes.
 
 The first process that needs one starts it, under a lock; the process that leads the run ends both.
 """

@@ -1,4 +1,4 @@
-"""A cluster of three real brokers on 127.0.0.1, and what may happen to one.
+"""A cluster of three real brokers on 127.0.0.1, and the faults to inject.
 
 A test takes the fixture `brokers`, is marked `cluster` thereby, and has the cluster to itself until it ends:
 
@@ -275,7 +275,7 @@ class ThreeBrokers(KafkaCluster):
         return await asyncio.gather(*(name(node) for node in self._answering))
 
     async def _describe(self, node: int) -> dict[str, Any]:
-        """What a node says of all brokers and topics."""
+        """Return a node's metadata of all brokers and topics."""
         answer: dict[str, Any] = (await self._ask(node, MetadataRequest(None))).to_object()
         return answer
 

@@ -1,4 +1,4 @@
-"""What an app tells of itself, made by hand: for tests of what shows it."""
+"""Hand-made reports of an app, for tests of what displays them."""
 
 from aioshard import App
 from aioshard.observe import (
