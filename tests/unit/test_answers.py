@@ -1,4 +1,4 @@
-"""Answers about a group's offsets: an error is never read as "nothing is committed"."""
+"""Responses about a group's offsets: an error never means "nothing is committed"."""
 
 from types import SimpleNamespace
 from typing import Any

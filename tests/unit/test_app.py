@@ -1,4 +1,4 @@
-"""An app before it runs, while it runs and after."""
+"""An app before, during and after its run."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The setting `assign`: how it is written, what it cannot stand beside, and whether it is that of the handlers."""
+"""The setting `assign`: its formats, conflicts with other settings, and matching handlers."""
 
 import asyncio
 import os

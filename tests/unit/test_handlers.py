@@ -1,4 +1,4 @@
-"""The decorator refuses what cannot work when it is applied, and registers nothing then."""
+"""The decorator refuses invalid handlers at once and then registers nothing."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def test_a_handler_is_called_as_its_signature_asks(
 
 @dataclasses.dataclass
 class Order:
-    """What a value may be decoded to."""
+    """A payload type."""
 
     number: int
 
@@ -510,7 +510,7 @@ def test_a_key_is_one_shard_only_within_its_topic() -> None:
     assert len(keys) == 2
 
 
-# Where handlers run ---------------------------------------------------------------------
+# Placement of handlers ------------------------------------------------------------------
 
 
 def computes(record: Record) -> None: ...

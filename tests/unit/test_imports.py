@@ -1,4 +1,4 @@
-"""What is large is imported on use."""
+"""Large packages are imported on use."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Clients that read answers with a fault: an answer that says less than was asked is neither "nothing" nor "done"."""
+"""Clients reading faulty responses: an omission never means empty or done."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -317,7 +317,7 @@ async def test_a_failed_fetch_is_an_error() -> None:
 
 
 def fetched(number: int, end: int, data: bytes, aborted: list[tuple[int, int]] | None = None) -> tuple[Any, ...]:
-    """What a fetch answers of a partition."""
+    """The fetch response for a partition."""
     return number, 0, end, end, 0, aborted, -1, data
 
 

@@ -1,4 +1,4 @@
-"""When a member on aiokafka counts as lost, and which coordinator it believes; without a broker."""
+"""When a member on aiokafka counts as lost, and which coordinator it trusts; without a broker."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

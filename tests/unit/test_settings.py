@@ -1,4 +1,4 @@
-"""Settings: where they come from, what they refuse and how they say it."""
+"""Settings: their sources, refusals and messages."""
 
 import inspect
 import json
@@ -52,7 +52,7 @@ def refusal(**values: Any) -> str:
     return str(caught.value)
 
 
-# Where a value comes from
+# Sources of a value
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -163,7 +163,7 @@ def test_settings_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-# What is refused
+# Refusals
 
 
 def test_unknown_names_suggest_the_nearest_name() -> None:

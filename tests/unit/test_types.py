@@ -1,4 +1,4 @@
-"""Type checkers report what is refused at run time, and nothing else."""
+"""Type checkers report exactly what is refused at run time."""
 
 import json
 import os

@@ -8,7 +8,7 @@ from aioshard import App, Batch, BatchContext, CallNext, Context, DeadLetter, Me
 
 
 class Pool:
-    """What the app's `resources` yield."""
+    """The value that the app's `resources` yield."""
 
     async def fetch(self, query: str) -> list[int]:
         """Run a query."""

@@ -1,4 +1,4 @@
-"""`aioshard asyncapi`: the document that an app is, as others read it."""
+"""`aioshard asyncapi`: the AsyncAPI document of an app."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Item(BaseModel):
     name: str
 
 class Order(BaseModel):
-    """What somebody has bought."""
+    """A purchased item."""
     items: list[Item]
 
 @app.consume("orders", on_failure=DeadLetter("orders.dlt"))

@@ -1,4 +1,4 @@
-"""The guesses at why a group does not advance."""
+"""Likely causes for a group that does not advance."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`aioshard explain` and `aioshard health`: what a running app says, and what is said when nothing answers."""
+"""`aioshard explain` and `aioshard health`: reports of running and unreachable apps."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The help of all commands: an option of one name takes one kind of value everywhere, and says which."""
+"""Help of all commands: options with one name take the same kind of value everywhere."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""The stored progress of replays: nothing is lost, and nothing is claimed."""
+"""Stored replay progress loses no record and claims none."""
 
 import random
 

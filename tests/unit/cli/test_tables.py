@@ -1,4 +1,4 @@
-"""Tables for people: aligned, and what a record holds does nothing to the terminal."""
+"""Tables in a terminal: aligned, with escaped record contents."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a batch may hold, and what its handler may say of it."""
+"""Limits of a batch, and the errors its handler may raise."""
 
 from typing import Any
 

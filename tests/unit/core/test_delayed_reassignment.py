@@ -1,4 +1,4 @@
-"""What a leader withholds for the member that comes in the place of one that is gone, and for how long."""
+"""Partitions that a leader withholds for the replacement of a missing member, and for how long."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How far a text reaches where not everything has room."""
+"""How far stored completions reach when not all fit."""
 
 import random
 

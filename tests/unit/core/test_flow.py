@@ -1,4 +1,4 @@
-"""How much more of a partition may be taken in."""
+"""How many more records of a partition may be admitted."""
 
 import pytest
 from hypothesis import given

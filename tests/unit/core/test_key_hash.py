@@ -1,4 +1,4 @@
-"""A key's hash that is written down: the same everywhere, and good for every number of shards."""
+"""The stored hash of a key: the same everywhere, and usable for any number of shards."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What other threads read while the event loop changes it is read in one step of the interpreter."""
+"""Data shared with other threads is read in one step of the interpreter."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def changed_before_every_step(read: Callable[[], T], change: Callable[[], object]) -> T:
-    """What *read* returns when *change* is called before every bytecode, as another thread may do at any of them."""
+    """Return the results of *read* when *change* runs before every bytecode, as another thread may at any of them."""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         frame.f_trace_opcodes = True

@@ -1,4 +1,4 @@
-"""Where to go on with a partition that was assigned."""
+"""The start position of an assigned partition."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ CLAIM = Claim("member-1", generation=7, acknowledged=40, position=55)
 
 
 class Evidence(NamedTuple):
-    """What the brokers and the new assignment say."""
+    """The state of the brokers and of the new assignment."""
 
     member_id: str = "member-1"
     generation: int = 8

@@ -1,4 +1,4 @@
-"""Rate limits, and the token buckets that keep them."""
+"""Rate limits and their token buckets."""
 
 import math
 

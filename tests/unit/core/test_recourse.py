@@ -1,4 +1,4 @@
-"""What may be asked for when attempts are used up, and the circuit breaker."""
+"""Options of failure policies, and the circuit breaker."""
 
 import random
 from collections.abc import Iterable

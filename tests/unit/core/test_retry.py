@@ -1,4 +1,4 @@
-"""What follows a failed attempt."""
+"""Delays and attempts after a failure."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""From a record to its shard."""
+"""Mapping records to shards."""
 
 from collections import Counter
 from typing import Any

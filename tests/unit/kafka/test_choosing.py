@@ -1,4 +1,4 @@
-"""Which client an app reads with, and what it says when that is not installed."""
+"""The client that an app uses, and the error if it is not installed."""
 
 import importlib.util
 import logging

@@ -23,7 +23,7 @@ SESSION = 45.0
 
 
 def answer(error: int | None = None) -> Any:
-    """What the client answers of one partition."""
+    """The client's response for one partition."""
     return SimpleNamespace(topic=ONE.topic, partition=ONE.partition, error=None if error is None else KafkaError(error))
 
 

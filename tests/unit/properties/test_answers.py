@@ -1,4 +1,4 @@
-"""Answers of brokers: with any error in any field, or with less than was asked, nothing is there and nothing is done.
+"""Broker responses with any error in any field, or with omissions, never mean empty or done.
 
 The error fields are those of the answers' schemas, so that none is forgotten.
 """
@@ -61,7 +61,7 @@ VALUES = {
 
 
 class Fault(NamedTuple):
-    """What is wrong with an answer: a code in a field, of one partition or topic; or without a field, a missing one."""
+    """A fault in a response: an error code in a field of a partition or topic, or without a field, an omission."""
 
     at: TopicPartition | None
     path: Path | None = None
@@ -94,7 +94,7 @@ def value(name: str, kind: Any, asked: Collection[TopicPartition], fault: Fault,
 
 
 def parts(name: str, asked: Collection[TopicPartition], fault: Fault, of: Any) -> list[Any]:
-    """What an array has a part for."""
+    """Return the items that an array has a part for."""
     left = sorted(asked) if fault.path is not None else [one for one in sorted(asked) if one != fault.at]
     if name == "topics":
         return list(dict.fromkeys(one.topic for one in left))
@@ -110,7 +110,7 @@ def empty(kind: Any) -> Any:
 
 
 def error_fields(schema: Any, path: Path = ()) -> Iterator[Path]:
-    """Where an answer may have error codes."""
+    """Return the places of error codes in a response."""
     for name, kind in zip(schema.names, schema.fields, strict=True):
         inner = kind.array_of if isinstance(kind, Array | CompactArray) else kind
         if isinstance(inner, Schema):
@@ -330,7 +330,7 @@ def named(value: object) -> str:
 async def outcome(
     question: Question, kind: type[Response], asked: Asked, fault: Fault
 ) -> tuple[Collection[TopicPartition], bool | None]:
-    """What is known or done after an answer as it comes from a broker; and of an error, whether it may pass."""
+    """Return what is known or done after a broker response; for an error, whether it is retriable."""
     answer = kind.decode(BytesIO(kind(*made(kind.SCHEMA, asked, fault)).encode()))
     try:
         return await question.read(answer, asked), None

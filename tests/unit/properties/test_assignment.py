@@ -1,4 +1,4 @@
-"""Assignors: valid, as even as can be, moving little, and the same whatever the order of the input."""
+"""Assignors: valid, balanced, sticky, and independent of input order."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ ARTICLE_MEMBERS = {
 }
 
 
-# What is drawn ---------------------------------------------------------------------------
+# Generated groups ------------------------------------------------------------------------
 
 
 def drawn(
@@ -75,7 +75,7 @@ def mixed(things: Iterable[T], chance: random.Random) -> list[T]:
     return found
 
 
-# What is measured ------------------------------------------------------------------------
+# Measurements ----------------------------------------------------------------------------
 
 
 def check_validity(members: Members, partitions: Partitions, assignment: Assignment) -> None:
@@ -133,7 +133,7 @@ def remembering(members: Members, assignment: Assignment, generation: int = 9) -
     return {name: Member(member.topics, assignment.get(name, ()), generation) for name, member in members.items()}
 
 
-# What holds ------------------------------------------------------------------------------
+# Invariants ------------------------------------------------------------------------------
 
 
 @EVERY_ASSIGNOR
@@ -251,7 +251,7 @@ def test_assignment_time_grows_about_linearly_with_partitions(
     assert large <= 24 * small, "64 times as long is quadratic"
 
 
-# What is known ---------------------------------------------------------------------------
+# Known examples --------------------------------------------------------------------------
 
 
 def as_text(assignment: Assignment) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is noted with a committed offset: whatever is written is read, fits, and is never more than was meant."""
+"""Commit metadata round-trips, fits, and never claims too much."""
 
 import itertools
 import random
@@ -38,7 +38,7 @@ def noted(draw: st.DrawFn) -> tuple[CommitMetadata, int]:
 
 
 def assert_stored(text: str) -> None:
-    """What every broker takes with its default settings."""
+    """Check the limits of every broker with default settings."""
     assert len(text) == len(text.encode("utf-16-le")) // 2 <= MOST_UNITS
     assert "\0" not in text
 

@@ -1,4 +1,4 @@
-"""What a value becomes by an annotation or a function, and what is said where it does not."""
+"""Decoding a value by annotation or function, and the errors if that fails."""
 
 import asyncio
 import dataclasses
@@ -140,7 +140,7 @@ def read(annotation: Any, value: bytes | None) -> Any:
 
 
 def told(error: BaseException | None) -> str:
-    """What a traceback of it says, without lines of source."""
+    """Return the text of its traceback without lines of source."""
     said = ""
     while error is not None:
         said += f"{error}\n"

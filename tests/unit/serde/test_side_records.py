@@ -1,4 +1,4 @@
-"""What is written to a side topic is read back as it was, and nothing else is taken for it."""
+"""Records of side topics round-trip, and foreign records are never mistaken for ours."""
 
 from typing import Any
 
