@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: a broker or three for the run, a broker of one's own, unique names."""
+"""Fixtures for every test: shared and private brokers, unique names."""
 
 import contextlib
 import gc
