@@ -275,7 +275,7 @@ async def judge(scenario: Scenario, fleet: Fleet, load: Load, run: dict[str, obj
     """Compare what happened with the log, which is read again; write the figures down, and fail for each breach."""
     acknowledged = scenario.produced
     await scenario.read_back()
-    story = await scenario.story()
+    history = await scenario.history()
     guarantees: dict[str, Guarantee] = {
         "lost": NothingLost(),
         "out of order": KeyOrder(),
@@ -286,21 +286,21 @@ async def judge(scenario: Scenario, fleet: Fleet, load: Load, run: dict[str, obj
         "unexplained": OnlyUncommittedAgain(apart=fleet.apart),
         "not committed": LagZero(),
     }
-    runs = Counter(seen.place for seen in story.seen if seen.kind is Kind.FINISHED)
+    runs = Counter(seen.place for seen in history.seen if seen.kind is Kind.FINISHED)
     figures = {
         **run,
-        "records": len(story.produced),
-        **{name: sum(1 for _ in guarantee.breaches(story)) for name, guarantee in guarantees.items()},
+        "records": len(history.produced),
+        **{name: sum(1 for _ in guarantee.breaches(history)) for name, guarantee in guarantees.items()},
         "finished again": sum(count - 1 for count in runs.values()),
         "longest without progress": round(fleet.without_progress, 1),
-        "samples": len(story.commits),
+        "samples": len(history.commits),
         "events": dict(fleet.happened),
         "exits": dict(fleet.exits),
     }
     write(figures)
-    verify(story, *guarantees.values())
-    assert acknowledged.items() <= story.produced.items(), "the log has all that was acknowledged"
-    assert len(story.produced) >= load.sent, "the log has all that was sent; a producer that gets a new id may repeat"
+    verify(history, *guarantees.values())
+    assert acknowledged.items() <= history.produced.items(), "the log has all that was acknowledged"
+    assert len(history.produced) >= load.sent, "the log has all that was sent; a producer that gets a new id may repeat"
     assert fleet.exits.keys() <= {"0", "4", "before it began"}, fleet.exits
     assert fleet.without_progress < WITHOUT_PROGRESS
     assert fleet.happened, "nothing happened"

@@ -10,7 +10,7 @@ import pytest
 from tests.guarantees.behaviour import BAD, dead_letter, parking
 from tests.guarantees.checks import DEPLOYED, NoDuplicates, safe_when_parked, verify
 from tests.guarantees.scenario import Scenario
-from tests.guarantees.sides import LettersExact, OneLetterPerOwnership
+from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership
 from tests.support.load import Load
 from tests.support.three_brokers import ThreeBrokers
 
@@ -114,7 +114,7 @@ async def test_a_rolling_broker_restart_runs_no_record_twice(scenario: Scenario,
         for each in handlers.all:
             await each.read_back()
             await each.until_healthy_finished()
-            verify(await each.story_so_far(), NoDuplicates(apart_from=each.failing))
+            verify(await each.history_so_far(), NoDuplicates(apart_from=each.failing))
         assert all(member.alive for member in scenario.members.values())
         parked.heal()
         await parked.until_finished(len(parked.produced))

@@ -337,7 +337,7 @@ def unfrozen() -> Iterator[None]:
         (lambda app: app.serve_until_signal(Signals()), {"tune_gc": False}, False),
         (App.serve, {}, False),
     ],
-    ids=["process-of-its-own", "refused", "process-of-a-host"],
+    ids=["dedicated-process", "refused", "hosted"],
 )
 def test_a_dedicated_process_collects_garbage_less_often(
     serve: Callable[[App], Any], settings: dict[str, Any], tuned: bool

@@ -50,7 +50,7 @@ def head_of(app: App, number: int = 0) -> IncompleteRecord:
     return head
 
 
-def do_as_told(app: App, advice: str | None, call: str) -> None:
+def follow_advice(app: App, advice: str | None, call: str) -> None:
     """Does what an advice names, by the very call that it shows."""
     (found,) = [one for one in re.findall(r"app\.\w+\([^)]*\)", advice or "") if one.startswith(f"app.{call}(")]
     eval(found, {"app": app})
@@ -157,7 +157,7 @@ def test_a_run_that_swallows_its_timeout_is_named_with_its_await() -> None:
             released.set()
             await asyncio.sleep(1.0)
             assert head_of(app).state == "halted", "nobody knows what it did"
-            do_as_told(app, head_of(app).what_to_do, "skip")
+            follow_advice(app, head_of(app).what_to_do, "skip")
             await client.settle()
 
     run(test())
@@ -244,7 +244,7 @@ def test_a_record_waiting_for_its_next_attempt_is_explained() -> None:
                 "LookupError: no such customer"
             )
             fails = False
-            do_as_told(app, head.what_to_do, "retry_now")
+            follow_advice(app, head.what_to_do, "retry_now")
             await client.settle(timeout=1.0)
 
     run(test())
@@ -271,7 +271,7 @@ def test_a_halted_record_is_released_by_the_suggested_call(call: str) -> None:
             assert "halted 4.0 s ago after 1 attempt (LookupError: no such customer)" in head.reason
             assert partition.sentence.count("attempt") == 1  # it may have halted before the last of those it would get
             fails = False
-            do_as_told(app, head.what_to_do, call)
+            follow_advice(app, head.what_to_do, call)
             await client.settle()
             assert app.statistics().handlers[0].skipped == (call == "skip")
 
@@ -322,7 +322,7 @@ def test_an_unwritable_dead_letter_is_explained() -> None:
             assert "its dead letter is written to orders.dlt: the message is too large" in head.reason
             assert re.search(r"failed \d\.\d s ago: .*; the next try is in \d\.\d s", head.reason)
             assert "may be written to, and accepts a record of this size" in str(head.what_to_do)
-            do_as_told(app, head.what_to_do, "skip")
+            follow_advice(app, head.what_to_do, "skip")
             await client.settle()
 
     run(test())
@@ -457,7 +457,7 @@ def test_a_record_behind_a_halted_one_says_how_to_release_it() -> None:
                 "1 attempt (ValueError: broken)"
             )
             assert (head.error, head.waits_for) == ("ValueError: broken", "orders/1/0")
-            do_as_told(app, head.what_to_do, "skip")
+            follow_advice(app, head.what_to_do, "skip")
             await client.settle()
 
     run(test())
@@ -569,8 +569,8 @@ def test_an_application_pause_names_owner_reason_time_and_resume_call() -> None:
             )
             assert [one.sentence for one in partition_of(app, 2).findings] == [other.sentence]
             assert other.sentence.endswith("s: maintenance")
-            do_as_told(app, finding.what_to_do, "resume")
-            do_as_told(app, other.what_to_do, "resume_handler")
+            follow_advice(app, finding.what_to_do, "resume")
+            follow_advice(app, other.what_to_do, "resume_handler")
             await client.settle()
 
     run(test())

@@ -116,7 +116,7 @@ def test_stored_completions_survive_an_owner_that_did_not_reach_them() -> None:
 @pytest.mark.parametrize(
     ("moved_to", "expected"),
     [(1, set(range(1, 100))), (3, set(range(3, 100))), (50, set(range(50, 100))), (None, set(range(100)))],
-    ids=["lower", "the-same-without-a-text", "higher", "deleted"],
+    ids=["lower", "the-same-without-metadata", "higher", "deleted"],
 )
 def test_moving_the_offset_discards_stored_completions(moved_to: int | None, expected: set[int]) -> None:
     async def test() -> None:
@@ -261,7 +261,7 @@ def _partition(buffer: Buffer, span: int, incomplete: list[int]) -> Partition:
         (57_000, range(0, 57_000, 2), 1_200),
         (1_000, range(1_000), 1_000_000),
     ],
-    ids=["full", "some-room", "nearly-dense", "hardly-anything"],
+    ids=["full", "some-room", "nearly-dense", "almost-nothing"],
 )
 def test_intake_is_limited_to_what_metadata_can_store(span: int, incomplete: range, most: int) -> None:
     buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)

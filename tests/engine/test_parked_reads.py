@@ -17,7 +17,7 @@ KEYS = 300
 @pytest.mark.parametrize(
     ("order", "pause"),
     [(range(KEYS), 0.05), (range(KEYS - 1, -1, -1), 0.0)],
-    ids=["one by one", "all at once, backwards"],
+    ids=["one by one", "all backwards"],
 )
 def test_released_keys_are_read_in_bulk(monkeypatch: pytest.MonkeyPatch, order: range, pause: float) -> None:
     """One read brings a megabyte of the side topic: to decode it for each record holds up everything else."""

@@ -8,7 +8,7 @@ from aioshard import App, Record
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.5], ids=["answer at once", "take longer than the pause between two faults"])
+@pytest.mark.parametrize("seconds", [0.0, 1.5], ids=["fast brokers", "slow brokers"])
 def test_records_in_flight_continue_and_reading_resumes_after_the_deleted_ones(seconds: float) -> None:
     """A hole like any other: the epoch continues, and nothing runs twice. The partition is paused while brokers answer:
     another fault would begin the search for its position anew, and with slow brokers it would never end."""

@@ -32,7 +32,7 @@ class World:
             self.broker.publish("orders", b"", key=b"%d" % number, partition=0)
         self.app = App("group", drain_timeout=2.0, shutdown_timeout=3.0, commit_interval=0.2, **settings)
         self.hanging: set[int] = set()
-        self.let_go = asyncio.Event()
+        self.release = asyncio.Event()
         self.runs: list[int] = []
         self.done: list[int] = []
         self.committed_at: dict[int, int | None] = {}
@@ -56,7 +56,7 @@ class World:
         self.committed_at.setdefault(record.offset, self.broker.committed("group", *TP))
         await asyncio.sleep(0.01)
         if record.offset in self.hanging:
-            await self.let_go.wait()
+            await self.release.wait()
         self.done.append(record.offset)
 
     @asynccontextmanager
@@ -145,7 +145,7 @@ def test_records_in_flight_are_drained_before_their_replay() -> None:
             await asyncio.sleep(0.5)
             assert not seeking.done()
             assert len(world.runs) == 100
-            world.let_go.set()
+            world.release.set()
             await seeking
 
             assert world.committed_at.keys() == set(range(100))
@@ -165,7 +165,7 @@ def test_runs_that_outlast_a_seek_are_cancelled_and_ignored() -> None:
             await world.app.seek("orders", 0, 50)
 
             assert 2.0 <= asyncio.get_running_loop().time() - started < 2.5
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
             assert 3 not in world.done
             assert client.committed("orders", 0) == 100
@@ -193,7 +193,7 @@ def test_a_seek_discards_stored_completions(to: int) -> None:
             assert found is not None
             assert CommitMetadata.read(found.metadata, found.offset).finished == ()
             await until(lambda: len(world.done) == 99 - to)
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
             assert sorted(world.done) == list(range(to, 100))
 
@@ -211,7 +211,7 @@ def test_other_partitions_continue_during_a_seek() -> None:
             await until(lambda: client.committed("orders", 1) == 1)
 
             assert not seeking.done()
-            world.let_go.set()
+            world.release.set()
             assert await seeking == 100
 
     run(test())
@@ -228,7 +228,7 @@ def test_a_seek_survives_a_rebalance_that_keeps_the_partition(when: float) -> No
             await asyncio.sleep(when)
             world.broker.group("group").rebalance()
             assert await seeking == 0
-            world.let_go.set()
+            world.release.set()
 
             await world.settled(client)
             assert {*world.done} == set(range(100))
@@ -250,7 +250,7 @@ def test_an_incremental_assignment_does_not_cut_the_drain_of_a_seek_short() -> N
             rebalance.assigned([TP, OTHER], rebalance.client.membership())
             await asyncio.sleep(0.5)
             assert not seeking.done()
-            world.let_go.set()
+            world.release.set()
             await seeking
 
             await world.settled(client)
@@ -271,7 +271,7 @@ def test_a_partition_revoked_meanwhile_is_not_sought(when: float) -> None:
             with pytest.raises(StateError, match="assigned it to another member"):
                 await seeking
             assert world.broker.committed("group", *TP) in (0, 3)
-            world.let_go.set()
+            world.release.set()
 
     run(test())
 
@@ -287,7 +287,7 @@ def test_a_seek_survives_the_loss_of_the_client() -> None:
             client.transports[-1].kill(ClientLostError("gone"))
 
             assert await seeking == 0
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
             assert {*world.done} == set(range(100))
 
@@ -302,7 +302,7 @@ def test_a_seek_in_a_stopping_app_fails_and_keeps_the_position() -> None:
             await until(lambda: len(world.done) == 99)
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
             await asyncio.sleep(0.1)
-            world.let_go.set()
+            world.release.set()
             world.hanging.clear()
         with pytest.raises(StateError, match="the app stopped"):
             await seeking
@@ -389,7 +389,7 @@ def test_a_seek_that_cannot_be_served_is_refused() -> None:
             with pytest.raises(TransportError):
                 await world.app.seek("orders", 0, 6)
             world.broker.available = True
-            world.let_go.set()
+            world.release.set()
 
     run(test())
 
@@ -442,7 +442,7 @@ def test_seeks_hold_among_rebalances_losses_and_refused_commits(seed: int) -> No
 
             for _ in range(6):
                 world.hanging = set(chance.sample(range(60), 2))
-                world.let_go = asyncio.Event()
+                world.release = asyncio.Event()
                 to = chance.randrange(61)
                 await asyncio.sleep(chance.choice([0.0, 0.01, 0.1, 1.0]))
                 seeking = asyncio.create_task(seek(to))
@@ -454,7 +454,7 @@ def test_seeks_hold_among_rebalances_losses_and_refused_commits(seed: int) -> No
                 except (StateError, TransportError):
                     continue  # it was being handed over, or there was no client, when it was asked for
                 world.hanging.clear()
-                world.let_go.set()
+                world.release.set()
                 await world.settled(client)
                 assert set(range(to, 60)) <= set(world.done)
                 sent = [request for request in world.broker.commits[commits:] if request.applied]
@@ -462,7 +462,7 @@ def test_seeks_hold_among_rebalances_losses_and_refused_commits(seed: int) -> No
                 assert offsets == sorted(offsets)
                 assert all(request.owned for request in sent)
             world.hanging.clear()
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
 
     run(test())
@@ -490,7 +490,7 @@ def test_until_caught_up_waits_for_a_seek() -> None:
             for _ in range(3):
                 world.broker.fail_next_commit(CommitError("the coordinator is moving"))
             world.hanging.clear()
-            world.let_go.set()
+            world.release.set()
             await until(lambda: len(world.done) == 100, look_every=0.001)
             world.forget()
 

@@ -103,11 +103,11 @@ def test_a_record_holding_up_almost_everything_is_named_early(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "aioshard"):
         run(test())
 
-    held_up, goes_on = caplog.messages
+    held_up, advances = caplog.messages
     assert held_up.startswith("almost everything waits for one record: orders/0 has not advanced")
     assert "200 of the 201 offsets from there on wait for that record." in held_up
     assert "test_watch.py:" in held_up
-    assert goes_on == "orders/0 advances again: record orders/0/0 no longer holds it up"
+    assert advances == "orders/0 advances again: record orders/0/0 no longer holds it up"
 
 
 # The watch by itself

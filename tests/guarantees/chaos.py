@@ -75,7 +75,7 @@ class Fleet:
 
     async def stop(self, name: str) -> None:
         member = self._ends(name)
-        member.ask_to_end()
+        member.terminate()
         self._leaving.append(member)
 
     async def freeze(self, name: str) -> None:

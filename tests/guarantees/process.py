@@ -107,7 +107,7 @@ class Member:
         refusal: str | None = json.loads(answer.read_text())
         return refusal
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM."""
         self._popen.send_signal(signal.SIGTERM)
 
@@ -117,7 +117,7 @@ class Member:
 
     async def stop(self, timeout: float = 30.0) -> int:
         """SIGTERM, and waits; returns the exit code."""
-        self.ask_to_end()
+        self.terminate()
         return await self.ended(timeout)
 
     def freeze(self) -> None:

@@ -12,11 +12,11 @@ from typing import Any, Literal, Self
 from aioshard import Record
 from aioshard.core.sharding import shard_number
 from tests.guarantees.behaviour import BAD, HANGING, Behaviour
-from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
+from tests.guarantees.checks import CommitsAt, Guarantee, History, verify
 from tests.guarantees.observations import Kind, Observations, Place
 from tests.guarantees.process import Member
 from tests.guarantees.sampling import Sampling
-from tests.guarantees.sides import live, parkings, places_of_letters, requests, there
+from tests.guarantees.side_topics import live, parkings, places_of_dead_letters, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
 SHORT: Mapping[str, Any] = {
@@ -316,11 +316,11 @@ class Scenario:
             await self.stop_feeding()
             await self.until_all_committed()
         except AssertionError:
-            verify(await self.story(), *guarantees)
+            verify(await self.history(), *guarantees)
             raise
-        verify(await self.story(), *guarantees)
+        verify(await self.history(), *guarantees)
 
-    # The story ------------------------------------------------------------------------
+    # The history ------------------------------------------------------------------------
 
     async def sample_commits(self) -> CommitsAt:
         """Asks the broker once for the group's committed offsets and the ends of the side topic, and notes them."""
@@ -348,18 +348,18 @@ class Scenario:
             **self.notes,
         }
 
-    async def story(self) -> Story:
+    async def history(self) -> History:
         """All that happened; the sampling has ended."""
         await self.sampling.end()
-        return await self.story_so_far()
+        return await self.history_so_far()
 
-    async def story_so_far(self) -> Story:
+    async def history_so_far(self) -> History:
         """All that has happened up to now."""
         await self.sample_commits()
         ends = await self.kafka.end_offsets(self.topic)
         seen = tuple(self.observations.refresh().seen)
         passed, let_go = await self._diverted()
-        return Story(dict(self.produced), seen, tuple(self.commits), ends, passed, let_go)
+        return History(dict(self.produced), seen, tuple(self.commits), ends, passed, let_go)
 
     async def _diverted(self) -> tuple[dict[Place, int], dict[Place, int]]:
         """When records that have not finished could be passed by a commit, and by others of their key."""
@@ -369,7 +369,7 @@ class Scenario:
                 if seen.kind is Kind.EXHAUSTED:
                     passed[seen.place] = let_go[seen.place] = min(seen.at, passed.get(seen.place, seen.at))
         records, when = await self.side_records(), there(self.commits)
-        found = parkings(records) if self._recourse == "parked" else places_of_letters(records)
+        found = parkings(records) if self._recourse == "parked" else places_of_dead_letters(records)
         for place, record in found:
             sampled = when(record.partition, record.offset)
             if sampled is None:

@@ -11,6 +11,7 @@ from tests.guarantees.checks import (
     CommitsAt,
     CommitsOnlyAdvance,
     Guarantee,
+    History,
     KeyOrder,
     LagZero,
     NeverAhead,
@@ -19,7 +20,6 @@ from tests.guarantees.checks import (
     OneAtATimePerKey,
     OneProcessPerKey,
     OnlyUncommittedAgain,
-    Story,
     TakenInOnce,
     verify,
 )
@@ -31,17 +31,17 @@ KEYS = {(0, 0): "a", (0, 1): "b", (0, 2): "a", (0, 4): "b", (1, 0): "c"}
 """The offset 3 is a hole."""
 
 
-def story(
+def history(
     *steps: tuple[int, str, Kind, int, int, int],
     commits: tuple[tuple[int, dict[int, int]], ...] = (),
     produced: dict[tuple[int, int], str] = KEYS,
-) -> Story:
+) -> History:
     """Steps are time, process, what happened, partition, offset, epoch."""
     seen = tuple(Seen(*step, KEYS.get((step[3], step[4]), "?")) for step in steps)
-    return Story(produced, seen, tuple(CommitsAt(at - 1, at, offsets) for at, offsets in commits), {0: 5, 1: 1})
+    return History(produced, seen, tuple(CommitsAt(at - 1, at, offsets) for at, offsets in commits), {0: 5, 1: 1})
 
 
-GOOD = story(
+GOOD = history(
     (10, "p", S, 0, 0, 1),
     (11, "p", S, 0, 1, 1),
     (12, "p", F, 0, 0, 1),
@@ -71,19 +71,19 @@ ALL: tuple[Guarantee, ...] = (
 )
 
 
-def with_steps(*steps: tuple[int, str, Kind, int, int, int]) -> Story:
-    return replace(GOOD, seen=(*GOOD.seen, *story(*steps).seen))
+def with_steps(*steps: tuple[int, str, Kind, int, int, int]) -> History:
+    return replace(GOOD, seen=(*GOOD.seen, *history(*steps).seen))
 
 
-def without(*kept_out: tuple[int, Kind]) -> Story:
+def without(*kept_out: tuple[int, Kind]) -> History:
     return replace(GOOD, seen=tuple(seen for seen in GOOD.seen if (seen.at, seen.kind) not in kept_out))
 
 
-def with_commits(*commits: tuple[int, dict[int, int]]) -> Story:
-    return replace(GOOD, commits=story(commits=commits).commits)
+def with_commits(*commits: tuple[int, dict[int, int]]) -> History:
+    return replace(GOOD, commits=history(commits=commits).commits)
 
 
-def broken(guarantee: Guarantee, told: Story) -> str:
+def broken(guarantee: Guarantee, told: History) -> str:
     """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
         verify(told, guarantee)
@@ -142,7 +142,7 @@ def test_a_start_after_a_skipped_record_breaks_the_order() -> None:
 
 def test_a_cancelled_run_does_not_let_the_next_record_start() -> None:
     cancelled = without((14, F))
-    cancelled = replace(cancelled, seen=(*cancelled.seen, *story((14, "p", E, 0, 1, 1)).seen))
+    cancelled = replace(cancelled, seen=(*cancelled.seen, *history((14, "p", E, 0, 1, 1)).seen))
 
     assert "q started 0/4" in broken(KeyOrder(), cancelled)
 
@@ -172,7 +172,7 @@ def test_concurrent_runs_of_a_key_in_a_process_are_found() -> None:
 
 
 def test_a_run_that_outlives_its_ownership_still_occupies_its_key() -> None:
-    outliving = replace(without((30, E)), seen=(*without((30, E)).seen, *story((60, "p", S, 0, 2, 2)).seen))
+    outliving = replace(without((30, E)), seen=(*without((30, E)).seen, *history((60, "p", S, 0, 2, 2)).seen))
 
     assert "while 0/2 of the same key ran" in broken(OneAtATimePerKey(), outliving)
 
@@ -198,7 +198,7 @@ def test_records_without_a_key_have_no_order() -> None:
     steps = [(10, S, 1), (11, S, 0), (12, F, 0), (13, F, 1), (14, S, 0)]
     seen = tuple(Seen(at, "p", kind, 0, offset, 1, "") for at, kind, offset in steps)
 
-    verify(Story({(0, 0): "", (0, 1): ""}, seen, (), {}), KeyOrder(), OneAtATimePerKey())
+    verify(History({(0, 0): "", (0, 1): ""}, seen, (), {}), KeyOrder(), OneAtATimePerKey())
 
 
 # Commits ----------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_stored_completion_of_an_unfinished_record_is_found() -> None:
 
 def test_a_start_of_a_stored_completion_is_found_unless_the_process_was_frozen() -> None:
     noted = CommitsAt(43, 43, {0: 2}, noted={0: (Run(4, 5),)})
-    again = replace(GOOD, seen=(*GOOD.seen, *story((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
+    again = replace(GOOD, seen=(*GOOD.seen, *history((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
 
     assert "p started 0/4 at +0.000 s, after it was noted as finished" in broken(OnlyUncommittedAgain(), again)
     verify(again, OnlyUncommittedAgain(apart=[Apart("p")]))
@@ -279,8 +279,8 @@ def test_a_budget_covers_all_records_together() -> None:
 
 
 def test_an_offset_taken_in_twice_is_found() -> None:
-    once = story((1, "p", I, 0, 0, 0), (2, "p", I, 0, 1, 0), (3, "q", I, 0, 1, 0))
-    twice = replace(once, seen=(*once.seen, *story((4, "p", I, 0, 1, 0)).seen))
+    once = history((1, "p", I, 0, 0, 0), (2, "p", I, 0, 1, 0), (3, "q", I, 0, 1, 0))
+    twice = replace(once, seen=(*once.seen, *history((4, "p", I, 0, 1, 0)).seen))
 
     verify(once, TakenInOnce("p", [0]))
     assert "p took in 0/1 after offset 1" in broken(TakenInOnce("p", [0]), twice)

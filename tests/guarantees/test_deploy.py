@@ -101,17 +101,17 @@ async def test_deploys_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenari
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 async def test_members_joining_and_leaving_in_a_row_lose_and_repeat_nothing(scenario: Scenario) -> None:
-    await come_and_go(scenario, seed=6, departures=8)
+    await join_and_leave(scenario, seed=6, departures=8)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [7, 8, 9])
 async def test_a_long_storm_of_rebalances_loses_and_repeats_nothing(scenario: Scenario, seed: int) -> None:
-    await come_and_go(scenario, seed=seed, departures=50)
+    await join_and_leave(scenario, seed=seed, departures=50)
 
 
-async def come_and_go(scenario: Scenario, *, seed: int, departures: int) -> None:
+async def join_and_leave(scenario: Scenario, *, seed: int, departures: int) -> None:
     """Beside one member that stays, others are started and asked to end, also while the group still rebalances."""
     chance = random.Random(seed)
     await scenario.create(partitions=8)
@@ -127,7 +127,7 @@ async def come_and_go(scenario: Scenario, *, seed: int, departures: int) -> None
             assert member is None or member in leaving, f"nobody had asked it to end\n{member.tail}"
             scenario.start(name, base=0.005, spread=0.1)
         elif member.statistics["state"] == "running" and member not in leaving:
-            member.ask_to_end()
+            member.terminate()
             leaving.append(member)
         reached = len(scenario.observations.finished) + chance.choice((1, 50, 1_000))
         await scenario.until(lambda reached=reached: len(scenario.observations.finished) >= reached, "records move", 60)  # type: ignore[misc]

@@ -104,7 +104,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("pattern", "killed", "goes_on", "finish"), cases())
+@pytest.mark.parametrize(("pattern", "killed", "successor", "finish"), cases())
 async def test_a_kill_repeats_almost_no_finished_records(
     kafka: SharedKafka,
     committed: Committed,
@@ -113,7 +113,7 @@ async def test_a_kill_repeats_almost_no_finished_records(
     tmp_path: Path,
     pattern: str,
     killed: str,
-    goes_on: str,
+    successor: str,
     finish: int,
 ) -> None:
     """With full metadata nothing more was taken in, and none of its records runs again."""
@@ -144,7 +144,7 @@ async def test_a_kill_repeats_almost_no_finished_records(
         pattern="",
         file=str(tmp_path / "second"),
         until_caught_up=True,
-        settings=settings_for_client(goes_on, SETTINGS),
+        settings=settings_for_client(successor, SETTINGS),
     )
     async with running(second) as process, asyncio.timeout(120):
         assert await process.wait() == 0
@@ -152,7 +152,7 @@ async def test_a_kill_repeats_almost_no_finished_records(
     after = runs_in(tmp_path / "second")
     again = before.keys() & after.keys()
     print(
-        f"{pattern}, {killed} and then {goes_on}: {len(before):,} finished, {len(text):,} characters noted "
+        f"{pattern}, {killed} and then {successor}: {len(before):,} finished, {len(text):,} characters noted "
         f"{len(noted):,} of them, {len(again):,} ran again after the kill"
     )
     assert set(before) | set(after) == set(range(records)), "none is lost"

@@ -120,13 +120,13 @@ async def test_a_hanging_record_is_named_and_delays_no_other(
         consumption = Consumption(kafka, topic, f"{group}-{number}-hangs", records, hangs, stuck_after)
         with caplog.at_level(logging.WARNING, "aioshard"):
             disturbed.append(await consumption.rate())
-        check_what_was_told(consumption, topic, caplog)
+        check_reports(consumption, topic, caplog)
         if max(disturbed) >= KEPT * max(undisturbed):
             return
     pytest.fail(f"records/s without: {undisturbed}, with one that hangs: {disturbed}")
 
 
-def check_what_was_told(consumption: Consumption, topic: str, caplog: pytest.LogCaptureFixture) -> None:
+def check_reports(consumption: Consumption, topic: str, caplog: pytest.LogCaptureFixture) -> None:
     place = f"{__file__}:{line_of('the await that hangs')} in Consumption.handle"
     (sentence,) = [text for text in consumption.explained.splitlines() if text.startswith(f"{topic}/{HANGING[0]} ")]
     assert f"the oldest is offset {HANGING[1]} " in sentence

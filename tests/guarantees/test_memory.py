@@ -30,7 +30,7 @@ async def test_a_hanging_handler_on_a_large_topic_buffers_no_more_than_the_bound
     settings = {"max_buffered_bytes": bound, "max_buffered_records": 100_000}
     member = scenario.start("a", settings, hangs="until cancelled", hangs_on="all")
     await scenario.until_settled("a")
-    await until_nothing_is_taken_in(scenario, member)
+    await until_intake_stops(scenario, member)
 
     sample = member.sample
     statistics = sample["statistics"]
@@ -54,7 +54,7 @@ async def fill(scenario: Scenario, total: int) -> None:
         await scenario.kafka.produce(scenario.topic, chunk)
 
 
-async def until_nothing_is_taken_in(scenario: Scenario, member: Member) -> None:
+async def until_intake_stops(scenario: Scenario, member: Member) -> None:
     """Returns when each partition is paused and none has moved for a while."""
     seen: dict[str, int] = {}
 

@@ -75,7 +75,7 @@ class Group:
     async def commits(self) -> dict[int, Committed]:
         return {one.partition: found for one, found in (await self._brokers.all_commits(self._group)).items()}
 
-    async def until_noted(self, partitions: int) -> dict[int, Committed]:
+    async def until_stored(self, partitions: int) -> dict[int, Committed]:
         """Return when all that is not stuck is noted as finished."""
         async with asyncio.timeout(DEADLINE):
             while True:
@@ -90,10 +90,10 @@ class Group:
         app = self.app()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(app)
-            await self.until_noted(partitions)
+            await self.until_stored(partitions)
             with pytest.raises(NotDrainedError):
                 await stack.aclose()
-        found = await self.until_noted(partitions)
+        found = await self.until_stored(partitions)
         assert {one.offset for one in found.values()} == {STUCK[0]}
         self.ledger.release()
         self.ledger.finished.clear()
@@ -179,7 +179,7 @@ async def test_offsets_of_a_running_group_cannot_be_moved(
 ) -> None:
     await world.create(1)
     async with world.app():
-        before = await world.until_noted(1)
+        before = await world.until_stored(1)
 
         for attempt in (world.alter({0: 1}), world.alter({0: 40}), world.delete_group()):
             with pytest.raises(KafkaException) as refused:
@@ -202,7 +202,7 @@ async def test_an_offset_moved_while_a_member_is_dropped_is_used(
     await world.create(3)
     app = world.app()
     async with app:
-        before = await world.until_noted(3)
+        before = await world.until_stored(3)
         world.ledger.finished.clear()
         member = str(app.statistics().member_id)
 

@@ -15,7 +15,7 @@ from tests.guarantees.behaviour import dead_letter
 from tests.guarantees.checks import SAFE
 from tests.guarantees.observations import Kind, Place
 from tests.guarantees.scenario import Scenario, even_keys, failing_keys
-from tests.guarantees.sides import LettersExact, places_of_letters
+from tests.guarantees.side_topics import LettersExact, places_of_dead_letters
 from tests.support.access import allow
 from tests.support.kafka import KafkaBroker
 from tests.support.shared_kafka import SharedKafka
@@ -181,7 +181,7 @@ async def test_a_backend_outage_diverts_at_most_a_window_and_recovers_by_itself(
 
     assert after > before / 2, f"{before:.0f} a second before, {after:.0f} after"
     await scenario.stop_feeding()
-    places = {place for place, _ in places_of_letters(await scenario.side_records())}
+    places = {place for place, _ in places_of_dead_letters(await scenario.side_records())}
     assert len(places) <= most
     scenario.failing |= places  # nobody waits for them to finish
     assert places.isdisjoint(scenario.observations.refresh().finished)

@@ -12,7 +12,7 @@ from tests.guarantees.access import consuming_user
 from tests.guarantees.behaviour import parking
 from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.scenario import Scenario
-from tests.guarantees.sides import ParkedExactly
+from tests.guarantees.side_topics import ParkedExactly
 from tests.support.access import allow
 from tests.support.shared_kafka import SharedKafka
 
@@ -25,11 +25,11 @@ def behaviour(scenario: Scenario) -> dict[str, Any]:
     return {"on_failure": parking(scenario.side_topic, delay=1.0), "retry": ONCE, "explains": True}
 
 
-async def park_and_go_on(scenario: Scenario) -> None:
+async def park_and_resume(scenario: Scenario) -> None:
     """Looks whether the records of failing keys are parked, heals them, and waits until all is done."""
     await scenario.until_all_committed()
     parked = ParkedExactly(await scenario.side_records(), await scenario.originals(), scenario.failing)
-    verify(await scenario.story_so_far(), parked)
+    verify(await scenario.history_so_far(), parked)
     scenario.heal()
     await scenario.until_finished(len(scenario.produced))
     await scenario.until_nothing_is_parked()
@@ -64,7 +64,7 @@ async def test_an_unwritable_park_topic_holds_failed_keys_until_granted(scenario
     assert await scenario.side_records() == []
     await allow(kafka, user, "topic", scenario.side_topic, AclOperation.WRITE)
 
-    await park_and_go_on(scenario)
+    await park_and_resume(scenario)
 
 
 @pytest.mark.timeout(240)
@@ -77,7 +77,7 @@ async def test_a_missing_park_topic_is_created_with_the_right_settings(scenario:
     assert await cleanup_policy(scenario) == "compact"
     await scenario.watch_side_topic()
     await produce_some(scenario)
-    await park_and_go_on(scenario)
+    await park_and_resume(scenario)
 
 
 async def cleanup_policy(scenario: Scenario) -> str:

@@ -10,7 +10,7 @@ from tests.guarantees.behaviour import POISON, dead_letter, parking
 from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.observations import Place
 from tests.guarantees.scenario import Recourse, Scenario
-from tests.guarantees.sides import LettersExact, ParkedExactly
+from tests.guarantees.side_topics import LettersExact, ParkedExactly
 
 ILLS = {
     "payload": "key",
@@ -82,9 +82,9 @@ async def outcome(lane: Scenario, recourse: Recourse, poison: list[Place]) -> No
     originals = await lane.originals()
     if recourse == "letters":
         letters = LettersExact(await lane.side_records(), originals, poison, lambda _: True)
-        verify(await lane.story_so_far(), letters)
+        verify(await lane.history_so_far(), letters)
     elif recourse == "parked":
-        verify(await lane.story_so_far(), ParkedExactly(await lane.side_records(), originals, poison))
+        verify(await lane.history_so_far(), ParkedExactly(await lane.side_records(), originals, poison))
         lane.heal()
         asked = [release(lane.side_topic, Coordinates(lane.topic, *place)) for place in poison]
         await lane.kafka.produce(lane.side_topic, [(one.key, one.value) for one in asked], 0)

@@ -43,7 +43,7 @@ async def test_sigterm_finishes_and_commits_started_records(scenario: Scenario, 
 @pytest.mark.parametrize(
     ("form", "hangs"),
     [
-        pytest.param("context", "until cancelled", marks=pytest.mark.chaos, id="awaits for ever"),
+        pytest.param("context", "until cancelled", marks=pytest.mark.chaos, id="awaits forever"),
         pytest.param("context", "until released", id="swallows its cancellation"),
         pytest.param("thread", "until released", marks=pytest.mark.chaos, id="is a thread"),
     ],

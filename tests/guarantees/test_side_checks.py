@@ -19,16 +19,16 @@ from aioshard.serde.side_records import (
 from tests.guarantees.checks import (
     CommitsAt,
     Guarantee,
+    History,
     KeyOrder,
     NeverAhead,
     NothingLost,
     OneAtATimePerKey,
     OnlyUncommittedAgain,
-    Story,
     verify,
 )
 from tests.guarantees.observations import Kind, Seen
-from tests.guarantees.sides import LettersExact, OneLetterPerOwnership, ParkedExactly, live, requests, there
+from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership, ParkedExactly, live, requests, there
 
 S, F, X = Kind.STARTED, Kind.FINISHED, Kind.EXHAUSTED
 KEYS = {(0, 0): "bad", (0, 1): "bad", (0, 2): "good"}
@@ -57,14 +57,14 @@ def letters(*offsets: int) -> list[Record]:
     return stored(*(dead_letter("dlt", ORIGINALS[0, offset], WHY) for offset in offsets))
 
 
-def broken(guarantee: Guarantee, told: Story) -> str:
+def broken(guarantee: Guarantee, told: History) -> str:
     """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
         verify(told, guarantee)
     return str(failure.value)
 
 
-DIVERTED = Story(
+DIVERTED = History(
     KEYS,
     seen(
         (10, "p", S, 0, 1),

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from aioshard.telemetry.metrics import AppCollector
 from tests.engine.telemetry.test_metrics import STATISTICS
+from tests.support.fake_app import FakeApp
 from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hurried, programs, promtool
 from tests.support.provision import skip_or_fail
 from tests.support.running import PROJECT, Running
 from tests.support.shared_kafka import SharedKafka
-from tests.support.told import Told
 
 RULES = PROJECT / "deploy/prometheus/aioshard.rules.yml"
 DASHBOARD = PROJECT / "deploy/grafana/aioshard.json"
@@ -59,7 +59,7 @@ def test_each_alert_has_a_test() -> None:
 
 def test_the_metrics_page_follows_the_prometheus_rules() -> None:
     registry = CollectorRegistry()
-    AppCollector(Told(STATISTICS), registry=registry)
+    AppCollector(FakeApp(STATISTICS), registry=registry)
     promtool("check", "metrics", page=generate_latest(registry))
 
 

@@ -109,7 +109,7 @@ class FailingWorld(World):
             case 1 if self.living:
                 self._pause_or_resume(self.rng.choice(self.living))
             case 2 if self.policy.startswith("park"):
-                self._ask_for_releases()
+                self._request_releases()
             case 3 if self.policy.startswith("park"):
                 self.read_side()
                 if SIDE in self.broker.topics():
@@ -123,7 +123,7 @@ class FailingWorld(World):
         with contextlib.suppress(StateError):  # it does not run, or has no such partition
             act(TOPIC, partition)
 
-    def _ask_for_releases(self) -> None:
+    def _request_releases(self) -> None:
         self.read_side()
         for place in sorted(self.side_records):
             if self.rng.random() < 0.5:
@@ -148,7 +148,7 @@ class FailingWorld(World):
                     for delivery in shards.halted:
                         process.app.retry_now(TOPIC, delivery.record.partition, delivery.record.offset)
         if self.policy == "park for good":
-            self._ask_for_releases()
+            self._request_releases()
 
     @property
     def left_parked(self) -> list[Place]:

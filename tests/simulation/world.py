@@ -273,7 +273,7 @@ class World:
         """Run one attempt, of a length that chance decides, and check what may be running beside it."""
         self.runs += 1
         self._check_start(process, record)
-        self._check_not_noted(process, record)
+        self._check_not_stored(process, record)
         key = record.key
         if key is not None:
             process.running[key] = record
@@ -343,7 +343,7 @@ class World:
                     f"I4: {record} starts in process {process.number} while {rival} of its key runs in {other.number}"
                 )
 
-    def _check_not_noted(self, process: Process, record: Record) -> None:
+    def _check_not_stored(self, process: Process, record: Record) -> None:
         """Check that the next owner does not rerun completions of the group's latest commit.
 
         A process that the group has dropped, and that has not heard of it, may run what its successor has finished.
@@ -387,7 +387,7 @@ class World:
                 assert request.owned, f"I9: {request} was accepted for a partition that was not ours"
                 for topic_partition, committed in request.offsets.items():
                     self._check_never_ahead(topic_partition, committed.offset)
-                    self._check_noted(topic_partition, committed)
+                    self._check_stored(topic_partition, committed)
         for process in self.processes:
             if process.alive and process.engine is not None:
                 check_engine(process.engine)
@@ -404,7 +404,7 @@ class World:
             index += 1
         self._checked[topic_partition] = index
 
-    def _check_noted(self, topic_partition: TopicPartition, committed: Committed) -> None:
+    def _check_stored(self, topic_partition: TopicPartition, committed: Committed) -> None:
         """Check that stored completions are finished: nobody runs them again."""
         noted = CommitMetadata.read(committed.metadata, committed.offset)
         assert not noted.ignored, f"{topic_partition}: {noted.ignored}"

@@ -14,7 +14,7 @@ class Sweep(NamedTuple):
 
     awaits: int
     """At so many places the coroutine waited when nobody cancelled it."""
-    went_on: list[str]
+    lost: list[str]
     """Lost cancellations: the frames of the coroutine, and the result."""
 
 
@@ -28,13 +28,13 @@ def cancel_at_each_await(make: Callable[[], Coroutine[Any, Any, object]]) -> Swe
         make: Makes the coroutine; does the same each time, about.
     """
     awaits = _Run(make, -1, done=False).awaits
-    went_on = []
+    lost = []
     for number in range(1, awaits + 1):
         for done in (False, True):
             run = _Run(make, number, done=done)
             if run.cancelled_at is not None and run.became != "cancelled":
-                went_on.append(f"{run.cancelled_at}: {run.became}")
-    return Sweep(awaits, went_on)
+                lost.append(f"{run.cancelled_at}: {run.became}")
+    return Sweep(awaits, lost)
 
 
 class _Run:

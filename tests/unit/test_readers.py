@@ -254,8 +254,8 @@ LED = topics((0, "orders", False, [(0, 0, 1, [], [], [])]))
 @pytest.mark.parametrize(
     ("metadata", "created", "described"),
     [
-        pytest.param(topics(NO_TOPIC), EXISTS, Answer(resources=[]), id="just created by somebody else"),
-        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Answer(resources=[]), id="not told whether created"),
+        pytest.param(topics(NO_TOPIC), EXISTS, Answer(resources=[]), id="created concurrently"),
+        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Answer(resources=[]), id="no answer whether created"),
         pytest.param(topics((5, "orders", False, [])), EXISTS, Answer(resources=[]), id="no leaders yet"),
         pytest.param(LED, None, Answer(resources=[]), id="no settings"),
         pytest.param(LED, None, Answer(resources=[(0, None, 2, "orders", [])]), id="no policy"),

@@ -26,7 +26,7 @@ from aioshard.observe import (
 from aioshard.telemetry.metrics import AppCollector
 from aioshard.testing import TestClient, run
 from aioshard.web.health import findings, health_routes
-from tests.support.told import HANDLER, STATISTICS, Told
+from tests.support.fake_app import HANDLER, STATISTICS, FakeApp
 
 HEAD = IncompleteRecord(
     handler="on_order",
@@ -69,8 +69,8 @@ DIAGNOSED = PartitionDiagnosis(
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(DIAGNOSED,), outliving=())
 
 
-def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> Told:
-    return Told(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
+def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> FakeApp:
+    return FakeApp(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
 
 
 def client_of(app: App) -> httpx.AsyncClient:

@@ -65,5 +65,5 @@ def test_a_cancellation_is_never_lost(settings: Settings, make: Any) -> None:
     swept = cancel_at_each_await(lambda: make(settings))
 
     assert swept.awaits > 3
-    assert swept.went_on == []
+    assert swept.lost == []
     gc.collect()  # here, where it is ignored: a later test would be blamed for it

@@ -96,7 +96,7 @@ async def test_a_failed_process_start_is_retried(
 @pytest.mark.parametrize(
     ("silent", "problems", "unhealthy"),
     [(-float("inf"), [], False), (14.0, [], False), (14.0, ["it hangs"], False), (15.1, [], True), (15.1, ["x"], True)],
-    ids=["not yet heard of", "healthy", "lately ill", "silent", "ill"],
+    ids=["no report yet", "healthy", "recently unhealthy", "silent", "silent and unhealthy"],
 )
 async def test_a_worker_is_unhealthy_after_silence_or_problems_but_not_before_its_first_report(
     supervisor: Supervisor, silent: float, problems: list[str], *, unhealthy: bool

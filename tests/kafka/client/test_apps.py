@@ -61,11 +61,11 @@ class Process:
         )
         self.done: Counter[tuple[int, int]] = Counter()
         self.hanging: set[int] = set()
-        self.let_go = asyncio.Event()
+        self.release = asyncio.Event()
 
     async def handle(self, record: Record) -> None:
         if record.offset in self.hanging:
-            await self.let_go.wait()
+            await self.release.wait()
         self.done[record.partition, record.offset] += 1
 
 
@@ -128,7 +128,7 @@ async def test_a_seek_survives_a_rebalance_only_if_the_partition_stays(
         async with second.app:
             await until(lambda: [len(app.assignment()) for app in (first.app, second.app)] == [1, 1])
             ended = await asyncio.gather(*seeking, return_exceptions=True)
-            first.let_go.set()
+            first.release.set()
             (kept,), (moved,) = first.app.assignment(), second.app.assignment()
 
             assert {kept, moved} == {TopicPartition(topic, 0), TopicPartition(topic, 1)}

@@ -337,7 +337,7 @@ async def test_a_connection_without_api_versions_is_closed(kafka: SharedKafka, t
         (kafka_errors.GroupAuthorizationFailedError("a-group"), AuthorizationError, "READ"),
         (RuntimeError("nobody thought of it"), ClientLostError, "nobody thought of it"),
     ],
-    ids=["a refusal", "one that nobody foresaw"],
+    ids=["a refusal", "an unexpected error"],
 )
 async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
     kafka: SharedKafka, topic: str, member: Join, error: Exception, raised: type[Exception], told: str

@@ -140,7 +140,7 @@ class Owner:
         self.most_records = HELD
         self.held = {offset: asyncio.Event() for offset in range(HELD)}
 
-    async def until_noted(self, offset: int) -> None:
+    async def until_stored(self, offset: int) -> None:
         """Return when that has finished in every partition, and has changed what is noted of each."""
         before = dict(self.stored)
 
@@ -197,7 +197,7 @@ async def test_full_metadata_of_128_partitions_is_stored_and_used(
         await stack.enter_async_context(first.app.started(first.transport))
         for offset in (1, 3):
             first.held[offset].set()
-            await first.until_noted(offset)
+            await first.until_stored(offset)
         with pytest.raises(NotDrainedError):
             await stack.aclose()
     finished = await noted.now()

@@ -47,7 +47,7 @@ def guarded(kafka: SharedKafka, group: str, members: list[Member]) -> Guarded:
 
 
 @pytest.fixture(autouse=True)
-def no_secret_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+def no_secret_is_shown(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """Everything is logged, also what nobody would switch on."""
     logger = logging.getLogger("aiokafka")
     before = logger.level

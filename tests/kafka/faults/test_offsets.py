@@ -7,7 +7,7 @@ import pytest
 from aioshard import App
 from aioshard.errors import NoOffsetError, OffsetOutOfRangeError
 from aioshard.records import TopicPartition
-from tests.kafka.faults.meddling import Meddler
+from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (
     Ledger,
     commit_from_outside,
@@ -106,20 +106,20 @@ async def test_no_record_is_delivered_before_the_first_position_is_committed(
     await kafka.produce(topic, messages(10))
     app, ledger = quick_app(kafka, group, auto_offset_reset=policy, start_timeout=None), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(transport_of(app))
-    meddler.commits.clear()
+    interceptor = Interceptor(transport_of(app))
+    interceptor.commits.clear()
 
-    async with app.started(meddler):
-        await until(lambda: any(kind == "commit" for kind, *_ in meddler.events), app.explain)
+    async with app.started(interceptor):
+        await until(lambda: any(kind == "commit" for kind, *_ in interceptor.events), app.explain)
         sent = messages(10, start=100)
         await kafka.produce(topic, sent)
         with pytest.raises(TimeoutError):
             await ledger.until(lambda: ledger.started, timeout=0.5)
-        assert meddler.taken == []
-        meddler.commits.set()
+        assert interceptor.taken == []
+        interceptor.commits.set()
 
         await ledger.until_finished(sent)
-        first = next(what[0] for kind, *what in meddler.events if kind == "committed")
+        first = next(what[0] for kind, *what in interceptor.events if kind == "committed")
         assert first == {TopicPartition(topic, 0): 0 if policy == "earliest" else 10}
         await kafka.wait_for_lag(group, topic)
     assert len(ledger.finished) == (20 if policy == "earliest" else 10)
@@ -137,7 +137,7 @@ async def test_latest_skips_no_record_that_arrived_before_the_first_poll(
     second.include_router(first)
     sent = messages(5, start=100)
 
-    async with first.started(Meddler(transport_of(first), hand_out=False)):
+    async with first.started(Interceptor(transport_of(first), hand_out=False)):
         await kafka.produce(topic, sent)
     assert ledger.started == []
     async with second:
@@ -223,13 +223,13 @@ async def test_a_member_starting_later_in_a_generation_starts_at_the_end_too(
     )
     for app in (quick, slow):
         app.consume(topic)(ledger.handle)
-    fast, late = Meddler(transport_of(quick)), Meddler(transport_of(slow))
+    fast, late = Interceptor(transport_of(quick)), Interceptor(transport_of(slow))
     fast.commits.clear()
     late.questions.clear()
 
-    def generation(meddler: Meddler) -> int:
+    def generation(interceptor: Interceptor) -> int:
         """In which the member has one of the two partitions; -1 before."""
-        given = [what for kind, *what in meddler.events if kind == "assigned"]
+        given = [what for kind, *what in interceptor.events if kind == "assigned"]
         return given[-1][1].generation if given and len(given[-1][0]) == 1 else -1
 
     async with quick.started(fast), slow.started(late):

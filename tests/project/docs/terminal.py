@@ -26,7 +26,7 @@ class Step:
         self.lines: list[str] = []
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the command runs until it is stopped."""
         return re.match(r"aioshard (?:broker|run)\b(?!.*--until-caught-up)", self.command) is not None
 
@@ -122,7 +122,7 @@ class Terminal:
             raise AssertionError(f"{step}: the page shows\n{shown}\nand this was printed:\n{self._printed}") from None
 
     async def _follow(self, step: Step) -> None:
-        ends = not step.goes_on and bool(step.command)
+        ends = not step.continues and bool(step.command)
         if step.command == "^C":
             self._interrupt()
         elif step.command:

@@ -15,8 +15,8 @@ from starlette.routing import Mount
 
 from aioshard.observe import Diagnosis, Finding, PartitionDiagnosis
 from aioshard.web.health import health_routes, serve_health
-from tests.support import told
-from tests.support.told import PARTITION, Told
+from tests.support import fake_app
+from tests.support.fake_app import PARTITION, FakeApp
 
 Aioshard = Callable[..., Awaitable[Any]]
 
@@ -28,7 +28,7 @@ SLOW = dataclasses.replace(FIRST, partition=1, oldest_incomplete_age=61.0)
 PAUSED = dataclasses.replace(FIRST, partition=2, oldest_incomplete_age=None, paused="the buffer is full")
 IDLE = dataclasses.replace(FIRST, partition=3, incomplete=0, oldest_incomplete_age=None)
 STATISTICS = dataclasses.replace(
-    told.STATISTICS, trouble="the brokers are away", partitions=(FIRST, SLOW, PAUSED, IDLE), handlers=()
+    fake_app.STATISTICS, trouble="the brokers are away", partitions=(FIRST, SLOW, PAUSED, IDLE), handlers=()
 )
 STUCK = PartitionDiagnosis(
     topic="orders",
@@ -51,12 +51,12 @@ EXPLANATION = "The app is running.\norders/1: it waits for record 101.\n"
 
 
 @pytest.fixture
-def app() -> Told:
-    return Told(STATISTICS, DIAGNOSIS, EXPLANATION)
+def app() -> FakeApp:
+    return FakeApp(STATISTICS, DIAGNOSIS, EXPLANATION)
 
 
 @pytest.fixture
-async def url(app: Told) -> AsyncIterator[str]:
+async def url(app: FakeApp) -> AsyncIterator[str]:
     async with serve_health(app, host="127.0.0.1", port=0) as (address, port):
         yield f"http://{address}:{port}"
 
@@ -107,7 +107,7 @@ async def test_a_url_may_lack_its_scheme_and_end_with_a_slash(aioshard: Aioshard
     assert ended.output == EXPLANATION
 
 
-async def test_routes_mounted_under_a_path_are_found(aioshard: Aioshard, app: Told) -> None:
+async def test_routes_mounted_under_a_path_are_found(aioshard: Aioshard, app: FakeApp) -> None:
     mounted = Starlette(routes=[Mount("/aioshard", routes=health_routes(app))])
     server = uvicorn.Server(uvicorn.Config(mounted, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -215,7 +215,7 @@ async def test_a_ready_app_is_healthy(aioshard: Aioshard, url: str) -> None:
     ]
 
 
-async def test_with_strict_an_app_with_findings_is_not_healthy(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_with_strict_an_app_with_findings_is_not_healthy(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     for which in ((), ("--live",)):
         ended = await aioshard("health", url, "--strict", *which)
         assert ended.code == 3
@@ -227,7 +227,7 @@ async def test_with_strict_an_app_with_findings_is_not_healthy(aioshard: Aioshar
     assert await aioshard("health", url, "--strict") == (0, "ready (the app is running)\n", "")
 
 
-async def test_a_draining_app_is_alive_and_not_ready(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_a_draining_app_is_alive_and_not_ready(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     app.current = dataclasses.replace(STATISTICS, state="draining", trouble=None, partitions=())
     app.diagnosis = Diagnosis("draining", (), (), ())
 
@@ -242,7 +242,7 @@ async def test_a_draining_app_is_alive_and_not_ready(aioshard: Aioshard, app: To
     )
 
 
-async def test_json_has_the_health(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_json_has_the_health(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     failure = "the app has failed: the brokers are away"
     app.current = dataclasses.replace(STATISTICS, state="failed", partitions=(), restart_cures=(failure,))
     app.diagnosis = dataclasses.replace(DIAGNOSIS, partitions=())
@@ -261,7 +261,7 @@ async def test_json_has_the_health(aioshard: Aioshard, app: Told, url: str) -> N
     }
 
 
-async def test_several_apps_are_healthy_only_if_every_one_is(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_several_apps_are_healthy_only_if_every_one_is(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     async with serve_health(app) as (host, port):
         both = await aioshard("health", url, f"http://{host}:{port}", "--json")
         one = await aioshard("health", url, NOWHERE, "--json")

@@ -42,10 +42,10 @@ def test_a_second_dead_member_does_not_extend_the_first_delay() -> None:
 @pytest.mark.parametrize(
     "members",
     [
-        pytest.param({"a": NEW, "b": NEW}, id="a group in which nobody had anything"),
-        pytest.param({"a": having(0, 1), "b": having(2, 3), "c": NEW}, id="somebody takes the place"),
-        pytest.param({"a": having(0, 1, 2), "b": having(3, 4, 5)}, id="nobody is missing"),
-        pytest.param({}, id="nobody is there"),
+        pytest.param({"a": NEW, "b": NEW}, id="a new group"),
+        pytest.param({"a": having(0, 1), "b": having(2, 3), "c": NEW}, id="a replacement has joined"),
+        pytest.param({"a": having(0, 1, 2), "b": having(3, 4, 5)}, id="no member is missing"),
+        pytest.param({}, id="no members"),
     ],
 )
 def test_nothing_is_withheld_unnecessarily(members: dict[str, Member]) -> None:

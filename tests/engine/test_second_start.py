@@ -39,7 +39,7 @@ class Life:
             await asyncio.sleep(5.0)
 
 
-@pytest.mark.parametrize("after", [0.5, 3.0, 7.0], ids=["its resources open", "it runs", "its resources close"])
+@pytest.mark.parametrize("after", [0.5, 3.0, 7.0], ids=["opening resources", "running", "closing resources"])
 def test_a_second_start_is_refused(after: float) -> None:
     life = Life()
 

@@ -33,7 +33,7 @@ def full_text() -> str:
     return text
 
 
-async def turns_during(work: Callable[[], Any]) -> int:
+async def loop_iterations_during(work: Callable[[], Any]) -> int:
     """How often another task ran while *work* did."""
     turns = 0
 
@@ -54,7 +54,7 @@ async def turns_during(work: Callable[[], Any]) -> int:
 async def test_other_tasks_run_while_metadata_is_read() -> None:
     commits = dict.fromkeys(NAMES, Committed(0, full_text()))
 
-    assert await turns_during(lambda: _read(commits)) >= PARTITIONS
+    assert await loop_iterations_during(lambda: _read(commits)) >= PARTITIONS
 
 
 @pytest.mark.chaos
@@ -85,7 +85,7 @@ async def test_other_tasks_run_while_metadata_is_written() -> None:
         committer.own(epoch)
         epochs.append(epoch)
 
-    assert await turns_during(lambda: committer._send_all(client, epochs, client.membership())) >= PARTITIONS
+    assert await loop_iterations_during(lambda: committer._send_all(client, epochs, client.membership())) >= PARTITIONS
 
 
 async def test_reading_metadata_does_not_use_the_brokers_timeout() -> None:

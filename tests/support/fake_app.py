@@ -60,7 +60,7 @@ STATISTICS = Statistics(
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(), outliving=())
 
 
-class Told(App):
+class FakeApp(App):
     """An app that does not run, and tells what a test wants."""
 
     def __init__(

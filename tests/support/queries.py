@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Self
 
 
-class Questions:
+class Queries:
     """Asks without pause, from a thread for each question."""
 
-    def __init__(self, *questions: Callable[[], object]) -> None:
+    def __init__(self, *queries: Callable[[], object]) -> None:
         self.asked = Counter[int]()
         self.failures: list[BaseException] = []
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=one) for one in enumerate(questions)]
+        self._threads = [threading.Thread(target=self._ask, args=one) for one in enumerate(queries)]
 
     def _ask(self, index: int, question: Callable[[], object]) -> None:
         while not self._over.is_set():

@@ -29,7 +29,7 @@ def _set() -> asyncio.Event:
 
 
 @dataclasses.dataclass
-class Meddler:
+class Interceptor:
     """Makes the clients of an app, notes what passes between them and the engine, and steps in where told.
 
     Attributes:
@@ -51,14 +51,14 @@ class Meddler:
     """
 
     make: TransportFactory
-    transports: list["MeddledTransport"] = dataclasses.field(default_factory=list)
+    transports: list["InterceptedTransport"] = dataclasses.field(default_factory=list)
     taken: list[tuple[TopicPartition, int]] = dataclasses.field(default_factory=list)
     events: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     fail_commits: list[Exception | None] = dataclasses.field(default_factory=list)
     fail_polls: list[Exception] = dataclasses.field(default_factory=list)
     fail_starts: list[Exception] = dataclasses.field(default_factory=list)
     lose_answers: list[Exception] = dataclasses.field(default_factory=list)
-    after_revoked: Callable[["MeddledTransport"], Awaitable[None]] | None = None
+    after_revoked: Callable[["InterceptedTransport"], Awaitable[None]] | None = None
     member_id: str | None = None
     skipped_generations: int = 0
     commits: asyncio.Event = dataclasses.field(default_factory=_set)
@@ -68,22 +68,22 @@ class Meddler:
 
     def __call__(self) -> Transport:
         """Make a client."""
-        transport = MeddledTransport(self.make(), self)
+        transport = InterceptedTransport(self.make(), self)
         self.transports.append(transport)
         return transport
 
     @property
-    def transport(self) -> "MeddledTransport":
+    def transport(self) -> "InterceptedTransport":
         """The client in use."""
         return self.transports[-1]
 
-    def hand_out_again(self) -> None:
+    def resume_delivery(self) -> None:
         """Let polls return something again."""
         self.hand_out = True
         self.transport.wake()
 
     @property
-    def taken_twice(self) -> list[str]:
+    def delivered_twice(self) -> list[str]:
         """Return the records that the engine received more than once."""
         return [f"{name}/{offset}" for (name, offset), count in Counter(self.taken).items() if count > 1]
 
@@ -97,58 +97,58 @@ class Meddler:
 class _Listener:
     """Stands between a client and the engine's listener."""
 
-    def __init__(self, listener: GroupListener, transport: "MeddledTransport", meddler: Meddler) -> None:
+    def __init__(self, listener: GroupListener, transport: "InterceptedTransport", interceptor: Interceptor) -> None:
         self._listener = listener
         self._transport = transport
-        self._meddler = meddler
+        self._interceptor = interceptor
 
     def lost(self, partitions: Collection[TopicPartition]) -> None:
-        self._meddler.events.append(("revoked", frozenset(partitions), True))
+        self._interceptor.events.append(("revoked", frozenset(partitions), True))
         self._listener.lost(partitions)
 
     async def revoked(self, partitions: Collection[TopicPartition]) -> None:
         given = tuple(partitions)
-        self._meddler.events.append(("revoked", frozenset(given), False))
+        self._interceptor.events.append(("revoked", frozenset(given), False))
         await self._listener.revoked(given)
-        if self._meddler.after_revoked is not None:
-            await self._meddler.after_revoked(self._transport)
+        if self._interceptor.after_revoked is not None:
+            await self._interceptor.after_revoked(self._transport)
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        told = self._meddler.disguise(membership)
-        given = frozenset(partitions) - self._meddler.kept_back
-        self._meddler.events.append(("assigned", given, told))
+        told = self._interceptor.disguise(membership)
+        given = frozenset(partitions) - self._interceptor.kept_back
+        self._interceptor.events.append(("assigned", given, told))
         self._listener.assigned(given, told)
 
 
-class MeddledTransport:
+class InterceptedTransport:
     """A client with somebody in between; implements `aioshard.ports.Transport`.
 
     Attributes:
         inner: The real client.
     """
 
-    def __init__(self, inner: Transport, meddler: Meddler) -> None:
+    def __init__(self, inner: Transport, interceptor: Interceptor) -> None:
         self.inner = inner
-        self._meddler = meddler
+        self._interceptor = interceptor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        if self._meddler.fail_starts:
-            raise self._meddler.fail_starts.pop(0)
-        await self.inner.start(topics, pattern, _Listener(listener, self, self._meddler))
+        if self._interceptor.fail_starts:
+            raise self._interceptor.fail_starts.pop(0)
+        await self.inner.start(topics, pattern, _Listener(listener, self, self._interceptor))
 
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
-        meddler = self._meddler
-        if meddler.fail_polls:
-            raise meddler.fail_polls.pop(0)
-        found = await self.inner.poll(lambda name: allowance(name) if meddler.hand_out else NOTHING, timeout)
+        interceptor = self._interceptor
+        if interceptor.fail_polls:
+            raise interceptor.fail_polls.pop(0)
+        found = await self.inner.poll(lambda name: allowance(name) if interceptor.hand_out else NOTHING, timeout)
         for item in found:
             if isinstance(item, FetchedBatch) and item.records:
                 offsets = tuple(record.offset for record in item.records)
-                meddler.taken += [(item.topic_partition, offset) for offset in offsets]
-                meddler.events.append(("records", item.topic_partition, offsets))
+                interceptor.taken += [(item.topic_partition, offset) for offset in offsets]
+                interceptor.events.append(("records", item.topic_partition, offsets))
         return found
 
     def wake(self) -> None:
@@ -163,7 +163,7 @@ class MeddledTransport:
         return self.inner.trouble
 
     def membership(self) -> Membership:
-        return self._meddler.disguise(self.inner.membership())
+        return self._interceptor.disguise(self.inner.membership())
 
     def position(self, topic_partition: TopicPartition) -> int | None:
         return self.inner.position(topic_partition)
@@ -186,20 +186,20 @@ class MeddledTransport:
         membership: Membership,
         messages: object = None,  # noqa: ARG002
     ) -> None:
-        meddler = self._meddler
-        meddler.events.append(("commit", {name: due.offset for name, due in offsets.items()}, membership))
-        refused = meddler.fail_commits.pop(0) if meddler.fail_commits else None
+        interceptor = self._interceptor
+        interceptor.events.append(("commit", {name: due.offset for name, due in offsets.items()}, membership))
+        refused = interceptor.fail_commits.pop(0) if interceptor.fail_commits else None
         if refused is not None:
             raise refused
-        await meddler.commits.wait()
+        await interceptor.commits.wait()
         real = self.inner.membership() if membership == self.membership() else membership
         await self.inner.commit(offsets, real)
-        if meddler.lose_answers:
-            raise meddler.lose_answers.pop(0)
-        meddler.events.append(("committed", {name: due.offset for name, due in offsets.items()}))
+        if interceptor.lose_answers:
+            raise interceptor.lose_answers.pop(0)
+        interceptor.events.append(("committed", {name: due.offset for name, due in offsets.items()}))
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        await self._meddler.questions.wait()
+        await self._interceptor.questions.wait()
         return await self.inner.committed(partitions)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:

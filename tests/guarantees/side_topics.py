@@ -16,7 +16,7 @@ from aioshard.serde.side_records import (
     read_dead_letter,
     read_parked,
 )
-from tests.guarantees.checks import CommitsAt, Story, names
+from tests.guarantees.checks import CommitsAt, History, names
 from tests.guarantees.observations import Kind, Place
 
 
@@ -51,7 +51,7 @@ def there(commits: Sequence[CommitsAt]) -> Callable[[int, int], There | None]:
 # Dead letters -------------------------------------------------------------------------
 
 
-def places_of_letters(letters: Sequence[Record]) -> Iterator[tuple[Place, Record]]:
+def places_of_dead_letters(letters: Sequence[Record]) -> Iterator[tuple[Place, Record]]:
     """Each record of a dead-letter topic with the place of the original."""
     for letter in letters:
         read = read_dead_letter(letter)
@@ -75,9 +75,9 @@ class LettersExact:
     expected: Collection[Place]
     says: Callable[[DeadLetterRecord], bool]
 
-    def breaches(self, story: Story) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
+    def breaches(self, history: History) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
         """Letters that are missing, that should not be, or that differ from their original."""
-        found = list(places_of_letters(self.letters))
+        found = list(places_of_dead_letters(self.letters))
         places = {place for place, _ in found}
         if missing := set(self.expected) - places:
             yield f"{len(missing)} record(s) have no dead letter: {names(missing)}"
@@ -107,15 +107,15 @@ class OneLetterPerOwnership:
 
     letters: Sequence[Record]
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Records with more dead letters than owners that gave them up, and those that an owner gave up twice."""
         owners: dict[Place, list[tuple[str, int]]] = defaultdict(list)
-        for seen in story.of(Kind.EXHAUSTED):
+        for seen in history.of(Kind.EXHAUSTED):
             owners[seen.place].append((seen.process, seen.epoch))
         for place, gave_up in owners.items():
             if len(set(gave_up)) < len(gave_up):
                 yield f"record {names([place])} failed for good twice in one ownership: {gave_up}"
-        for place, count in Counter(place for place, _ in places_of_letters(self.letters)).items():
+        for place, count in Counter(place for place, _ in places_of_dead_letters(self.letters)).items():
             if count > len(owners[place]):
                 yield f"record {names([place])} has {count} dead letters and failed for good in {owners[place]}"
 
@@ -173,7 +173,7 @@ class ParkedExactly:
     originals: Mapping[Place, Record]
     expected: Collection[Place]
 
-    def breaches(self, story: Story) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
+    def breaches(self, history: History) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
         """Records that are parked and should not be, the reverse, those stored twice, and those that differ."""
         parked = live(self.records)
         found = {_place(one.coordinates): one for one in parked.values()}

@@ -11,7 +11,7 @@ from aioshard import App, Batch, Context, DeadLetter, Park, Record, Retry
 from aioshard.engine.watch import LoopWatch
 from aioshard.testing import TestClient
 from tests.engine.running import watch_of
-from tests.support.questions import Questions
+from tests.support.queries import Queries
 
 SECONDS = 4.0
 RETRY = Retry(attempts=3, initial=0.001, maximum=0.01)
@@ -115,17 +115,17 @@ async def test_every_query_can_be_called_from_a_thread_at_any_time() -> None:
     app = make_app()
     async with (
         TestClient(app) as client,
-        Questions(
+        Queries(
             lambda: json.dumps(app.statistics().asdict()),
             lambda: json.dumps(app.diagnose().asdict()),
             app.explain,
             app.workload,
             lambda: loop_watch_of(app).find_holder(),
-        ) as questions,
+        ) as queries,
     ):
         await use(app, client)
-    assert questions.failures == []
-    assert all(questions.asked[index] > 50 for index in range(5)), questions.asked
+    assert queries.failures == []
+    assert all(queries.asked[index] > 50 for index in range(5)), queries.asked
 
 
 def loop_watch_of(app: App) -> LoopWatch:
