@@ -133,7 +133,7 @@ class Behaviour:
         return self.hangs_once > 0 and attempt == 1 and _chance(record) * 1000 % 1 < self.hangs_once
 
     def fail(self, record: Record, attempt: int) -> None:
-        """Raises for a record whose key is not healed, that cannot be decoded, or while the back end is down.
+        """Raises for a record whose key is not healed, that cannot be decoded, or while the backend is down.
 
         And at the first attempt, for a share of the records.
         """
@@ -147,7 +147,7 @@ class Behaviour:
             raise ConnectionError("the back end is down")
 
     def healed(self, key: bytes | None) -> bool:
-        """Whether a key fails no more."""
+        """Whether a key no longer fails."""
         names = ("healed", f"healed-{(key or b'').decode()}")
         return any(Path(self.directory, name).exists() for name in names)
 

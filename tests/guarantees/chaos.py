@@ -79,7 +79,7 @@ class Fleet:
         self._leaving.append(member)
 
     async def freeze(self, name: str) -> None:
-        """Let a member stand still for longer than its session."""
+        """Freeze a member for longer than its session."""
         member = self._ends(name)
         self.apart.append(Apart(member.process))
         member.freeze()

@@ -204,7 +204,7 @@ class OneAtATimePerKey:
     """I4: in a process never two runs of one key at once, also across ownerships and cancelled runs."""
 
     def breaches(self, history: History) -> Iterator[str]:
-        """Runs that began while another one of their key went on."""
+        """Runs that began during another run of their key."""
         running: dict[tuple[str, str], Seen] = {}
         for seen in sorted(history.seen):
             lane = seen.process, seen.key
@@ -310,7 +310,7 @@ def _stored_ahead(history: History, finished: Mapping[Place, int]) -> Iterator[s
 
 @dataclass(frozen=True)
 class CommitsOnlyAdvance:
-    """I9: nothing is committed by whoever does not own a partition: committed offsets never go back."""
+    """I9: only owners of a partition commit for it: committed offsets never go back."""
 
     def breaches(self, history: History) -> Iterator[str]:
         """Committed offsets below those of an earlier sample."""

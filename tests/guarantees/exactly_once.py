@@ -261,7 +261,7 @@ async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Fi
 
 
 class Parked(NamedTuple):
-    """Counts per record of the side topic: parked, retried in vain and removed."""
+    """Counts per record of the side topic: parked, retried without success and removed."""
 
     stored: Counter[Coordinates]
     attempts: Counter[tuple[Coordinates, int]]

@@ -26,7 +26,7 @@ RELEASE_INTERVAL = 0.02
 
 
 class Ownerships:
-    """Numbers the ownerships of partitions: each has one `Context.revoked` of its own."""
+    """Numbers the ownerships of partitions: each has its own `Context.revoked`."""
 
     def __init__(self) -> None:
         self._numbers: dict[asyncio.Event, int] = {}

@@ -1,7 +1,7 @@
 """Observations of records by member processes: written by them, read by the test.
 
-Each process appends one line per observation to a file of its own. A line is one `write` call made
-before the handler goes on, so what was reported is there after `kill -9`. Times are of the machine's
+Each process appends one line per observation to its own file. A line is one `write` call made
+before the handler continues, so what was reported is there after `kill -9`. Times are of the machine's
 monotonic clock, which all processes share.
 """
 

@@ -121,11 +121,11 @@ class Member:
         return await self.ended(timeout)
 
     def freeze(self) -> None:
-        """Lets the process stand still, until `thaw`."""
+        """Freezes the process until `thaw`."""
         self._popen.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets a frozen process go on."""
+        """Resumes a frozen process."""
         self._popen.send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:

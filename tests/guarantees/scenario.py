@@ -137,7 +137,7 @@ class Scenario:
             config: Of the topic.
             recourse: What becomes of a record that has failed for good.
             side: Configuration of the topic for dead letters or parked records.
-            side_partitions: How many that has, if others; 0 leaves it to whoever creates it.
+            side_partitions: How many that has, if others; 0 leaves it to its creator.
         """
         await self.kafka.create_topic(self.topic, partitions, config)
         self._recourse = recourse
@@ -237,7 +237,7 @@ class Scenario:
         self.tell("release")
 
     def heal(self, key: str | None = None) -> None:
-        """Lets a key fail no more; None is every key."""
+        """Makes a key succeed from now on; None means every key."""
         self.tell("healed" if key is None else f"healed-{key}")
 
     def tell(self, what: str, *, holds: bool = True) -> None:
@@ -381,7 +381,7 @@ class Scenario:
 
 
 def skewed_keys(seed: int, keys: int = 100) -> Iterator[bytes]:
-    """Keys without end, of which the n-th is n times as rare as the first."""
+    """Endless keys, the n-th n times as rare as the first."""
     chance = random.Random(seed)
     names = [b"k%02d" % number for number in range(keys)]
     weights = list(itertools.accumulate(1 / (number + 1) for number in range(keys)))
@@ -390,14 +390,14 @@ def skewed_keys(seed: int, keys: int = 100) -> Iterator[bytes]:
 
 
 def even_keys(seed: int, keys: int) -> Iterator[bytes]:
-    """Keys without end, none more frequent than another."""
+    """Endless keys, all equally frequent."""
     chance = random.Random(seed)
     while True:
         yield b"k%d" % chance.randrange(keys)
 
 
 def failing_keys(seed: int, keys: int, failing: int) -> Iterator[bytes]:
-    """Keys without end, none more frequent than another, of which *failing* are BAD ones."""
+    """Endless keys, all equally frequent, of which *failing* are BAD ones."""
     chance = random.Random(seed)
     names = [b"%s%d" % (BAD if number < failing else b"k", number) for number in range(keys)]
     while True:

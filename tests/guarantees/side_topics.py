@@ -80,9 +80,9 @@ class LettersExact:
         found = list(places_of_dead_letters(self.letters))
         places = {place for place, _ in found}
         if missing := set(self.expected) - places:
-            yield f"{len(missing)} record(s) have no dead letter: {names(missing)}"
+            yield f"records without a dead letter: {len(missing)}: {names(missing)}"
         if surplus := places - set(self.expected):
-            yield f"{len(surplus)} record(s) were dead-lettered that should not be: {names(surplus)}"
+            yield f"records dead-lettered by mistake: {len(surplus)}: {names(surplus)}"
         for place, letter in found:
             original = self.originals.get(place)
             read = read_dead_letter(letter)
@@ -180,9 +180,9 @@ class ParkedExactly:
         if len(found) < len(parked):
             yield f"{len(parked)} parked records are stored for {len(found)} records: {sorted(parked)}"
         if missing := set(self.expected) - found.keys():
-            yield f"{len(missing)} record(s) are not parked: {names(missing)}"
+            yield f"records not parked: {len(missing)}: {names(missing)}"
         if surplus := found.keys() - set(self.expected):
-            yield f"{len(surplus)} record(s) are parked that should not be: {names(surplus)}"
+            yield f"records parked by mistake: {len(surplus)}: {names(surplus)}"
         for place, one in found.items():
             if one.original != self.originals.get(place):
                 yield f"what is parked of {names([place])} holds {one.original}, not {self.originals.get(place)}"

@@ -88,7 +88,7 @@ async def committed(kafka: SharedKafka, group: str, topic: str) -> AsyncIterator
 
 
 def cases() -> list[Any]:
-    """Pattern, the client of the process that is killed, that of the one that goes on, and how many records finish.
+    """Pattern, the client of the process that is killed, that of its successor, and how many records finish.
 
     Few where a case is about what one client writes and another reads; many with each client in a long run.
     """

@@ -80,7 +80,7 @@ class Shop:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(enough.wait(), EVERY)
 
-        # The server closes connections that were idle for 5 s: whoever uses one for longer may find it closed.
+        # The server closes connections that were idle for 5 s: a client that reuses one later may find it closed.
         limits = httpx.Limits(keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=30.0, limits=limits) as client, asyncio.TaskGroup() as ordering:
             for number in range(CLIENTS):

@@ -197,7 +197,7 @@ async def test_offsets_of_a_running_group_cannot_be_moved(
 async def test_an_offset_moved_while_a_member_is_dropped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
-    """As after a process has hung for longer than its session: it goes on, and does not know yet."""
+    """As after a process has hung for longer than its session: it continues and does not know yet."""
     lower, higher, carried = range(3)
     await world.create(3)
     app = world.app()

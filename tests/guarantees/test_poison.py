@@ -46,7 +46,7 @@ async def test_an_unprocessable_record_has_an_outcome_and_ends_no_worker(
             await lane.create(1, recourse=recourse)
             for number in range(3):
                 await lane.produce([(b"k%d" % key, b"%d" % number) for key in range(10)])
-                # Each with a key of its own: without a shard key they are in no order.
+                # Each with its own key: without a shard key they are in no order.
                 places = await lane.produce([(b"poison%d" % number, POISON)])
                 poison.setdefault(name, []).extend(places)
             lane.failing.update(poison[name])

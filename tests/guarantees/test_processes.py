@@ -202,7 +202,7 @@ async def test_a_frozen_member_commits_nothing_for_partitions_it_lost(
         for seen in scenario.observations.of("a.1", Kind.STARTED)
         if seen.at > thawed and (seen.partition, seen.epoch) in ownerships
     ]
-    assert max(stale, default=0) < 2e9, f"it went on for {max(stale) / 1e9:.1f} s"
+    assert max(stale, default=0) < 2e9, f"it continued for {max(stale) / 1e9:.1f} s"
     now = {(number, found["epoch"]) for number, found in first.partitions.items()}
     assert now.isdisjoint(ownerships), "it kept what others have had"
     await scenario.verify(NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), CommitsOnlyAdvance(), LagZero())

@@ -38,7 +38,7 @@ EVERY = 0.05
 
 @dataclass(frozen=True)
 class Membership:
-    """One way to be a member of the group, and for how long what stays may stand still in it, in seconds."""
+    """One way to be a member of the group, and how long a kept partition may pause in it, in seconds."""
 
     client: Client
     idle: float
@@ -101,7 +101,7 @@ async def test_replacing_three_members_in_turn_leaves_kept_partitions_running(
 
 
 KEPT = 0.5
-"""Seconds for which a partition that stays may stand still."""
+"""Seconds for which a kept partition may pause."""
 DELAY, SESSION = 2.0, 3.0
 
 

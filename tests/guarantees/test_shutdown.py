@@ -89,4 +89,4 @@ async def test_an_idle_member_ends_at_once_and_leaves_its_partitions_to_the_othe
     assert code == 0, leaving.tail
     await scenario.until_settled("b", timeout=20)
     took = time.monotonic() - asked
-    assert took < 5.0, f"the group took {took:.1f} s, which is the session time-out rather than a good-bye"
+    assert took < 5.0, f"the group took {took:.1f} s, which is the session timeout rather than a good-bye"

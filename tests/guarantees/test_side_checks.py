@@ -149,8 +149,8 @@ def exact(found: list[Record]) -> LettersExact:
 def test_exactly_the_failed_records_have_dead_letters() -> None:
     verify(DIVERTED, exact(letters(0, 1)))
     verify(DIVERTED, exact(letters(0, 1, 1)))
-    assert "1 record(s) have no dead letter: 0/1" in broken(exact(letters(0)), DIVERTED)
-    assert "1 record(s) were dead-lettered that should not be: 0/2" in broken(exact(letters(0, 1, 2)), DIVERTED)
+    assert "records without a dead letter: 1: 0/1" in broken(exact(letters(0)), DIVERTED)
+    assert "records dead-lettered by mistake: 1: 0/2" in broken(exact(letters(0, 1, 2)), DIVERTED)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_parked_records_are_those_not_removed_since() -> None:
 def test_missing_and_surplus_parked_records_are_found() -> None:
     records = stored(parked(0))
 
-    assert "1 record(s) are not parked: 0/1" in broken(ParkedExactly(records, ORIGINALS, {(0, 0), (0, 1)}), DIVERTED)
-    assert "1 record(s) are parked that should not be: 0/0" in broken(ParkedExactly(records, ORIGINALS, ()), DIVERTED)
+    assert "records not parked: 1: 0/1" in broken(ParkedExactly(records, ORIGINALS, {(0, 0), (0, 1)}), DIVERTED)
+    assert "records parked by mistake: 1: 0/0" in broken(ParkedExactly(records, ORIGINALS, ()), DIVERTED)
     twice = ParkedExactly(stored(parked(0), parked(0, generation=4)), ORIGINALS, {(0, 0)})
     assert "2 parked records are stored for 1 records" in broken(twice, DIVERTED)
     other = {**ORIGINALS, (0, 0): ORIGINALS[0, 0]._replace(value=b"w")}
