@@ -206,7 +206,7 @@ async def _hangs(scene: Scene, call: str, *, during_an_outage: bool = False) -> 
             if during_an_outage:
                 scene.broker.available = True
                 await asyncio.sleep(5.0)
-                assert app.statistics().restart_cures == (), "what waited for the brokers has its time anew"
+                assert app.statistics().restart_cures == (), "the wait for the brokers has restarted its time"
         finally:
             Silent.hangs = None
         await asyncio.sleep(5.0)

@@ -24,7 +24,7 @@ GROUPS = itertools.count()
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[Settings]:
-    """Those of an embedded broker with some flights; its own loop stands still while others run."""
+    """Those of an embedded broker with some flights; its own loop is stopped while others run."""
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         broker = EmbeddedBroker()
         runner.run(broker.__aenter__())

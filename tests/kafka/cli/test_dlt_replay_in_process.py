@@ -102,7 +102,7 @@ class InPlace:
             await self._publish(dead_letter(self.topic, record, why)._replace(partition=0))
 
     async def run(self, *options: str, bad: str = "", code: int = 0) -> Ended:
-        """`aioshard dlt replay --app`, in a process of its own: it sets up logging."""
+        """`aioshard dlt replay --app`, in a subprocess, because it sets up logging."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "aioshard", "dlt", "replay", self.topic, "--app", "module:app", *options),

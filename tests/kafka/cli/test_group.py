@@ -266,7 +266,7 @@ async def test_json_lists_the_removed_members(place: Place) -> None:
     assert (await place.json("show"))["members"] == []
 
 
-# Partitions that were given by hand
+# Manually assigned partitions
 
 
 async def test_a_group_with_manual_assignment_is_empty_and_shows_its_commits(place: Place) -> None:

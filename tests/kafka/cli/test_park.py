@@ -232,7 +232,7 @@ async def test_a_key_is_dropped_with_all_its_records(parked: ParkTopic) -> None:
 
 
 async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
-    """The way out for the one that never succeeds: those behind it go on."""
+    """For a record that never succeeds: the ones behind it resume."""
     await parked.run("drop", "--record", "orders/0/5", "--yes")
 
     assert await parked.written() == [Removed(Place(ALICE, 4))]

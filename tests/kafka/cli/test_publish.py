@@ -63,7 +63,7 @@ Start = Callable[..., Awaitable[Publishing]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts `aioshard publish` in a directory of its own; the process is gone when the test ends."""
+    """Starts `aioshard publish` in its own directory; the process ends with the test."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def started(*arguments: str, **environment: str) -> Publishing:

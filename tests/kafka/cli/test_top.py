@@ -223,7 +223,7 @@ async def test_without_any_response_top_exits_3(aioshard: Aioshard) -> None:
 
 @contextlib.contextmanager
 def in_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`aioshard` in a terminal of its own."""
+    """`aioshard` in its own terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "aioshard", *arguments],

@@ -137,7 +137,7 @@ def finished(app: Running) -> set[tuple[int, int]]:
 async def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
-    """With the default session time-out of 45 s: nobody waits until that of the dead member is over."""
+    """With the default session timeout of 45 s: nothing waits for the dead member to time out."""
     await kafka.create_topic(topic, partitions=8)
     await kafka.produce(topic, [(b"%d" % number, b"v") for number in range(100)])
     app = await start(kafka.bootstrap, "--health-port", "0", "--json")
@@ -181,7 +181,7 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_lost(
 
 @pytest.mark.chaos
 async def test_a_killed_static_member_gets_its_partitions_back(kafka: SharedKafka, start: Start, topic: str) -> None:
-    """With the default session time-out of 45 s, which nobody waits for here."""
+    """With the default session timeout of 45 s, without waiting for it."""
     await kafka.create_topic(topic, partitions=4)
     app = await start(kafka.bootstrap, "--health-port", "0", group_instance_id="left-hand")
     workers = Workers(app)

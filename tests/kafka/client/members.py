@@ -23,7 +23,7 @@ def everything(_: TopicPartition) -> Allowance:
 
 
 def settings_for(bootstrap: str, **overrides: Any) -> Settings:
-    """Settings with quick group time-outs."""
+    """Settings with short group timeouts."""
     quick: dict[str, Any] = {
         "session_timeout": 6,
         "heartbeat_interval": 0.2,
@@ -111,7 +111,7 @@ class Member:
         return found
 
     async def poll_until(self, condition: Callable[[], bool], allowance: AllowanceOf = everything) -> None:
-        """Poll until something is so."""
+        """Poll until a condition holds."""
         async with asyncio.timeout(PATIENCE):
             while not condition():
                 await self.poll(allowance)

@@ -281,7 +281,7 @@ async def test_an_untaken_partition_does_not_delay_the_others(kafka: SharedKafka
 async def test_a_record_the_client_skips_is_fetched_again(
     kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiokafka takes a batch that comes in part for one that never comes whole, and goes on behind it."""
+    """aiokafka takes a batch that comes in part for one that never comes whole, and continues after it."""
     await kafka.create_topic(topic)
     at = TopicPartition(topic, 0)
     await kafka.produce(topic, [(None, bytes(1000))] * 3)

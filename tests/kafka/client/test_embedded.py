@@ -58,7 +58,7 @@ async def test_published_records_are_consumed(broker: EmbeddedBroker, topic: str
 
 
 async def test_an_app_can_run_again(broker: EmbeddedBroker, topic: str, group: str) -> None:
-    """The mock lets a group that somebody left wait for a session time-out; the broker's settings make that short."""
+    """In the mock, a group waits a session timeout after a member has left; the broker's settings make that short."""
     await broker.create_topic(topic, partitions=1)
     seen: list[int] = []
     for number in range(2):
@@ -78,7 +78,7 @@ async def test_an_app_can_run_again(broker: EmbeddedBroker, topic: str, group: s
 async def test_an_app_that_parks_is_refused_by_the_embedded_broker(
     broker: EmbeddedBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has no controller, as a cluster that elects one, so the start goes on."""
+    """It has no controller, as a cluster that elects one, so the start continues."""
     await broker.create_topic(topic, partitions=1)
     app = App(group, **broker.settings, auto_offset_reset="earliest", start_timeout=1.0)
 

@@ -34,7 +34,7 @@ MEMBERS = pytest.mark.parametrize(
 
 
 class ByHand:
-    """An app whose partitions are given by hand, and what it has processed."""
+    """An app with manually assigned partitions, and its processed records."""
 
     def __init__(self, bootstrap: str, group: str, topic: str, assign: Any, **settings: Any) -> None:
         self.processed: list[tuple[int, int]] = []
@@ -202,7 +202,7 @@ Start = Callable[..., Process]
 
 @pytest.fixture
 def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterator[Start]:
-    """Starts processes with partitions given by hand, which are ended with the test."""
+    """Starts processes with manually assigned partitions that end with the test."""
     (tmp_path / "by_hand.py").write_text(MEMBER)
     started: list[Process] = []
 

@@ -273,7 +273,7 @@ async def test_a_refused_timestamp_is_reported(kafka: SharedKafka, topic: str, p
 async def test_a_message_too_large_for_any_request_is_refused_by_the_client(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broker closes the connection on it without a word, and it would be sent again, for ever."""
+    """A broker just closes the connection on it, and it would be resent forever."""
     await kafka.create_topic(topic)
     producer = make(kafka.bootstrap)
     monkeypatch.setattr(producing, "_MOST_REQUEST_BYTES", 3000)
@@ -496,7 +496,7 @@ async def test_a_hanging_broker_is_trouble_and_does_not_delay_closing(
 async def test_only_the_stalled_partition_is_abandoned(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too few replicas in sync: its messages end, others are stored, and it goes on when it can."""
+    """Too few replicas in sync: its messages end, others are stored, and it resumes when it can."""
     monkeypatch.setattr(producing, "_PATIENCE", 1.0)
     monkeypatch.setattr(producing, "_QUIET", 0.3)
     stuck = f"{topic}-stuck"

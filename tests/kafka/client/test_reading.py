@@ -359,7 +359,7 @@ async def test_a_position_outside_the_log_faults_only_its_partition(
     assert fault.topic_partition == gone
     assert isinstance(fault.error, OffsetOutOfRangeError)
     assert (fault.error.topic_partition, fault.error.position) == (gone, 0)
-    assert reader.transport.position(gone) == 0, "the client must not choose where to go on"
+    assert reader.transport.position(gone) == 0, "the client must not choose a position"
     reader.transport.seek(gone, (await reader.transport.log_ranges([gone]))[gone].start)
     await reader.read_to({gone: 100})
     assert reader.offsets(gone) == list(range(60, 100))

@@ -45,7 +45,7 @@ async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
 
 
 async def until(condition: Callable[[], bool], *members: Member) -> None:
-    """Poll members, one record of each partition at a time, until something is so."""
+    """Poll members, one record of each partition at a time, until a condition holds."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.gather(*(member.poll(one_by_one) for member in members))

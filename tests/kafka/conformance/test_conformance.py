@@ -1,6 +1,6 @@
 """The contract of `aioshard.ports.Transport`, tested on each implementation.
 
-The tests know a client only as the port. Another implementation takes part with a harness of its own.
+The tests know a client only as the port. Another implementation takes part with its own harness.
 """
 
 import asyncio
@@ -149,14 +149,14 @@ EAGER = [
     pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
 ]
 when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect=True)
-"""For what is so in rebalances that take every partition from everybody; tests/kafka/confluent has the others."""
+"""For eager rebalances, which revoke every partition; tests/kafka/confluent has the others."""
 
 
 CONFLUENT = [pytest.mark.kafka]
 also_on_confluent = pytest.mark.parametrize(
     "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
 )
-"""For what the client on confluent-kafka does with code of its own; a plain run leaves out its other tests here."""
+"""For behavior that the confluent-kafka client implements itself; a plain run leaves out its other tests here."""
 
 
 @pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos])])

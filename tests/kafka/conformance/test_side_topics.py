@@ -156,7 +156,7 @@ async def harness(unprepared: Harness) -> AsyncIterator[Harness]:
 
 
 async def take(side_topics: SideTopics, count: int) -> list[Record]:
-    """Poll until so many records came, and no more."""
+    """Poll until exactly *count* records have arrived."""
     found: list[Record] = []
     async with asyncio.timeout(20):
         while len(found) < count:

@@ -148,7 +148,7 @@ class Ledger:
         self._changed.set()
 
     def hold(self, which: Callable[[Record], bool] = lambda _: True) -> None:
-        """From now on let only runs of other records than *which* finish; all but *which* go on."""
+        """From now on let only runs of other records than *which* finish; all others continue."""
         self._holds = which
         released, self._released = self._released, asyncio.Event()
         released.set()
@@ -223,7 +223,7 @@ class Ledger:
 async def visiting(cluster: KafkaCluster, group: str, topic: str) -> AsyncIterator[App]:
     """Another member of the group, which reads *topic*, for as long as this lasts.
 
-    With a topic of its own it takes no partition away from the others: the group only rebalances.
+    With its own topic it takes no partition away from the others: the group only rebalances.
     """
     guest = quick_app(cluster, group)
     ledger = Ledger()

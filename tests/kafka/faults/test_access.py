@@ -125,7 +125,7 @@ async def test_plaintext_to_a_tls_listener_is_named(
 
 
 async def _refusal_without_tls(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> str:
-    """Nobody said no: the app goes on trying until `start_timeout`, as brokers may only be starting."""
+    """No refusal: the app keeps trying until `start_timeout`, because the brokers may still be starting."""
     app = _guarded(kafka, group, user, security_protocol="SASL_PLAINTEXT", ssl_cafile=None, start_timeout=2)
     app.consume(topic)(Ledger().handle)
     async with asyncio.timeout(8):
@@ -183,7 +183,7 @@ async def test_a_forbidden_group_is_named(kafka: SharedKafka, topic: str, group:
 async def test_a_topic_forbidden_while_running_is_reported_until_allowed_again(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
-    """I11: the app stays, says what is refused, and goes on by itself without a loss."""
+    """I11: the app stays, reports the refusal, and recovers by itself without loss."""
     await kafka.create_topic(topic)
     await allow(kafka, user, "group", group)
     await allow(kafka, user, "topic", topic)

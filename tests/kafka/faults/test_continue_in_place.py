@@ -68,7 +68,7 @@ async def test_kept_partitions_continue_in_place_while_members_join_and_leave(
 
 
 async def test_a_rebalance_that_moves_nothing_has_no_effect(kafka: SharedKafka, topic: str, group: str) -> None:
-    """A member with a topic of its own joins while handlers run, and leaves while they still do."""
+    """A member with its own topic joins while handlers run, and leaves while they still do."""
     await kafka.create_topic(topic, partitions=2)
     await kafka.create_topic(f"{topic}.other")
     app, ledger = quick_app(kafka, group, drain_timeout=0.5), Ledger()
@@ -99,7 +99,7 @@ async def test_a_rebalance_that_moves_nothing_has_no_effect(kafka: SharedKafka, 
 async def test_a_partition_with_unknown_offsets_is_named_and_continues_in_place(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
-    """I11: it is ours and stands still, as nobody says where the group is; what is in hand stays in hand."""
+    """I11: the partition is assigned but paused, because its offsets are unknown; records in flight stay in flight."""
     await kafka.create_topic(topic)
     app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=1), Ledger()
     app.consume(topic)(ledger.handle)
@@ -220,7 +220,7 @@ class MemoryPlace:
 
 @pytest.fixture(params=[pytest.param("kafka", marks=pytest.mark.kafka), "memory"])
 def broker(request: pytest.FixtureRequest) -> SharedKafka | None:
-    """The run's broker, or none: a fixture of its own, because starting that broker takes a loop of its own."""
+    """The run's broker, or none: a separate fixture, because starting that broker needs its own loop."""
     found: SharedKafka | None = request.getfixturevalue("kafka") if request.param == "kafka" else None
     return found
 

@@ -90,17 +90,17 @@ async def test_a_failing_record_halts_only_its_shard_and_is_named(kafka: SharedK
 
 async def test_a_halted_record_is_retried_after_a_restart(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
-    failing, mended = _app(kafka, group), _app(kafka, group)
+    failing, fixed = _app(kafka, group), _app(kafka, group)
     broken, ledger = Failing(), Ledger()
     failing.consume(topic, retry=Retry(attempts=1))(broken.handle)
-    mended.consume(topic)(ledger.handle)
+    fixed.consume(topic)(ledger.handle)
     sent = _mixed(6)
     await kafka.produce(topic, sent)
 
     async with failing:
         await broken.until_finished(_good(sent))
         await until(lambda: handler_of(failing).halted == 1, failing.explain)
-    async with mended:
+    async with fixed:
         await kafka.wait_for_lag(group, topic)
 
     assert ledger.offsets(0) == [1, 3, 5], "what others had finished beyond it was noted"

@@ -14,7 +14,7 @@ from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker
 
 OUTAGE = 20.0
-"""Seconds: longer than the session of these apps, every backoff and every time-out of a commit."""
+"""Seconds: longer than the session of these apps, every backoff and every commit timeout."""
 SESSION = 16.0
 GOES_ON = 10.0
 """Seconds after a return within which the first record is done: far less than a session, for which the group would wait

@@ -52,7 +52,7 @@ def _assert_only_current(interceptor: Interceptor) -> None:
 async def test_a_refused_commit_is_dropped_and_the_app_rejoins(
     kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I9: while we were out, somebody else went on from 15; our older results must not move that."""
+    """I9: while we were out, another member continued from 15; our older results must not move that."""
     await kafka.create_topic(topic)
     app, ledger, interceptor = _watched(kafka, group, topic, heartbeat_interval=4, session_timeout=15)
     async with app.started(interceptor):
