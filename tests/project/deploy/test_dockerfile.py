@@ -108,7 +108,7 @@ def left_out(root: Path) -> list[str]:
 
 
 async def start(image: Image, words: Sequence[str], port: int, **variables: str) -> asyncio.subprocess.Process:
-    """A process of the image, on a port of its own where the file says 8080."""
+    """A process of the image, on a free port where the file says 8080."""
     environment = image.variables(**variables)
     program, *arguments = [word.replace("8080", str(port)) for word in image.moved(list(words))]
     found = shutil.which(program, path=environment["PATH"])

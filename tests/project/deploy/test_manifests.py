@@ -204,7 +204,7 @@ def test_a_blocking_handler_is_reported_before_the_pod_restarts(
     found = settings(variables(workload), monkeypatch, tmp_path)
     probe = container(workload)["livenessProbe"]
 
-    # A server of its own says 503 after the session time-out; one that shares the loop answers nothing at all.
+    # A separate server says 503 after the session timeout; one that shares the loop does not respond at all.
     before = 0.0 if container(workload)["args"][0] == "uvicorn" else found.session_timeout
     assert before + probe["periodSeconds"] * probe["failureThreshold"] >= found.stuck_after
     assert probe["httpGet"]["path"] == "/livez"

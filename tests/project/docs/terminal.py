@@ -1,6 +1,6 @@
 """A terminal for the sessions on a page: a real shell whose output is compared with the page.
 
-In a page, numbers stand for any numbers, `…` within a line for anything, and a line of its own for any lines.
+In a page, numbers stand for any numbers, `…` within a line for anything, and a separate line for any lines.
 `^C` is Ctrl-C. Runs of blanks count as one, because columns are as wide as their numbers.
 """
 
@@ -69,7 +69,7 @@ def pattern(lines: list[str]) -> re.Pattern[str]:
 
 
 class Terminal:
-    """A shell of its own; what is printed is read once, step by step."""
+    """A separate shell; its output is read once, step by step."""
 
     def __init__(self, place: Path, environment: Mapping[str, str], *, replaced: Mapping[str, str]) -> None:
         """Args: where it begins, all its variables, and texts of commands that are others here, such as ports."""

@@ -1,7 +1,7 @@
 """Every code block in README and documentation works.
 
 How a block is tested is in its info string: `python` is executed; with `data-check="memory"` its app then consumes
-records on the broker in memory; `"continued"` goes on in the names of the block before; `"pytest"` has its tests run;
+records on the broker in memory; `"continued"` reuses the names of the block before; `"pytest"` has its tests run;
 `"names"` is for what must not be executed here: its imports are, and every name in it has to exist. `"theirs"` is for
 code of another library. `test_unchecked_blocks_are_listed` says which blocks are not run, and why.
 """

@@ -147,7 +147,7 @@ def defined(file: Path) -> frozenset[str]:
 
 
 def test_generated_parts_are_current() -> None:
-    # In a process of its own: tests of commands leave traces in click's objects.
+    # In a subprocess: tests of commands leave traces in click's objects.
     program = "from tests.project.docs.tables import outdated; print(outdated())"
     found = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]", "run  python -m tests.project.docs.tables  and commit what it wrote"
