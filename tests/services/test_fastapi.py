@@ -35,7 +35,7 @@ class Api:
         self._exit = contextlib.ExitStack()
 
     async def start(self, *, seconds: float, records: int = RECORDS, stop_server: bool = False) -> Server:
-        """Starts a process that has its first records in hand when this returns."""
+        """Starts a process and returns once its first records are in flight."""
         number = next(self._numbers)
         if number == 1:
             await self._kafka.create_topic(self._topic, partitions=2)
@@ -98,7 +98,7 @@ def api(kafka: SharedKafka, topic: str, group: str, tmp_path: Path) -> Iterator[
 async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Waits for what another process does."""
     async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - nobody tells us
+        while not condition():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 

@@ -178,7 +178,7 @@ def waits_for_a_lock(url: str) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody tells: it is in a database, or in the statistics."""
+    """Poll for a condition in a database or in the statistics."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - hence there is no event
             await asyncio.sleep(0.01)

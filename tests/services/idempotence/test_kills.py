@@ -59,7 +59,7 @@ def orders(kafka: SharedKafka, topic: str, group: str, store: Store, tmp_path: P
 async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     """Wait for what other processes do to a database."""
     async with asyncio.timeout(timeout):
-        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - nobody tells us
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 
@@ -110,7 +110,7 @@ async def test_repeated_kill_9_of_two_members_applies_each_order_once(orders: Gr
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("store", [pytest.param("postgresql", marks=pytest.mark.postgresql)], indirect=True)
 async def test_a_member_frozen_beyond_its_session_does_nothing_twice(orders: Group) -> None:
-    """SQLite is left out: whoever stands still in a transaction keeps its file locked."""
+    """SQLite is left out: a process frozen in a transaction keeps its file locked."""
     await orders.create()
     with orders.start() as frozen, orders.start() as other:
         # Otherwise one could do most of the work before the other had anything to lose.
@@ -129,5 +129,5 @@ async def test_a_member_frozen_beyond_its_session_does_nothing_twice(orders: Gro
 
 
 def has_rejoined(log: str) -> bool:
-    """Whether it was given partitions after it had lost them, so that what it had in hand has ended."""
+    """Whether it was given partitions after it had lost them, so that its records in flight have ended."""
     return ASSIGNED_AGAIN.search(log) is not None
