@@ -1,4 +1,4 @@
-"""A plan built by hand."""
+"""A plan made without a broker."""
 
 from aioshard.spark.plans import Plan, PlannedHandler, PlannedRange
 

@@ -300,7 +300,7 @@ async def consumer(run: Run7, instance: str | None = None) -> AsyncIterator[None
 
 @contextlib.contextmanager
 def newer_member(run: Run7) -> Iterator[None]:
-    """A member under the newer group protocol (KIP-848), with a heartbeat of its own."""
+    """A member under the newer group protocol (KIP-848), with its own heartbeat."""
     assigned, ended = threading.Event(), threading.Event()
     member = Consumer(
         {"bootstrap.servers": run.kafka.bootstrap, "group.id": run.group, "group.protocol": "consumer"}
@@ -472,7 +472,7 @@ async def test_a_moved_group_is_refused_with_the_moved_partitions(drained: Run7)
 
 
 async def test_records_finished_meanwhile_count_as_movement(drained: Run7) -> None:
-    """The committed offset stands still while its record does, and what comes after it is done."""
+    """The committed offset waits for its record while later ones finish."""
     await drained.commit({0: (3, CommitMetadata(first=FirstCommit(3, 2), finished=(Run(5, 8),)).text(3))})
 
     with pytest.raises(GroupMovedError, match=f"{drained.topic}/0: 3, with other commit metadata"):
@@ -492,7 +492,7 @@ async def test_a_group_with_its_first_commits_meanwhile_has_moved(run: Run7) -> 
 async def test_an_unanswered_commit_is_checked_before_it_is_resent(
     drained: Run7, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was stored; somebody may have gone on from there, and must not be set back."""
+    """It was stored; another member may have continued from there and must not be rewound."""
     sent = _lose_the_first_answer(monkeypatch, lambda: asyncio.sleep(0))
 
     assert (await drained.hand_over()).state == "handed-over"

@@ -18,7 +18,7 @@ from tests.support.kafka_libs import PROJECT
 from tests.support.provision import skip_or_fail
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a separate session starts, and jars may be fetched
 
 TIMEOUT = 1000.0
 HANDLER = """

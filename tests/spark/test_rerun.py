@@ -31,7 +31,7 @@ from aioshard import Retry
 async def handle(record: Record):
     await asyncio.sleep(0.002)
     (pathlib.Path({calls!r}) / uuid.uuid4().hex).touch()
-    if record.offset % 10 == 3 and not pathlib.Path({mended!r}).exists():
+    if record.offset % 10 == 3 and not pathlib.Path({fixed!r}).exists():
         raise ValueError("not yet")
     return [record.partition, record.offset, len(record.headers)]
 """
@@ -47,7 +47,7 @@ async def begin(
     group: str,
     tmp_path: Path,
 ) -> Callable[[str], HistoryRun]:
-    """Makes a run over a topic with records in two partitions; every tenth fails until `mended` exists."""
+    """Makes a run over a topic with records in two partitions; every tenth fails until `fixed` exists."""
     await kafka.create_topic(topic, partitions=2)
     for partition in (0, 1):
         values = [(b"%d" % (n % 7), b"%d" % n) for n in range(RECORDS // 2)]
@@ -60,7 +60,7 @@ async def begin(
             shard_by=shard_by,
             dead=f"{topic}.dead",
             calls=str(tmp_path / "calls"),
-            mended=str(tmp_path / "mended"),
+            fixed=str(tmp_path / "fixed"),
         )
         app = write_app(spark_modules, monkeypatch, kafka, group, handlers=source)
         return HistoryRun(spark, kafka, topic, app, tmp_path / app.name)
@@ -81,7 +81,7 @@ async def test_dead_letters_of_a_run_can_be_rerun_from_its_rows(
         redrive(run.spark, run.directory, out=tmp_path / "again")
     await run.drain()
     before = names(run.directory)
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     await kafka.delete_records(run.topic, {0: 100, 1: 100})
 
     again = await asyncio.to_thread(redrive, run.spark, run.directory, out=tmp_path / "again")
@@ -96,7 +96,7 @@ async def test_dead_letters_of_a_run_can_be_rerun_from_its_rows(
 
 async def test_only_rows_with_the_record_can_be_rerun(begin: Callable[[str], HistoryRun], tmp_path: Path) -> None:
     run = begin('"key"')
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     await run.plan()
     await run.drain()
 

@@ -35,7 +35,7 @@ release = threading.Event()
 
 
 class Task:
-    """A module with an app, and a topic with records of its own."""
+    """A module with an app, and a topic with its own records."""
 
     def __init__(self, name: str, records: int) -> None:
         self.module = importlib.import_module(name)

@@ -213,12 +213,12 @@ async def test_a_halted_record_ends_the_drain_and_the_next_one_resumes_there(
     await kafka.create_topic(topic, partitions=2)
     for partition in (0, 1):
         await kafka.produce(topic, [(None, b"%d" % n) for n in range(50)], partition)
-    mended = tmp_path / "mended"
+    fixed = tmp_path / "fixed"
     run = begin(
         f"import pathlib\nfrom aioshard import Retry\n"
         f"@app.consume({topic!r}, shard_by=lambda record: record.value[-1:], retry=Retry(attempts=1))\n"
         f"async def handle(record):\n"
-        f"    if (record.partition, record.offset) == (1, 30) and not pathlib.Path({str(mended)!r}).exists():\n"
+        f"    if (record.partition, record.offset) == (1, 30) and not pathlib.Path({str(fixed)!r}).exists():\n"
         f"        raise ValueError('not yet')\n"
     )
     await run.plan(max_rows_per_batch=40)
@@ -227,7 +227,7 @@ async def test_a_halted_record_ends_the_drain_and_the_next_one_resumes_there(
         await run.drain()
     assert len(run.rows()) == 40
 
-    mended.touch()
+    fixed.touch()
     report = await run.drain()
     assert (report.state, dict(report.statuses)) == ("finished", {"processed": 100})
     assert places(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(50)]
