@@ -259,7 +259,7 @@ async def test_a_stopped_static_member_can_be_removed(place: Place) -> None:
     assert "has no static member 'left-hand'" in (await place.run("leave", "left-hand", code=1)).errors
 
 
-async def test_json_lists_the_removed_members(place: Place) -> None:
+async def test_json_names_the_removed_member(place: Place) -> None:
     async with place.app(group_instance_id="left-hand", session_timeout=30):
         pass
     assert await place.json("leave", "left-hand") == {"group": place.group, "left": "left-hand"}

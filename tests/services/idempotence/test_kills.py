@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     ["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.chaos])],
     indirect=True,
 )
-async def test_kill_9_between_database_commit_and_offset_commit_changes_nothing(orders: Group) -> None:
+async def test_kill_9_between_database_and_offset_commit_applies_each_order_once(orders: Group) -> None:
     await orders.produce(400)
     with orders.start(commit_interval=600, commit_records=None) as first:
         await until(lambda: len(orders.store.inbox()) >= 150)
