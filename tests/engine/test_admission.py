@@ -36,7 +36,7 @@ def test_evicted_records_are_refetched_up_to_the_minimum_of_a_stuck_partition() 
 
 
 def test_a_record_larger_than_the_buffer_does_not_wait_for_stuck_records() -> None:
-    """It would wait for ever."""
+    """Otherwise it would wait forever."""
     buffer = make_buffer(size=1_000)
     stuck, deliveries = make_partition(["a"], buffer=buffer)
     epoch, _ = make_partition([], partition=1, buffer=buffer)

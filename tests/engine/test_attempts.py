@@ -40,7 +40,7 @@ def test_a_run_cancelled_by_a_rebalance_is_not_a_failed_attempt() -> None:
 
 
 def test_failures_with_the_same_cause_log_one_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """A back end that is down must not flood the log."""
+    """A backend that is down must not flood the log."""
     app = App("attempts", shutdown_timeout=2.0)
     down = True
 

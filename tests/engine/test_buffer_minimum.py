@@ -77,7 +77,7 @@ def test_evicted_records_are_processed_once_in_order_when_the_partition_resumes(
 
 
 def test_a_record_waiting_for_room_is_dropped_with_its_epoch() -> None:
-    """Else the room that it had asked for would be kept free for ever."""
+    """Otherwise the requested room would be kept free forever."""
     app = App("memory", max_buffered_bytes=24_000, shutdown_timeout=2.0, drain_timeout=1.0)
     release = asyncio.Event()
 
@@ -106,7 +106,7 @@ def test_a_record_waiting_for_room_is_dropped_with_its_epoch() -> None:
 
 
 def test_a_large_record_of_a_halted_partition_delays_no_other() -> None:
-    """It takes in nothing more, so what others would leave free for that record would stay free for ever."""
+    """It admits no more records, so the room others leave for that record would stay free forever."""
     app = App("memory", max_buffered_bytes=1_000_000, shutdown_timeout=2.0)
 
     @app.consume("orders", shard_by="partition", retry=Retry(attempts=1))

@@ -792,7 +792,7 @@ def test_repeated_transaction_failures_back_off() -> None:
         desk.client.answers = [CommitError("no")]
         desk.begin(1)
         await asyncio.sleep(60.0)
-        assert desk.times[-1] - desk.times[-2] == pytest.approx(0.3), "one that succeeds begins the count anew"
+        assert desk.times[-1] - desk.times[-2] == pytest.approx(0.3), "a success resets the count"
 
     in_transactions(test, 0.1)
 

@@ -150,7 +150,7 @@ def test_metadata_copied_to_another_offset_is_ignored(caplog: pytest.LogCaptureF
 
 
 def test_completions_stored_for_a_longer_log_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """A topic that was made anew under the same name: its records are others."""
+    """A topic recreated under the same name has different records."""
 
     async def test() -> None:
         world = Deployment()
@@ -185,7 +185,7 @@ def test_damaged_and_foreign_metadata_is_ignored_with_a_warning(caplog: pytest.L
 
 
 def test_a_parked_record_in_stored_completions_stays_parked() -> None:
-    """The partition does not deliver it again: whoever restores must not take it for something that comes."""
+    """The partition does not deliver it again, so a restore must not expect it."""
 
     async def test() -> None:
         broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
@@ -278,7 +278,7 @@ def test_intake_is_limited_to_what_metadata_can_store(span: int, incomplete: ran
 
 
 def test_records_missing_in_full_metadata_are_still_admitted() -> None:
-    """Else whoever inherits a full text stands still for ever."""
+    """Otherwise the owner of full metadata would be stuck forever."""
     buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
     partition = _partition(buffer, 0, [])
     partition.finished_ahead = runs_of(range(1, 58_900, 2))
@@ -290,7 +290,7 @@ def test_records_missing_in_full_metadata_are_still_admitted() -> None:
 
 @pytest.mark.slow
 def test_metadata_has_room_for_every_pattern_of_admitted_records() -> None:
-    """Patterns that are hard to note, at the border of what is admitted."""
+    """Patterns that compress badly, at the limit of admission."""
     chosen = random.Random(3)
     for span, incomplete in ((1, 1), (40_000, 20_000), (100_000, 1_000), (1_000_000, 1_500)):
         more = records_with_room(span, incomplete, 3_900)

@@ -9,7 +9,7 @@ RECORDS = 900
 
 
 def test_evicted_neighbours_of_a_halted_record_are_processed() -> None:
-    """A bad record stops its own key: others go on, in what the partition may hold all the same."""
+    """A bad record stops only its key: others continue within the minimum of the partition."""
     app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
     broken = True
     runs: list[int] = []

@@ -34,7 +34,7 @@ def test_large_records_are_evicted_by_their_bytes() -> None:
 
 
 def test_the_age_of_a_refetched_record_starts_at_its_refetch() -> None:
-    """Else a partition that has just been able to go on would count as one that cannot."""
+    """Otherwise a partition that has just resumed would count as stuck."""
     epoch, deliveries = make_epoch(["a"] * 3, arrived=0.0)
     epoch.evict(deliveries[1:])
     epoch.complete(deliveries[0])
@@ -48,7 +48,7 @@ def test_the_age_of_a_refetched_record_starts_at_its_refetch() -> None:
 
 
 def test_a_partition_whose_oldest_record_was_evicted_is_not_stuck() -> None:
-    """It has to be fetched again, or it would be for ever."""
+    """It has to be refetched, otherwise it would be stuck forever."""
     epoch, deliveries = make_epoch(["a"] * 3)
     epoch.evict(deliveries)
     assert not epoch.stuck(1_000.0, 60.0)
@@ -121,7 +121,7 @@ def test_records_evicted_during_a_refetch_are_refetched_from_their_start() -> No
     epoch.evict(deliveries[3:])
     epoch.fetching_again = True
     epoch.evict([])
-    assert epoch.fetching_again, "nothing was given back: it goes on"
+    assert epoch.fetching_again, "nothing was evicted: it continues"
     epoch.evict(deliveries[1:3])
     assert not epoch.fetching_again, "the client has to be sent back again"
 

@@ -124,7 +124,7 @@ def test_a_released_record_gets_all_its_attempts_again() -> None:
 
 
 def test_a_hanging_replay_of_a_parked_record_is_released_by_its_offset() -> None:
-    """It swallows its time-out, so it halts; skipping it takes it out of the side topic."""
+    """It swallows its timeout, so it halts; skipping it takes it out of the side topic."""
     app = App("recourse", commit_interval=0.1)
     phase = "broken"
     done: list[int] = []

@@ -58,7 +58,7 @@ def test_lag_grows_while_a_partition_is_paused() -> None:
                 await world.publish(client, 10)
                 await asyncio.sleep(NEVER_OLDER)
                 assert (world.partition.end_offset, world.partition.lag) == (5 + more, more)
-                assert world.partition.lag_seconds is None  # nothing is in hand that would tell
+                assert world.partition.lag_seconds is None  # no record in flight would tell
             assert world.app.diagnose().partitions[0].verdict != "up to date"
             world.app.resume("orders", 0)
             await client.settle(30.0)

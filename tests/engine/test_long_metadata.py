@@ -89,7 +89,7 @@ async def test_other_tasks_run_while_metadata_is_written() -> None:
 
 
 async def test_reading_metadata_does_not_use_the_brokers_timeout() -> None:
-    """A member of many partitions could not start: they were read within `commit_timeout`, each time anew."""
+    """A member of many partitions could not start: they were read within `commit_timeout`, again and again."""
     broker = InMemoryBroker(partitions=PARTITIONS, clock=lambda: 0.0)
     broker.create_topic("orders", PARTITIONS)
     text = full_text()

@@ -145,7 +145,7 @@ def test_explanations_count_seconds_while_the_event_loop_is_blocked(new_loop: Ne
     ((finding, age),) = explained
     assert "handler on_order computes or blocks" in finding
     assert finding.endswith("; nothing else runs meanwhile")
-    assert age >= 0.7, "the record has been in hand for as long as the loop has been blocked"
+    assert age >= 0.7, "the record has been in flight for as long as the loop has been blocked"
 
 
 async def test_a_task_started_by_a_handler_counts_as_the_handler() -> None:

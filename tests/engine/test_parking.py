@@ -427,7 +427,7 @@ def test_the_reader_of_side_topics_is_closed_with_the_app() -> None:
 
 
 def test_a_deleted_parked_record_is_named() -> None:
-    """Its key waits for it, and that is said (I11); giving it up lets the key go on."""
+    """Its key waits for it and is reported (I11); dropping it lets the key resume."""
     ledger = Ledger()
     ledger.broken.add(b"k0")
     app = ledger.app(delay=5.0)
@@ -479,7 +479,7 @@ def test_records_parked_before_a_group_reset_are_replayed() -> None:
 
 
 def test_the_park_topic_is_unchanged_until_a_commit_proves_ownership() -> None:
-    """A process that was frozen reads it too, before it learns that the group has gone on without it."""
+    """A process that was frozen reads it too, before it learns that the group has moved on."""
 
     async def test() -> None:
         broker, ledger = InMemoryBroker(partitions=1), Ledger()

@@ -649,7 +649,7 @@ GUARDED = 'if __name__ == "__main__":\n    asyncio.run(main())'
 async def program(
     directory: Path, work: str = "pass", start: str = GUARDED
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run `python app.py` in a process group of its own, as a terminal does."""
+    """Run `python app.py` in its own process group, as a terminal does."""
     (directory / "app.py").write_text(PROGRAM.format(work=work, start=start))
     running = await asyncio.create_subprocess_exec(
         *(sys.executable, "app.py"),

@@ -138,7 +138,7 @@ def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
 
 
 def test_a_paused_retry_runs_before_younger_records_of_its_partition() -> None:
-    """A key is one shard across partitions: it goes on with another one's record while the first is set aside."""
+    """A key is one shard across partitions: while its first record is set aside, one of another partition runs."""
 
     async def test() -> None:
         shards = Shards()

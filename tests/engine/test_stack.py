@@ -89,7 +89,7 @@ async def _iterates() -> None:
 
 
 class _Wrapped:
-    """Awaits through an iterator of its own, not through a generator."""
+    """Awaits through its own iterator, not through a generator."""
 
     def __init__(self) -> None:
         self.coroutine = hang()

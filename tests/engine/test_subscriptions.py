@@ -48,7 +48,7 @@ async def test_subscribed_topics_are_consumed_and_unsubscribed_ones_are_not() ->
 
         shop.app.subscribe("on_order", "orders.eu")
         await client.settle()
-        assert shop.done[2:] == [("on_order", "orders.eu", b"later")], "it goes on where it was committed"
+        assert shop.done[2:] == [("on_order", "orders.eu", b"later")], "it resumes at its commit"
 
 
 async def test_running_records_are_drained_and_committed_at_unsubscribe() -> None:

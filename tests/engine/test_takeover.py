@@ -64,7 +64,7 @@ def test_the_next_owner_keeps_the_first_commit_marker() -> None:
 
 
 def test_metadata_of_an_offset_outside_the_log_is_ignored() -> None:
-    """A topic that was made anew, and whose first records were deleted: the others are none that anybody ran."""
+    """A recreated topic whose first records were deleted: nobody has run the others."""
 
     async def test() -> None:
         world = Deployment()

@@ -22,7 +22,7 @@ QUICK, SLOW = 0.000_5, 0.030_000
 
 
 class Bench:
-    """Workers on a clock that stands still unless a handler moves it."""
+    """Workers on a clock that is stopped unless a handler moves it."""
 
     def __init__(self, durations: list[float], *, fails: Callable[[int], bool] = lambda _: False) -> None:
         self.now = 100.0
@@ -64,7 +64,7 @@ class Bench:
         )
         await self.shards.put(self.deliveries)
         worker.task = serving = asyncio.create_task(worker.run())
-        while len(self.epoch.tracker):  # noqa: ASYNC110 - nothing tells, and the clock stands still
+        while len(self.epoch.tracker):  # noqa: ASYNC110 - no event, and the clock is stopped
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.sleep(0)

@@ -97,7 +97,7 @@ def test_until_caught_up_survives_a_lost_client() -> None:
 
 
 def test_until_caught_up_continues_after_a_rewind() -> None:
-    """Its epoch has ended, and where to go on is being looked up."""
+    """Its epoch has ended, and its new position is being resolved."""
     app = App("billing")
     done: list[int] = []
 
@@ -152,7 +152,7 @@ def test_until_caught_up_continues_after_losing_a_partition() -> None:
 
 @pytest.mark.parametrize("batch", [43, 129])
 def test_until_caught_up_runs_everything_else_before_ending_at_a_halt(batch: int) -> None:
-    """Also what a worker or a fetch task has in hand between two turns of the loop."""
+    """Including records that a worker or fetch task holds between two iterations of the loop."""
     app = App("billing", auto_offset_reset="earliest", shutdown_timeout=2.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     broker.publish("orders", b"", key=b"bad")

@@ -107,7 +107,7 @@ def test_a_timeout_that_leaks_its_cancellation_survives_a_rebalance() -> None:
 
 
 def test_a_handler_that_cancels_its_own_worker_ends_the_app_with_a_reason() -> None:
-    """Silently, its shards would stand still (I11)."""
+    """Otherwise its shards would be stuck silently (I11)."""
     app = App("workers")
 
     @app.consume("orders", concurrency=1)
@@ -153,7 +153,7 @@ def test_an_exception_whose_str_raises_halts_only_its_record() -> None:
 
 
 def test_a_taken_record_does_not_start_if_its_epoch_ends_meanwhile() -> None:
-    """A handler that never suspends: its worker lets the loop turn now and then, with the next record in hand."""
+    """A handler that never suspends: its worker yields to the loop now and then while it holds the next record."""
     app = App("workers", auto_offset_reset="earliest", shutdown_timeout=2.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     for _ in range(300):

@@ -25,7 +25,7 @@ POLICIES: dict[str, OnFailure] = {
 
 
 class FailingWorld(World):
-    """A world whose handlers have two attempts, time out, and go on as their policy says."""
+    """A world whose handlers have two attempts, time out, and continue as their policy says."""
 
     def __init__(self, seed: int, policy: str, **options: Any) -> None:
         super().__init__(seed, **options)

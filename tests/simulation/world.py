@@ -47,7 +47,7 @@ MARGIN = 1.0
 
 
 class TimedListener:
-    """Notes when `revoked` takes longer than the time-outs of the group allow (I7)."""
+    """Notes when `revoked` takes longer than the timeouts of the group allow (I7)."""
 
     def __init__(self, listener: GroupListener, breaches: list[str]) -> None:
         self._listener = listener
@@ -613,7 +613,7 @@ def _wall_clock() -> float:
 
 
 async def stop_quietly(process: Process) -> None:
-    """Stop a process whose handlers may outlast its shutdown time-out."""
+    """Stop a process whose handlers may outlast its shutdown timeout."""
     try:
         await process.stop()
     except AioshardError:

@@ -92,7 +92,7 @@ class Watched:
         return int(await self.page.locator(f"#plot-{plot} svg").get_attribute("data-points") or "0")
 
     async def moved(self, plot: str, by: int) -> None:
-        """Wait until a plot has so many points more, and its line is drawn anew through several."""
+        """Wait until a plot has *by* more points, and its line is redrawn through several."""
         line = self.page.locator(f"#plot-{plot} svg path.line").first
         given = [plot, await self.points(plot) + by, await line.get_attribute("d")]
         await self.page.wait_for_function(MOVED, arg=given)

@@ -19,7 +19,7 @@ class Sweep(NamedTuple):
 
 
 def cancel_at_each_await(make: Callable[[], Coroutine[Any, Any, object]]) -> Sweep:
-    """Run a coroutine again and again, each time in a loop of its own, and cancel its task once.
+    """Run a coroutine again and again, each time in a new loop, and cancel its task once.
 
     Two moments of each await: when the task begins to wait, and when what it waits for has come but the task does not
     run yet. To be called where no event loop runs.

@@ -155,7 +155,7 @@ class KafkaBroker(GuardedCluster):
         os.killpg(self.process_group, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets a frozen broker go on."""
+        """Resumes a frozen broker."""
         os.killpg(self.process_group, signal.SIGCONT)
 
     def tail(self) -> str:

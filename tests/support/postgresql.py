@@ -47,7 +47,7 @@ class PostgresqlFailedError(RuntimeError):
 
 
 class PostgresqlServer:
-    """One server with data of its own; it ends with this process, however that ends.
+    """One server with its own data; it ends with this process, however that ends.
 
     Attributes:
         directory: Its data and its log.

@@ -57,7 +57,7 @@ def promtool(*arguments: str | Path, page: bytes | None = None) -> str:
 
 
 class Prometheus:
-    """A server with a directory of its own, that scrapes and evaluates twice a second.
+    """A server with its own directory that scrapes and evaluates twice a second.
 
     Example:
         async with Prometheus(tmp_path, "127.0.0.1:8080", rules) as prometheus:

@@ -1,6 +1,6 @@
 """Threads read the stacks of short-lived coroutines during constant garbage collection.
 
-A process of its own, because what goes wrong there ends a process or makes it hang.
+It is a separate process, because a failure there crashes or hangs the process.
 """
 
 import asyncio

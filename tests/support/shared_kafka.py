@@ -73,7 +73,7 @@ def _broker() -> KafkaBroker:
 
 @functools.cache
 def shared_three_brokers() -> ThreeBrokers:
-    """The run's cluster, as whoever holds the lock `cluster` may start, use and harm it."""
+    """The run's cluster; only the holder of the lock `cluster` may start, use and harm it."""
     return ThreeBrokers(_directory("cluster"), watched=int(os.environ[RUN_LEADER]))
 
 

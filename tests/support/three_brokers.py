@@ -145,7 +145,7 @@ class ThreeBrokers(KafkaCluster):
             await asyncio.sleep(POLL_INTERVAL)
 
     async def thaw(self, node: int) -> None:
-        """Let a frozen node go on; returns when all know it as there."""
+        """Resume a frozen node; returns when all nodes see it."""
         self.nodes[node].thaw()
         await self.until(lambda seen: node in _registered(seen), f"node {node} is there")
 
@@ -286,7 +286,7 @@ class ThreeBrokers(KafkaCluster):
             return None
 
     async def _ask(self, node: int, request: Any) -> Any:
-        """The answer of one node to one request, on a connection of its own."""
+        """The answer of one node to one request, on a separate connection."""
         port = self.nodes[node].ports.plain
         connection = await create_conn("127.0.0.1", port, client_id="harness", request_timeout_ms=ANSWER_TIMEOUT_MS)
         try:

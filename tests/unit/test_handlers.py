@@ -114,7 +114,7 @@ def test_handler_arguments_are_resolved_at_registration(function: Any, options: 
 
 
 class Service:
-    """Whose methods are handlers."""
+    """An object whose methods are handlers."""
 
     async def on_order(self, order: Order, context: Context) -> None: ...
 

@@ -149,7 +149,7 @@ def test_a_coordinator_taking_over_during_the_delay_restarts_it() -> None:
 
 
 def test_a_repeatedly_interrupted_delay_ends() -> None:
-    """As with a commit time-out that is shorter than the wait."""
+    """As with a commit timeout that is shorter than the wait."""
 
     async def test(member: Member) -> None:
         member.internals.joined(3)

@@ -25,7 +25,7 @@ def mypy() -> set[int]:
     cache = PROJECT / ".cache/typed-uses"
     options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={cache}"]
     environment = os.environ | {"MYPYPATH": str(PROJECT)}
-    # A module name of its own: `tests` has no types for other programs.
+    # A separate module name: `tests` has no types for other programs.
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "--scripts-are-modules", USES.name],
         cwd=USES.parent,

@@ -90,7 +90,7 @@ cache: dict[str, int] = {}
 
 @app.consume("own-parameter")
 async def own_parameter(record: Record, cache: dict[str, int] = cache) -> None:
-    """Take a parameter of its own that has a default."""
+    """Take an extra parameter with a default."""
 
 
 @app.consume("numbers")  # wrong: the second parameter

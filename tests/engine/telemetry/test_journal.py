@@ -449,7 +449,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Starts processes whose app writes a journal without end."""
+    """Starts processes whose app writes a journal endlessly."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
@@ -578,7 +578,7 @@ def test_waiting_bytes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.Monke
             await client.settle(timeout=100.0)
             held = app.statistics().journal
             assert held is not None
-            assert held.dropped >= 100 - journal._WAITING_BYTES // 2_000_000 - 33, "some are in hand"
+            assert held.dropped >= 100 - journal._WAITING_BYTES // 2_000_000 - 33, "some are in flight"
             go_on.set()
 
     asyncio.run(scenario())

@@ -28,7 +28,7 @@ Configure = Callable[[str, LogFormat], io.StringIO]
 
 @pytest.fixture
 def configured() -> Iterator[Configure]:
-    """`configure` on a stream of its own, undone afterwards."""
+    """`configure` on a separate stream, undone afterwards."""
     root = logging.getLogger()
     level = root.level
     quiet = {name: logging.getLogger(name).level for name in QUIET}

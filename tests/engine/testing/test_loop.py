@@ -91,7 +91,7 @@ def test_time_stops_while_callbacks_are_ready() -> None:
 
 
 def test_a_busy_program_does_not_stop_the_clock_forever() -> None:
-    """As in a process that computes, a time-out beside a busy task fires some time."""
+    """As in a busy process, a timeout next to a busy task fires eventually."""
 
     async def scenario() -> None:
         with pytest.raises(TimeoutError):
@@ -386,7 +386,7 @@ def test_an_exception_in_on_step_ends_the_run_and_tasks_clean_up() -> None:
     ids=["asyncio", "anyio"],
 )
 def test_time_does_not_jump_while_a_thread_works(in_thread: Callable[..., Awaitable[object]]) -> None:
-    """Its time-out of a virtual second would be over at once otherwise."""
+    """Otherwise its timeout of a virtual second would expire immediately."""
 
     def work() -> str:
         time.sleep(0.05)

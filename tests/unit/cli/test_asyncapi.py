@@ -142,7 +142,7 @@ async def test_the_command_prints_a_document(
     assert found["operations"]["on_order"]["bindings"]["kafka"]["groupId"]["enum"] == ["billing"]
     assert found["operations"]["on_order-dead-letter"]["channel"] == {"$ref": "#/channels/orders.dlt"}
     payload = found["components"]["messages"]["on_order"]["payload"]
-    assert payload["description"] == "What somebody has bought."
+    assert payload["description"] == "A purchased item."
     assert payload["properties"]["items"]["items"] == {"$ref": "#/components/schemas/on_order.Item"}
     assert set(found["components"]["schemas"]["on_order.Item"]["properties"]) == {"name"}
 

@@ -45,7 +45,7 @@ def test_holes_between_records_are_passed() -> None:
 
 
 def test_with_nothing_incomplete_the_position_of_the_batch_is_committable() -> None:
-    """Trailing markers would else leave a lag for ever (I10)."""
+    """Otherwise trailing markers would leave a lag forever (I10)."""
     tracker = tracker_with(0, 1, next_offset=5)
     tracker.complete(0)
     tracker.complete(1)

@@ -57,7 +57,7 @@ def test_a_bucket_does_not_drift_in_a_day() -> None:
     taken = 0
     while bucket.take(now):
         taken += 1
-    step = 0.0005  # whoever looks twice as often as a token comes never finds the bucket full
+    step = 0.0005  # checking twice per token never finds the bucket full
     for number in range(1, 400_001):
         now = began + number * step
         taken += bucket.take(now)

@@ -230,7 +230,7 @@ async def test_a_static_member_that_loses_its_place_again_does_not_take_it_back(
 
 
 async def test_a_member_without_an_instance_id_has_no_place_to_lose() -> None:
-    """A group that was deleted and made anew counts its generations from 1 again."""
+    """A group that was deleted and recreated counts its generations from 1 again."""
     assert taken_twice(Member(ONE)) is None
 
 

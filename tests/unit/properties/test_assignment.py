@@ -92,7 +92,7 @@ def loads(assignment: Assignment) -> list[int]:
 
 def most_even_loads(members: Members, partitions: Partitions) -> list[int]:
     """The loads of the most even assignment, found in another way: one partition after the other is let in, and those
-    before it make room along the alternating path that ends with whoever has least."""
+    before it make room along the alternating path that ends at the member with the least."""
     holder: dict[TopicPartition, str] = {}
     load = dict.fromkeys(members, 0)
     for topic in partitions:
