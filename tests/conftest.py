@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: a broker or three for the run, a broker of one's own, unique names."""
+"""Fixtures for every test: shared and private brokers, unique names."""
 
 import contextlib
 import gc
@@ -93,7 +93,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Lets one process of the run at a time have the cluster; its time-out begins after that."""
+    """Lets one process of the run at a time have the cluster; its timeout starts after that."""
     with alone("cluster") if item.get_closest_marker("cluster") else contextlib.nullcontext():
         return (yield)
 
@@ -161,7 +161,7 @@ async def brokers() -> AsyncIterator[ThreeBrokers]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
-    """A real PostgreSQL server; each test that needs one makes databases of its own in it."""
+    """A real PostgreSQL server; each test that needs one makes its own databases in it."""
     try:
         with PostgresqlServer() as server:
             yield server
@@ -179,7 +179,7 @@ def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def spark_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory from which the workers of `spark` import; put a test's app there, under a name of its own."""
+    """A directory from which the workers of `spark` import; put a test's app there, under a unique name."""
     return tmp_path_factory.mktemp("spark-modules")
 
 

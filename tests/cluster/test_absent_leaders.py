@@ -1,4 +1,4 @@
-"""Partitions whose leader is away, on a real cluster: the others resume, and members start."""
+"""Partitions without a leader on a real cluster: the others resume, and members start."""
 
 import asyncio
 
@@ -65,7 +65,7 @@ async def test_partitions_with_a_leader_resume_while_another_has_none(
 
 
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
-async def test_an_app_tells_leaders_and_replicas(brokers: ThreeBrokers, topic: str, group: str, client: str) -> None:
+async def test_an_app_reports_leaders_and_replicas(brokers: ThreeBrokers, topic: str, group: str, client: str) -> None:
     replicas = {0: [1, 2], 1: [2, 3], 2: [3, 1]}
     await brokers.create_topic(topic, assignment=replicas)
     app = quick_app(brokers, group, client=client)

@@ -1,4 +1,4 @@
-"""Three members on three brokers, to both of which things happen all the time (I1, I3, I4, I9, I11, I12).
+"""Chaos for three members and three brokers (I1, I3, I4, I9, I11, I12).
 
 Environment variables of the long run: `AIOSHARD_CHAOS_SECONDS` of load, `AIOSHARD_CHAOS_SEEDS` such as `1,2,3`, and
 `AIOSHARD_CHAOS_FIGURES`, a file to which each run appends its figures as a line of JSON.
@@ -83,7 +83,7 @@ async def own_brokers(tmp_path: Path) -> AsyncIterator[ThreeBrokers]:
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
-async def test_a_quarter_of_a_minute_of_chaos_loses_reorders_and_repeats_nothing(
+async def test_fifteen_seconds_of_chaos_lose_reorder_and_repeat_nothing(
     brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client
 ) -> None:
     await chaos(brokers, topic, group, tmp_path, client, seed=1, seconds=15)
@@ -275,7 +275,7 @@ async def judge(scenario: Scenario, fleet: Fleet, load: Load, run: dict[str, obj
     """Compare what happened with the log, which is read again; write the figures down, and fail for each breach."""
     acknowledged = scenario.produced
     await scenario.read_back()
-    story = await scenario.story()
+    history = await scenario.history()
     guarantees: dict[str, Guarantee] = {
         "lost": NothingLost(),
         "out of order": KeyOrder(),
@@ -286,21 +286,21 @@ async def judge(scenario: Scenario, fleet: Fleet, load: Load, run: dict[str, obj
         "unexplained": OnlyUncommittedAgain(apart=fleet.apart),
         "not committed": LagZero(),
     }
-    runs = Counter(seen.place for seen in story.seen if seen.kind is Kind.FINISHED)
+    runs = Counter(seen.place for seen in history.seen if seen.kind is Kind.FINISHED)
     figures = {
         **run,
-        "records": len(story.produced),
-        **{name: sum(1 for _ in guarantee.breaches(story)) for name, guarantee in guarantees.items()},
+        "records": len(history.produced),
+        **{name: sum(1 for _ in guarantee.breaches(history)) for name, guarantee in guarantees.items()},
         "finished again": sum(count - 1 for count in runs.values()),
         "longest without progress": round(fleet.without_progress, 1),
-        "samples": len(story.commits),
+        "samples": len(history.commits),
         "events": dict(fleet.happened),
         "exits": dict(fleet.exits),
     }
     write(figures)
-    verify(story, *guarantees.values())
-    assert acknowledged.items() <= story.produced.items(), "the log has all that was acknowledged"
-    assert len(story.produced) >= load.sent, "the log has all that was sent; a producer that gets a new id may repeat"
+    verify(history, *guarantees.values())
+    assert acknowledged.items() <= history.produced.items(), "the log has all that was acknowledged"
+    assert len(history.produced) >= load.sent, "the log has all that was sent; a producer that gets a new id may repeat"
     assert fleet.exits.keys() <= {"0", "4", "before it began"}, fleet.exits
     assert fleet.without_progress < WITHOUT_PROGRESS
     assert fleet.happened, "nothing happened"

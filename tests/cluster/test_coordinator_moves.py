@@ -1,4 +1,4 @@
-"""The coordinator of a group moves and a member dies: its heir continues where the group had committed.
+"""The coordinator of a group moves and a member dies: the new owner resumes at the commits.
 
 The old coordinator answers then that it is not the coordinator. Taken for "nothing is committed" this loses records
 under `latest`, and runs them again under `earliest`.
@@ -31,7 +31,7 @@ def records(count: int) -> list[Message]:
 
 @pytest.mark.parametrize("policy", ["latest", pytest.param("earliest", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
-async def test_an_heir_continues_at_the_commits_although_the_coordinator_moves(
+async def test_a_new_owner_resumes_at_the_commit_when_the_coordinator_moves(
     brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client, policy: Literal["latest", "earliest"]
 ) -> None:
     def settings(name: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ async def test_an_heir_continues_at_the_commits_although_the_coordinator_moves(
 
 
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
-async def test_a_new_coordinator_is_believed_once_it_knows_what_is_committed(
+async def test_a_new_coordinator_is_trusted_once_it_knows_the_commits(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:
     """Until then it answers with older offsets, and no error; the move comes right after a commit here."""
@@ -93,7 +93,7 @@ async def test_a_new_coordinator_is_believed_once_it_knows_what_is_committed(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
-async def test_a_coordinator_that_was_frozen_is_not_believed(brokers: ThreeBrokers, topic: str, group: str) -> None:
+async def test_a_coordinator_that_was_frozen_is_not_trusted(brokers: ThreeBrokers, topic: str, group: str) -> None:
     """It answers the question that reached it while it was frozen before it learns that another has taken over."""
     await brokers.create_topic(topic)
     member = Member(settings_for(brokers.proxied_bootstrap, client="confluent", session_timeout=20), group)

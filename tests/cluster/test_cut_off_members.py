@@ -1,4 +1,4 @@
-"""A member that no longer reaches its coordinator: what it has is another member's after the session."""
+"""A member that no longer reaches its coordinator loses its partitions when its session expires."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,7 @@ class Group:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
-async def test_no_key_runs_in_two_members_once_the_session_is_over(
+async def test_no_key_runs_in_two_members_after_the_session_expires(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:
     await brokers.create_topic(topic, 6)
@@ -130,7 +130,7 @@ async def test_no_key_runs_in_two_members_once_the_session_is_over(
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["confluent", "aiokafka"])
-async def test_a_member_that_is_cut_off_while_it_joins_again_ends_what_it_kept(
+async def test_a_member_cut_off_while_rejoining_gives_up_its_kept_partitions(
     brokers: ThreeBrokers, topic: str, group: str, client: str
 ) -> None:
     """librdkafka times no session while a rebalance is under way, and a cooperative member keeps its partitions."""
@@ -150,7 +150,7 @@ async def test_a_member_that_is_cut_off_while_it_joins_again_ends_what_it_kept(
 
 
 async def ends_in_time_and_comes_back(pair: Group, cut: Sequence[Rule]) -> None:
-    """What a member does that *cut* keeps from its coordinator since now."""
+    """Check that the member that *cut* has just cut off gives up in time, and rejoins when the rules are lifted."""
     now = asyncio.get_running_loop().time
     cut_at = now()
     await until(lambda: len(pair.other.statistics().partitions) == 6)

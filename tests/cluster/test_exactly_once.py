@@ -1,4 +1,4 @@
-"""I13 on three brokers: what happens to a broker while processes have transactions open."""
+"""I13 on three brokers: broker failures while processes have open transactions."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ POISON = "13"
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_brokers_that_restart_one_by_one_leave_every_output_exactly_once(
+async def test_a_rolling_broker_restart_publishes_every_output_exactly_once(
     brokers: ThreeBrokers, tmp_path: Path
 ) -> None:
     group = Group(brokers, tmp_path, poison=POISON, longest="0.3")
@@ -35,7 +35,7 @@ async def test_brokers_that_restart_one_by_one_leave_every_output_exactly_once(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_a_killed_coordinator_and_a_killed_process_leave_every_output_exactly_once(
+async def test_killing_the_coordinator_and_a_process_publishes_every_output_exactly_once(
     brokers: ThreeBrokers, tmp_path: Path
 ) -> None:
     """The coordinator of the group dies in the middle of transactions, and then a process while it is away."""

@@ -1,4 +1,4 @@
-"""Brokers that answer while all of them are fenced, as after a freeze or a restart: their list of brokers is empty."""
+"""Metadata with an empty broker list, as right after a freeze or restart of all brokers."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""A member that was cut off until the group had given it up comes back when it reaches its coordinator again."""
+"""A member that the group has dropped rejoins when it reaches its coordinator again."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ def key(partition: int, number: int) -> bytes:
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["KIP-848"])  # the others: `test_cut_off_members`
-async def test_a_member_that_was_cut_off_comes_back(scenario: Scenario, brokers: ThreeBrokers) -> None:
+async def test_a_member_that_was_cut_off_rejoins(scenario: Scenario, brokers: ThreeBrokers) -> None:
     await scenario.create(PARTITIONS)
     for name in "ab":
         scenario.start(name, {"bootstrap_servers": brokers.proxied_bootstrap, "client_id": name})

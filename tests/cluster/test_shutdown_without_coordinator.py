@@ -1,4 +1,4 @@
-"""SIGTERM while the coordinator does not answer: the last commit has all the time that is left (I12)."""
+"""SIGTERM while the coordinator is unavailable: the last commit gets all remaining time (I12)."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ SETTINGS = {"client_id": "a", "session_timeout": 30, "rebalance_timeout": 60, "s
 on_each_client = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 
 
-async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBrokers) -> tuple[Member, list[Rule]]:
+async def stopped_without_coordinator(scenario: Scenario, brokers: ThreeBrokers) -> tuple[Member, list[Rule]]:
     """A member that has finished records, has committed none of them, and is asked to end."""
     await scenario.create(PARTITIONS)
     rarely = {"commit_interval": 600, "commit_records": None}
@@ -28,16 +28,16 @@ async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBro
     await scenario.until_finished(RECORDS)
     assert not any((await scenario.sample_commits()).offsets.values()), "it has committed: this shows nothing"
     rules = [brokers.proxies.swallow(api_key=api, client_id="a") for api in GROUP_APIS]
-    member.ask_to_end()
+    member.terminate()
     return member, rules
 
 
 @pytest.mark.chaos
 @on_each_client
-async def test_a_coordinator_that_is_away_for_a_while_repeats_nothing(
+async def test_shutdown_during_a_short_coordinator_outage_repeats_nothing(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:
-    member, rules = await asked_to_end_without_coordinator(scenario, brokers)
+    member, rules = await stopped_without_coordinator(scenario, brokers)
     await asyncio.sleep(AWAY)
     assert member.alive, member.tail
     for rule in rules:
@@ -51,10 +51,10 @@ async def test_a_coordinator_that_is_away_for_a_while_repeats_nothing(
 
 @pytest.mark.chaos
 @on_each_client
-async def test_a_coordinator_that_stays_away_is_exit_code_4_and_names_the_partitions(
+async def test_shutdown_without_a_coordinator_exits_4_and_names_the_partitions(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:
-    member, rules = await asked_to_end_without_coordinator(scenario, brokers)
+    member, rules = await stopped_without_coordinator(scenario, brokers)
 
     assert await member.ended(60) == 4, member.tail
     for rule in rules:

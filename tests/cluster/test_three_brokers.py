@@ -1,4 +1,4 @@
-"""The cluster of three and its proxies: faults that do not happen as chosen would prove nothing."""
+"""The cluster of three brokers and its proxies inject exactly the chosen faults."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ async def connected(
 
 
 @pytest.mark.chaos
-async def test_a_coordinator_moves_from_node_to_node_and_no_node_ends(
+async def test_a_coordinator_moves_between_nodes_without_stopping_any(
     brokers: ThreeBrokers, topic: str, group: str
 ) -> None:
     await brokers.create_topic(topic)
@@ -52,9 +52,7 @@ async def test_a_coordinator_moves_from_node_to_node_and_no_node_ends(
 
 
 @pytest.mark.chaos
-async def test_a_partition_whose_only_node_stops_has_no_leader_until_that_starts(
-    brokers: ThreeBrokers, topic: str
-) -> None:
+async def test_a_partition_has_no_leader_until_its_only_replica_restarts(brokers: ThreeBrokers, topic: str) -> None:
     await brokers.create_topic(topic, assignment={0: [2], 1: [3]})
 
     await brokers.stop(2)
@@ -95,7 +93,9 @@ async def test_another_node_leads_when_one_is_killed_or_hangs(brokers: ThreeBrok
 
 
 @pytest.mark.chaos
-async def test_a_client_that_begins_at_the_proxies_stays_behind_them(brokers: ThreeBrokers, topic: str) -> None:
+async def test_a_client_that_bootstraps_through_the_proxies_stays_behind_them(
+    brokers: ThreeBrokers, topic: str
+) -> None:
     await brokers.create_topic(topic, assignment={0: [1], 1: [2], 2: [3]})
     await brokers.produce(topic, [(None, b"x")] * 3)
     everything = brokers.proxies.delay(0.01, client_id="behind")
@@ -127,7 +127,7 @@ async def test_a_held_request_arrives_when_it_is_released(brokers: ThreeBrokers,
     assert [(request.node, request.client_id) for request in held.requests] == [(node, "heir-1")]
 
 
-async def test_a_black_hole_answers_nothing_and_lets_go_of_its_connections_at_the_end(brokers: ThreeBrokers) -> None:
+async def test_a_black_hole_answers_nothing_and_closes_its_connections_at_the_end(brokers: ThreeBrokers) -> None:
     async with connected(brokers, patience=1_000) as asking, connected(brokers, client_id="other") as other:
         hole = brokers.proxies.swallow(client_id="asking")
         with pytest.raises(TimeoutError):
@@ -145,7 +145,7 @@ async def test_a_black_hole_answers_nothing_and_lets_go_of_its_connections_at_th
         await asking.send(MetadataRequest([]))
 
 
-async def test_a_cut_node_refuses_what_the_others_do_not(brokers: ThreeBrokers) -> None:
+async def test_a_cut_off_node_refuses_connections_while_the_others_accept_them(brokers: ThreeBrokers) -> None:
     async with connected(brokers, node=2) as asking:
         cut = brokers.proxies.cut(node=2)
         with pytest.raises(KafkaConnectionError):
@@ -160,7 +160,7 @@ async def test_a_cut_node_refuses_what_the_others_do_not(brokers: ThreeBrokers) 
         await asking.send(MetadataRequest([]))
 
 
-async def test_answers_come_late_or_changed_or_are_lost(brokers: ThreeBrokers) -> None:
+async def test_responses_can_be_delayed_changed_or_lost(brokers: ThreeBrokers) -> None:
     def losing(request: Request, answer: bytes) -> None:
         assert request.api_key == METADATA
         assert len(answer) > 8
@@ -178,7 +178,7 @@ async def test_answers_come_late_or_changed_or_are_lost(brokers: ThreeBrokers) -
 
 
 @pytest.mark.chaos
-async def test_a_test_that_leaves_a_ruin_does_not_harm_the_next_one(brokers: ThreeBrokers, topic: str) -> None:
+async def test_a_cluster_left_broken_by_a_test_is_repaired_for_the_next(brokers: ThreeBrokers, topic: str) -> None:
     await brokers.create_topic(topic, assignment={0: [1, 2, 3]})
     await brokers.kill(1)
     await brokers.freeze(2)

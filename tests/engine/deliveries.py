@@ -1,4 +1,4 @@
-"""Epochs with deliveries in them, for tests of single parts of the engine."""
+"""Epochs with deliveries, for tests of single parts of the engine."""
 
 from collections.abc import Callable, Hashable, Sequence
 

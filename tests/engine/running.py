@@ -1,4 +1,4 @@
-"""Apps that run in a test: what is published to them, what is inside, and waiting for what nobody tells."""
+"""Running apps in tests: publishing, inspecting and waiting."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ async def publish(client: TestClient, count: int, *, keys: int | None = None, pa
 
 
 async def until(condition: Callable[[], object], timeout: float = 600.0, *, look_every: float = 0.05) -> None:
-    """Wait for what nobody tells: in virtual time, or in another thread."""
+    """Poll for a condition without an event: in virtual time, or in another thread."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110 - hence there is no event
             await asyncio.sleep(look_every)

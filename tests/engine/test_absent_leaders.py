@@ -1,4 +1,4 @@
-"""A partition whose leader is away keeps no other partition waiting, and no app from starting."""
+"""A partition without a leader delays no other partition and no start."""
 
 import asyncio
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def scenario(test: Callable[[Shop], Any]) -> None:
     run(live())
 
 
-def test_an_app_starts_and_reads_the_other_partitions() -> None:
+def test_an_app_starts_without_a_leader_and_reads_the_other_partitions() -> None:
     async def test(shop: Shop) -> None:
         async with shop.app.started(shop.connect):
             shop.publish()
@@ -99,7 +99,7 @@ def test_reading_to_the_end_waits_for_the_leader() -> None:
     scenario(test)
 
 
-def test_a_seek_says_that_the_partition_has_no_leader() -> None:
+def test_a_seek_reports_that_the_partition_has_no_leader() -> None:
     async def test(shop: Shop) -> None:
         shop.broker.set_leader("orders", 1, available=True)
         async with shop.app.started(shop.connect):
@@ -113,8 +113,8 @@ def test_a_seek_says_that_the_partition_has_no_leader() -> None:
 
 
 @pytest.mark.parametrize("tenths", range(16))
-def test_a_seek_of_another_partition_opens_it_once(tenths: int) -> None:
-    """Whatever of the look for the leader it meets: two looks at once made two epochs of the partition."""
+def test_a_seek_opens_another_partition_once(tenths: int) -> None:
+    """At any step of the leader lookup: two concurrent lookups once made two epochs of the partition."""
 
     async def test(shop: Shop) -> None:
         shop.latency = {"committed": 0.2, "log ranges": 0.4, "commit": 0.3}
@@ -135,7 +135,7 @@ def test_a_seek_of_another_partition_opens_it_once(tenths: int) -> None:
     scenario(test)
 
 
-def test_a_partition_is_taken_away_and_given_back_while_its_leader_is_away() -> None:
+def test_a_partition_without_a_leader_can_be_revoked_and_reassigned() -> None:
     async def test(shop: Shop) -> None:
         async with shop.app.started(shop.connect):
             await until(lambda: shop.app.statistics().trouble is not None)
@@ -152,7 +152,7 @@ def test_a_partition_is_taken_away_and_given_back_while_its_leader_is_away() -> 
     scenario(test)
 
 
-def test_a_partition_that_is_added_opens_while_the_leader_of_another_is_away() -> None:
+def test_an_added_partition_opens_while_another_has_no_leader() -> None:
     async def test(shop: Shop) -> None:
         async with shop.app.started(shop.connect):
             await until(lambda: shop.app.statistics().trouble is not None)
@@ -165,7 +165,7 @@ def test_a_partition_that_is_added_opens_while_the_leader_of_another_is_away() -
     scenario(test)
 
 
-def test_a_partition_whose_position_is_deleted_goes_on_while_the_leader_of_another_is_away() -> None:
+def test_a_partition_recovers_its_deleted_position_while_another_has_no_leader() -> None:
     async def test(shop: Shop) -> None:
         async with shop.app.started(shop.connect):
             await until(lambda: shop.app.statistics().trouble is not None)

@@ -1,4 +1,4 @@
-"""How much of a partition is taken in, where chance rarely comes."""
+"""Admission to the buffer in rare situations."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.engine.running import until
 HALTED = Block(halted=True, error="ValueError", since=0.0)
 
 
-def test_nothing_is_taken_in_of_a_partition_whose_gate_is_closed() -> None:
+def test_nothing_is_fetched_for_a_partition_whose_gate_is_closed() -> None:
     buffer = make_buffer()
     epoch, _ = make_partition([], buffer=buffer)
     intake = make_intake(epoch, buffer=buffer)
@@ -23,7 +23,7 @@ def test_nothing_is_taken_in_of_a_partition_whose_gate_is_closed() -> None:
     assert intake.allowance(epoch.topic_partition) == NOTHING
 
 
-def test_what_was_given_back_is_fetched_as_far_as_the_minimum_goes_while_the_partition_cannot_advance() -> None:
+def test_evicted_records_are_refetched_up_to_the_minimum_of_a_stuck_partition() -> None:
     buffer = make_buffer()
     epoch, deliveries = make_partition(["a"] * 5, buffer=buffer)
     intake = make_intake(epoch, buffer=buffer)
@@ -35,8 +35,8 @@ def test_what_was_given_back_is_fetched_as_far_as_the_minimum_goes_while_the_par
     assert intake.allowance(epoch.topic_partition).records == minimum(buffer.bounds).records - 3
 
 
-def test_a_record_larger_than_the_buffer_does_not_wait_for_what_cannot_advance() -> None:
-    """It would wait for ever."""
+def test_a_record_larger_than_the_buffer_does_not_wait_for_stuck_records() -> None:
+    """Otherwise it would wait forever."""
     buffer = make_buffer(size=1_000)
     stuck, deliveries = make_partition(["a"], buffer=buffer)
     epoch, _ = make_partition([], partition=1, buffer=buffer)
@@ -47,13 +47,13 @@ def test_a_record_larger_than_the_buffer_does_not_wait_for_what_cannot_advance()
     assert intake.allowance(epoch.topic_partition).alone
 
 
-def test_one_record_may_be_held_where_the_bound_is_one() -> None:
+def test_a_bound_of_one_admits_one_record() -> None:
     buffer = make_buffer(records=1)
     epoch, _ = make_partition([], buffer=buffer)
     assert make_intake(epoch, buffer=buffer).allowance(epoch.topic_partition).records == 1
 
 
-def test_who_waits_for_room_is_woken_when_records_complete_and_when_an_epoch_ends() -> None:
+def test_waiters_for_room_wake_when_records_complete_or_an_epoch_ends() -> None:
     woken: list[int] = []
     buffer = Buffer(Usage(100, 10_000), lambda: woken.append(buffer.records))
     first, deliveries = make_partition([None] * 20, buffer=buffer)
@@ -65,7 +65,7 @@ def test_who_waits_for_room_is_woken_when_records_complete_and_when_an_epoch_end
     assert woken == [18, 0]
 
 
-def test_completed_records_leave_the_buffer_with_their_bytes() -> None:
+def test_completed_records_free_their_bytes() -> None:
     buffer = make_buffer()
     epoch, _ = make_partition([], buffer=buffer)
     deliveries = add(epoch, [None] * 3, size=7)
@@ -75,7 +75,7 @@ def test_completed_records_leave_the_buffer_with_their_bytes() -> None:
         assert (buffer.records, buffer.bytes, epoch.buffered_bytes) == (left, 7 * left, 7 * left)
 
 
-def test_records_of_a_closed_partition_are_not_taken_in() -> None:
+def test_records_of_a_closed_partition_are_not_admitted() -> None:
     buffer = make_buffer()
     closed, _ = make_partition([], buffer=buffer)
     partition, _ = make_partition([], partition=1, buffer=buffer)
@@ -106,7 +106,7 @@ def test_records_of_a_closed_partition_are_not_taken_in() -> None:
     assert (len(partition.tracker), partition.tracker.position, buffer.records) == (1, 1, 1)
 
 
-def test_a_later_request_to_be_woken_does_not_delay_an_earlier_one() -> None:
+def test_a_later_wake_request_does_not_delay_an_earlier_one() -> None:
     woken: list[int] = []
     buffer = make_buffer()
     buffer.wake = lambda: woken.append(buffer.records)

@@ -1,4 +1,4 @@
-"""`App.drain`: the app ends its part in the group, and the process lives on."""
+"""`App.drain` ends the app's membership while the process continues."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class Slow:
             self.ended.append(record.offset)
 
 
-def test_a_drain_finishes_what_runs_commits_and_leaves_the_group_while_the_app_lives_on() -> None:
+def test_a_drain_finishes_runs_commits_and_leaves_the_group() -> None:
     slow = Slow()
 
     async def test() -> None:
@@ -58,7 +58,7 @@ def test_a_drain_finishes_what_runs_commits_and_leaves_the_group_while_the_app_l
     run(test())
 
 
-def test_another_member_has_the_partitions_while_the_drained_app_lives() -> None:
+def test_another_member_gets_the_partitions_of_a_drained_app() -> None:
     slow = Slow()
     other = App("billing", auto_offset_reset="earliest")
     taken_over: list[int] = []
@@ -80,7 +80,7 @@ def test_another_member_has_the_partitions_while_the_drained_app_lives() -> None
     assert sorted(slow.ended + taken_over) == list(range(10))
 
 
-def test_all_calls_and_the_end_of_the_app_wait_for_one_drain() -> None:
+def test_concurrent_drain_calls_and_the_exit_wait_for_one_drain() -> None:
     slow = Slow()
 
     async def test() -> None:
@@ -100,7 +100,7 @@ def test_all_calls_and_the_end_of_the_app_wait_for_one_drain() -> None:
     run(test())
 
 
-def test_who_is_cancelled_while_the_app_ends_cuts_the_drain_short() -> None:
+def test_cancelling_the_exit_of_an_app_cuts_the_drain_short() -> None:
     slow = Slow(seconds=1_000.0)
 
     async def end() -> None:
@@ -122,7 +122,7 @@ def test_who_is_cancelled_while_the_app_ends_cuts_the_drain_short() -> None:
     run(test())
 
 
-async def test_who_waits_for_a_drain_is_cancelled_after_it_and_not_instead() -> None:
+async def test_a_cancelled_waiter_raises_only_after_the_drain_has_ended() -> None:
     """`async with app` in a task that is cancelled: the task ends as cancelled, and the drain has ended by then."""
     drain = asyncio.create_task(asyncio.Event().wait(), name="drain")
     waiting = asyncio.create_task(outlast(drain, cut_short=True), name="end")
@@ -133,7 +133,7 @@ async def test_who_waits_for_a_drain_is_cancelled_after_it_and_not_instead() -> 
     assert drain.cancelled()
 
 
-def test_what_does_not_end_in_time_is_named_to_each_and_stays_uncommitted() -> None:
+def test_runs_that_outlast_the_drain_are_reported_and_stay_uncommitted() -> None:
     slow = Slow(seconds=1_000, shutdown_timeout=2.0)
 
     async def test() -> None:
@@ -150,7 +150,7 @@ def test_what_does_not_end_in_time_is_named_to_each_and_stays_uncommitted() -> N
         run(test())
 
 
-def test_before_the_start_and_after_the_end_there_is_nothing_to_drain() -> None:
+def test_drain_does_nothing_before_the_start_and_after_the_end() -> None:
     slow = Slow()
 
     async def test() -> None:
@@ -169,7 +169,7 @@ def test_before_the_start_and_after_the_end_there_is_nothing_to_drain() -> None:
     assert slow.ended == [0, 1]
 
 
-def test_a_drain_while_the_app_starts_ends_the_start_and_is_no_error() -> None:
+def test_a_drain_during_startup_ends_the_start_without_error() -> None:
     """The hook of a pod that is taken away before it was ready."""
     app = App("billing", start_timeout=None, auto_offset_reset="earliest")
 
@@ -196,7 +196,7 @@ def test_a_drain_while_the_app_starts_ends_the_start_and_is_no_error() -> None:
     run(test())
 
 
-def test_a_drained_app_publishes_and_keeps_its_resources_but_takes_no_orders() -> None:
+def test_a_drained_app_publishes_and_keeps_resources_but_refuses_control_calls() -> None:
     opened: list[str] = []
 
     class Pool:
@@ -239,7 +239,7 @@ def test_a_drained_app_publishes_and_keeps_its_resources_but_takes_no_orders() -
     assert opened == ["open", "closed"]
 
 
-async def test_a_drain_is_awaited_in_another_event_loop() -> None:
+async def test_a_drain_can_be_awaited_in_another_event_loop() -> None:
     """That of the health server."""
     slow = Slow(seconds=0.2)
     states: list[str] = []
@@ -260,7 +260,7 @@ async def test_a_drain_is_awaited_in_another_event_loop() -> None:
     assert states == ["stopped", "stopped"]
 
 
-def test_a_handler_drains_the_app_in_a_task_of_its_own() -> None:
+def test_a_handler_can_drain_the_app_in_its_own_task() -> None:
     app = App("billing")
     tasks: list[asyncio.Task[None]] = []
 
@@ -280,7 +280,7 @@ def test_a_handler_drains_the_app_in_a_task_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("later", [0.0, 0.5])
-def test_workers_that_a_closing_loop_has_cancelled_are_not_waited_for(later: float) -> None:
+def test_a_drain_does_not_wait_for_workers_cancelled_by_a_closing_loop(later: float) -> None:
     """`asyncio.run` cancels every task when a server is ended by force."""
     slow = Slow(seconds=1_000.0)
 
@@ -303,7 +303,7 @@ def test_workers_that_a_closing_loop_has_cancelled_are_not_waited_for(later: flo
         run(test())
 
 
-def test_serve_goes_on_after_a_drain_until_it_is_stopped() -> None:
+def test_serve_continues_after_a_drain_until_it_is_stopped() -> None:
     slow = Slow()
 
     async def test() -> None:
@@ -337,9 +337,9 @@ def unfrozen() -> Iterator[None]:
         (lambda app: app.serve_until_signal(Signals()), {"tune_gc": False}, False),
         (App.serve, {}, False),
     ],
-    ids=["process-of-its-own", "refused", "process-of-a-host"],
+    ids=["dedicated-process", "refused", "hosted"],
 )
-def test_garbage_is_collected_more_rarely_in_a_process_of_its_own(
+def test_a_dedicated_process_collects_garbage_less_often(
     serve: Callable[[App], Any], settings: dict[str, Any], tuned: bool
 ) -> None:
     slow = Slow(**settings)
@@ -361,7 +361,7 @@ def test_garbage_is_collected_more_rarely_in_a_process_of_its_own(
 
 
 @pytest.mark.parametrize("thresholds", [(0, 10, 10), (100_000, 20, 20)], ids=["off", "higher"])
-def test_thresholds_that_the_user_has_set_are_kept(thresholds: tuple[int, int, int]) -> None:
+def test_gc_thresholds_set_by_the_user_are_kept(thresholds: tuple[int, int, int]) -> None:
     before = gc.get_threshold()
     gc.set_threshold(*thresholds)
     try:
@@ -372,7 +372,7 @@ def test_thresholds_that_the_user_has_set_are_kept(thresholds: tuple[int, int, i
         gc.set_threshold(*before)
 
 
-def test_a_failure_is_in_the_log_though_nobody_serves_the_app(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_even_without_serve(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
 
     async def test() -> None:

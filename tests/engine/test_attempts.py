@@ -1,4 +1,4 @@
-"""What counts as an attempt, and what is told about failed ones."""
+"""Which runs count as attempts, and how failed ones are logged."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from aioshard import App, Context, Record, Retry
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 
-def test_a_run_that_a_rebalance_cancels_is_no_failed_attempt() -> None:
+def test_a_run_cancelled_by_a_rebalance_is_not_a_failed_attempt() -> None:
     """Else three deploys and one real failure would halt a record; and the run is counted as repeated (I12)."""
     app = App("attempts", auto_offset_reset="earliest", drain_timeout=0.5, shutdown_timeout=2.0)
     attempts: list[int] = []
@@ -39,8 +39,8 @@ def test_a_run_that_a_rebalance_cancels_is_no_failed_attempt() -> None:
     assert attempts == [1, 1, 1, 1, 2]
 
 
-def test_failed_attempts_of_one_cause_give_one_warning_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """A back end that is down must not flood the log."""
+def test_failures_with_the_same_cause_log_one_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """A backend that is down must not flood the log."""
     app = App("attempts", shutdown_timeout=2.0)
     down = True
 

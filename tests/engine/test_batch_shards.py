@@ -1,4 +1,4 @@
-"""Shards of batches, by themselves: what a drain may start of a shard whose batch has ended badly."""
+"""Batch shards on their own: which records a drain may start after a failed batch."""
 
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
@@ -47,7 +47,7 @@ def test_nothing_overtakes_a_cancelled_batch_in_its_partition() -> None:
     run(test())
 
 
-def test_nothing_overtakes_what_failed_behind_a_record_that_takes_a_recovery() -> None:
+def test_nothing_overtakes_failed_records_behind_a_recovery() -> None:
     async def test() -> None:
         shards, batch, _epoch, deliveries = await drained_while_running()
 
@@ -62,7 +62,7 @@ def test_nothing_overtakes_what_failed_behind_a_record_that_takes_a_recovery() -
     run(test())
 
 
-def test_batches_of_epochs_are_apart_however_their_records_arrive() -> None:
+def test_batches_never_mix_records_of_two_epochs() -> None:
     """With exactly-once processing; the same key may be in both partitions, and records may have failed before."""
 
     async def test() -> None:
@@ -92,7 +92,7 @@ def test_batches_of_epochs_are_apart_however_their_records_arrive() -> None:
     run(test())
 
 
-def test_a_record_that_waits_behind_its_key_joins_no_batch_of_another_epoch() -> None:
+def test_a_record_waiting_for_its_key_joins_no_batch_of_another_epoch() -> None:
     async def test() -> None:
         shards = BatchShards(Batch(max_records=8, linger=0.0), attempts=5, per_epoch=True)
         _, (one,) = make_epoch(["k"])
@@ -116,7 +116,7 @@ def test_a_record_that_waits_behind_its_key_joins_no_batch_of_another_epoch() ->
     run(test())
 
 
-async def test_no_recovery_overtakes_a_record_of_its_key_that_waits_for_the_end_of_a_pause() -> None:
+async def test_no_recovery_overtakes_a_paused_record_of_its_key() -> None:
     shards = BatchShards(Batch(max_records=10, linger=0.0), 1)
     epoch, deliveries = make_epoch(["a"] * 3)
     await shards.put(deliveries)

@@ -1,4 +1,4 @@
-"""Handlers of batches: what comes together, in which order, and what becomes of each record."""
+"""Batch handlers: which records are batched, in which order, and the outcome of each record."""
 
 import asyncio
 import time
@@ -66,10 +66,10 @@ def consume(clicks: Clicks, keys: Sequence[str | None], values: Sequence[object]
     run(test())
 
 
-# What comes together ------------------------------------------------------------------
+# Filling batches ----------------------------------------------------------------------
 
 
-def test_a_full_batch_goes_at_once_and_the_rest_when_it_has_lingered() -> None:
+def test_a_full_batch_starts_at_once_and_the_rest_after_linger() -> None:
     clicks = Clicks(batch=Batch(max_records=4, linger=2.0))
 
     consume(clicks, "abcdefghij")
@@ -78,7 +78,7 @@ def test_a_full_batch_goes_at_once_and_the_rest_when_it_has_lingered() -> None:
     assert clicks.times == pytest.approx([0.0, 0.0, 2.0], abs=0.1)
 
 
-def test_without_linger_a_batch_takes_what_is_there() -> None:
+def test_without_linger_a_batch_takes_the_waiting_records() -> None:
     clicks = Clicks(sleep_a_second, batch=Batch(max_records=100, linger=0), concurrency=1)
 
     async def test() -> None:
@@ -93,7 +93,7 @@ def test_without_linger_a_batch_takes_what_is_there() -> None:
     assert clicks.offsets == [[0], [1, 2, 3]]
 
 
-def test_what_has_waited_for_a_worker_does_not_linger_too() -> None:
+def test_records_that_waited_for_a_worker_do_not_linger() -> None:
     clicks = Clicks(sleep_a_second, batch=Batch(max_records=2, linger=0.5), concurrency=1)
 
     consume(clicks, "abc")
@@ -101,7 +101,7 @@ def test_what_has_waited_for_a_worker_does_not_linger_too() -> None:
     assert clicks.times == pytest.approx([0.0, 1.0], abs=0.1)
 
 
-def test_idle_workers_fill_one_batch_together() -> None:
+def test_idle_workers_fill_one_batch() -> None:
     clicks = Clicks(batch=Batch(max_records=100, linger=1.0), concurrency=64)
 
     async def test() -> None:
@@ -116,7 +116,7 @@ def test_idle_workers_fill_one_batch_together() -> None:
     assert clicks.sizes == [20]
 
 
-def test_a_batch_holds_no_more_bytes_than_it_may_unless_one_record_alone_does() -> None:
+def test_a_batch_exceeds_its_bytes_only_for_a_single_large_record() -> None:
     clicks = Clicks(batch=Batch(max_records=100, linger=0.1, max_bytes=1_000))
 
     consume(clicks, [None] * 6, ["x" * size for size in (400, 400, 400, 5_000, 300, 300)])
@@ -124,7 +124,7 @@ def test_a_batch_holds_no_more_bytes_than_it_may_unless_one_record_alone_does() 
     assert clicks.offsets == [[0, 1], [2], [3], [4, 5]]
 
 
-def test_records_of_one_key_come_in_order_within_a_batch_and_from_batch_to_batch() -> None:
+def test_records_of_a_key_stay_in_order_within_and_across_batches() -> None:
     running: set[str] = set()
 
     async def handle(records: list[Record]) -> None:
@@ -146,7 +146,7 @@ def test_records_of_one_key_come_in_order_within_a_batch_and_from_batch_to_batch
     assert max(clicks.sizes) == 7
 
 
-def test_one_hot_key_fills_whole_batches() -> None:
+def test_a_hot_key_fills_whole_batches() -> None:
     clicks = Clicks(sleep_a_second, batch=Batch(max_records=10, linger=0.05), concurrency=8)
 
     consume(clicks, ["hot"] * 40)
@@ -154,7 +154,7 @@ def test_one_hot_key_fills_whole_batches() -> None:
     assert clicks.offsets == [list(range(first, first + 10)) for first in (0, 10, 20, 30)]
 
 
-def test_each_fixed_shard_fills_batches_of_its_own() -> None:
+def test_each_fixed_shard_fills_its_own_batches() -> None:
     clicks = Clicks(sleep_a_second, batch=Batch(max_records=5, linger=0.1), shards=2)
 
     consume(clicks, [str(number) for number in range(30)])
@@ -166,7 +166,7 @@ def test_each_fixed_shard_fills_batches_of_its_own() -> None:
     assert all(keys <= first or not keys & first for keys in of_shards)
 
 
-def test_a_plain_function_gets_its_batches_in_a_thread() -> None:
+def test_a_plain_function_receives_batches_in_a_thread() -> None:
     app = App("batches")
     seen: list[int] = []
 
@@ -187,7 +187,7 @@ def test_a_plain_function_gets_its_batches_in_a_thread() -> None:
     assert seen == [0, 1, 2, 1001]
 
 
-def test_a_handler_that_never_suspends_lets_the_loop_turn() -> None:
+def test_a_handler_that_never_suspends_does_not_block_the_event_loop() -> None:
     turns = 0
     turns_at_end: list[int] = []
 
@@ -217,7 +217,7 @@ def test_a_handler_that_never_suspends_lets_the_loop_turn() -> None:
     assert turns_at_end > [20]
 
 
-def test_a_batch_does_not_wait_for_what_finds_no_room() -> None:
+def test_a_batch_does_not_wait_for_records_that_do_not_fit_the_buffer() -> None:
     """A buffer that is smaller than a batch: without that rule it would be emptied once in a linger."""
     clicks = Clicks(batch=Batch(max_records=500, linger=50.0), settings={"max_buffered_records": 40})
 
@@ -227,7 +227,7 @@ def test_a_batch_does_not_wait_for_what_finds_no_room() -> None:
     assert clicks.times[-2] < 5.0
 
 
-def test_lingering_is_no_end_to_consuming_to_the_end() -> None:
+def test_until_caught_up_waits_for_lingering_batches() -> None:
     clicks = Clicks(batch=Batch(max_records=500, linger=5.0))
 
     async def test() -> None:
@@ -244,7 +244,7 @@ def test_lingering_is_no_end_to_consuming_to_the_end() -> None:
     assert clicks.offsets == [[0, 1, 2]]
 
 
-def test_what_waits_for_its_batch_to_fill_is_explained() -> None:
+def test_a_record_waiting_for_its_batch_is_explained() -> None:
     clicks = Clicks(batch=Batch(max_records=500, linger=5.0))
 
     async def test() -> None:
@@ -256,7 +256,7 @@ def test_what_waits_for_its_batch_to_fill_is_explained() -> None:
     run(test())
 
 
-def test_a_batch_that_would_count_as_stuck_while_it_fills_is_refused() -> None:
+def test_a_linger_as_long_as_stuck_after_is_refused() -> None:
     clicks = Clicks(batch=Batch(linger=10.0), settings={"stuck_after": 8.0})
 
     async def test() -> None:
@@ -267,7 +267,7 @@ def test_a_batch_that_would_count_as_stuck_while_it_fills_is_refused() -> None:
         run(test())
 
 
-def test_the_speed_of_a_test_client_is_that_of_lingering_too() -> None:
+def test_the_speed_of_a_test_client_applies_to_linger_too() -> None:
     clicks = Clicks(batch=Batch(max_records=500, linger=50.0))
 
     async def test() -> None:
@@ -281,10 +281,10 @@ def test_the_speed_of_a_test_client_is_that_of_lingering_too() -> None:
     assert clicks.app.handlers[0].batch == Batch(max_records=500, linger=50.0)
 
 
-# What becomes of each record ----------------------------------------------------------
+# Outcome of each record ---------------------------------------------------------------
 
 
-def test_the_named_run_again_and_the_rest_is_complete() -> None:
+def test_named_records_run_again_and_the_rest_completes() -> None:
     failed: list[int] = []
 
     async def handle(records: list[Record]) -> None:
@@ -304,7 +304,7 @@ def test_the_named_run_again_and_the_rest_is_complete() -> None:
     assert (handler.processed, handler.retried, handler.halted) == (6, 4, 0)
 
 
-def test_two_of_a_key_that_failed_run_again_in_order_and_what_was_not_named_between_them_does_not() -> None:
+def test_failed_records_of_a_key_run_again_in_order_without_the_others() -> None:
     async def handle(records: list[Record]) -> None:
         if len(records) == 4:
             # The second one has no other attempt, if it were for its error alone.
@@ -319,7 +319,7 @@ def test_two_of_a_key_that_failed_run_again_in_order_and_what_was_not_named_betw
     assert clicks.app.statistics().handlers[0].processed == 4
 
 
-def test_a_named_record_whose_attempts_are_used_up_is_diverted_and_what_follows_in_its_shard_goes_on() -> None:
+def test_a_record_without_attempts_left_is_diverted_and_its_shard_continues() -> None:
     async def handle(records: list[Record]) -> None:
         poison = {record: ValueError("bad") for record in records if record.value == b"bad"}
         if poison:
@@ -354,7 +354,7 @@ def test_a_named_record_whose_attempts_are_used_up_is_diverted_and_what_follows_
     ],
     ids=["retried", "one attempt", "given up on"],
 )
-def test_one_poisonous_record_in_a_batch_of_500_is_the_only_one_that_is_diverted(retry: Retry, most_runs: int) -> None:
+def test_only_the_poison_record_of_a_batch_of_500_is_diverted(retry: Retry, most_runs: int) -> None:
     async def handle(records: list[Record]) -> None:
         if any(record.value == b"poison" for record in records):
             raise ValueError("which of them it is remains unsaid")
@@ -380,7 +380,7 @@ def test_one_poisonous_record_in_a_batch_of_500_is_the_only_one_that_is_diverted
     assert clicks.runs.count(321) <= retry.attempts + 1
 
 
-def test_what_failed_together_keeps_its_order() -> None:
+def test_records_that_failed_together_keep_their_order() -> None:
     async def handle(_records: list[Record]) -> None:
         if len(clicks.batches) <= 2:
             raise OSError("the database is away")
@@ -397,7 +397,7 @@ def test_what_failed_together_keeps_its_order() -> None:
     assert clicks.app.statistics().handlers[0].processed == 64
 
 
-def test_a_batch_error_about_other_records_fails_the_whole_batch_and_says_so() -> None:
+def test_a_batch_error_naming_foreign_records_fails_the_whole_batch() -> None:
     stranger = Record("clicks", 3, 77, None, None, (), 0.0)
 
     async def handle(records: list[Record]) -> None:
@@ -439,7 +439,7 @@ def test_a_batch_that_times_out_halts_the_one_record_that_hangs() -> None:
     run(test())
 
 
-def test_a_batch_that_swallows_its_time_out_is_not_halted_for_one_record() -> None:
+def test_a_batch_that_swallows_its_timeout_is_not_halted_for_one_record() -> None:
     async def handle(records: list[Record]) -> None:
         if any(record.value == b"hang" for record in records):
             try:
@@ -460,7 +460,7 @@ def test_a_batch_that_swallows_its_time_out_is_not_halted_for_one_record() -> No
     run(test())
 
 
-def test_what_a_handler_awaits_and_is_cancelled_fails_the_record_that_is_named_for_it() -> None:
+def test_a_cancelled_error_in_a_batch_error_fails_only_the_named_record() -> None:
     async def handle(records: list[Record]) -> None:
         if len(clicks.batches) == 1:
             raise BatchError({records[0]: asyncio.CancelledError()})
@@ -472,7 +472,7 @@ def test_what_a_handler_awaits_and_is_cancelled_fails_the_record_that_is_named_f
     assert clicks.offsets == [[0, 1], [0]]
 
 
-def test_a_parked_key_leaves_the_batches_and_comes_back_in_them() -> None:
+def test_a_parked_key_leaves_the_batches_and_returns_in_them() -> None:
     async def handle(records: list[Record]) -> None:
         now = asyncio.get_running_loop().time()
         if now < 5.0 and (bad := [record for record in records if record.key == b"bad"]):
@@ -503,10 +503,10 @@ def test_a_parked_key_leaves_the_batches_and_comes_back_in_them() -> None:
     assert clicks.app.statistics().handlers[0].processed == 7
 
 
-# What a handler may know --------------------------------------------------------------
+# Context of a handler -----------------------------------------------------------------
 
 
-def test_a_batch_context_tells_the_attempt_and_the_deadline_and_publishes() -> None:
+def test_a_batch_context_has_attempt_deadline_and_publish() -> None:
     app = App("batches")
     seen: list[tuple[int, list[str]]] = []
 
@@ -531,7 +531,7 @@ def test_a_batch_context_tells_the_attempt_and_the_deadline_and_publishes() -> N
     assert seen == [(1, ["clicks/0/0", "clicks/0/1"]), (2, ["clicks/0/1"])]
 
 
-def test_a_parked_record_that_is_left_out_of_a_batch_is_not_taken_for_processed() -> None:
+def test_a_parked_record_left_out_of_a_batch_does_not_count_as_processed() -> None:
     """It waits in its fixed shard behind one that cannot be decoded, and both are due at once."""
     app = App("batches")
     done: list[dict[str, int]] = []

@@ -1,4 +1,4 @@
-"""Cancelling the app at every point where it awaits: nothing is lost, nothing is committed ahead."""
+"""Cancelling the app at every await: nothing is lost, nothing is committed ahead."""
 
 import asyncio
 import itertools
@@ -89,7 +89,7 @@ def cancel_at(step: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_cancelled_app_leaves_everything_to_the_next() -> None:
+def test_a_cancelled_app_leaves_its_records_to_the_next_member() -> None:
     """A cancel at each step: while it joins, fetches, runs handlers, retries, commits, rebalances and stops."""
     points = 0
     for step in itertools.count(3):

@@ -1,4 +1,4 @@
-"""The client is lost, and another one is built."""
+"""The client is lost and replaced."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ class Hanging(InMemoryTransport):
         await super().close()
 
 
-def test_a_client_that_does_not_close_does_not_keep_the_next_one_waiting() -> None:
+def test_a_client_that_does_not_close_does_not_delay_its_replacement() -> None:
     app = App("losses", auto_offset_reset="earliest", commit_timeout=3.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
 
@@ -39,7 +39,7 @@ def test_a_client_that_does_not_close_does_not_keep_the_next_one_waiting() -> No
     run(test())
 
 
-def test_each_loss_after_a_life_that_worked_is_made_good_at_once() -> None:
+def test_a_client_lost_after_working_is_replaced_at_once() -> None:
     """Only attempts that fail one after the other are further and further apart."""
     app = App("losses")
 

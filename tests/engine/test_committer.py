@@ -1,4 +1,4 @@
-"""The commit coordinator with a client whose answers the test decides."""
+"""The commit coordinator with a scripted client."""
 
 import asyncio
 import functools
@@ -89,7 +89,7 @@ class Desk:
 
     @property
     def noted(self) -> list[list[Run]]:
-        """What each commit noted as finished of the first partition."""
+        """The completions stored with each commit of the first partition."""
         return [
             list(CommitMetadata.read(due.metadata, due.offset).finished)
             for commit in self.client.commits
@@ -195,7 +195,7 @@ async def test_completions_beyond_a_stuck_record_are_enough_too(desk: Desk) -> N
 
 
 @with_early_commits
-async def test_early_commits_keep_a_pause(desk: Desk) -> None:
+async def test_early_commits_keep_a_minimum_pause(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=1000)
     for delivery in deliveries:
         epoch.complete(delivery)
@@ -209,7 +209,7 @@ async def test_early_commits_keep_a_pause(desk: Desk) -> None:
 
 
 @with_early_commits
-async def test_texts_that_take_long_to_build_are_not_built_early(desk: Desk) -> None:
+async def test_slow_metadata_is_not_built_for_early_commits(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=30)
     epoch.finished_ahead = runs_of(random.Random(1).sample(range(40, 20_000), 5_000))
     epoch.complete(deliveries[0])
@@ -225,7 +225,7 @@ async def test_texts_that_take_long_to_build_are_not_built_early(desk: Desk) -> 
 
 
 @with_early_commits
-async def test_after_a_refusal_the_interval_passes_first(desk: Desk) -> None:
+async def test_a_refused_commit_is_retried_after_the_interval(desk: Desk) -> None:
     desk.client.answers = [CommitError("not now")]
     epoch, deliveries = desk.epoch(records=30)
     for delivery in deliveries:
@@ -238,7 +238,7 @@ async def test_after_a_refusal_the_interval_passes_first(desk: Desk) -> None:
 
 
 @with_desk
-async def test_completions_within_an_interval_are_one_commit(desk: Desk) -> None:
+async def test_completions_within_an_interval_share_one_commit(desk: Desk) -> None:
     epoch, deliveries = desk.epoch()
     for delivery in deliveries:
         epoch.complete(delivery)
@@ -250,7 +250,7 @@ async def test_completions_within_an_interval_are_one_commit(desk: Desk) -> None
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
 
 
-def test_an_interval_shorter_than_the_pause_between_retries_is_kept() -> None:
+def test_an_interval_shorter_than_the_retry_pause_is_kept() -> None:
     async def test() -> None:
         desk = Desk(interval=0.02)
         await asyncio.sleep(0)
@@ -269,7 +269,7 @@ def test_an_interval_shorter_than_the_pause_between_retries_is_kept() -> None:
 
 
 @with_desk
-async def test_one_request_is_under_way_at_a_time(desk: Desk) -> None:
+async def test_one_commit_request_is_in_flight_at_a_time(desk: Desk) -> None:
     desk.client.takes = 2.5
     epoch, deliveries = desk.epoch()
     other, others = desk.epoch(partition=1)
@@ -283,7 +283,7 @@ async def test_one_request_is_under_way_at_a_time(desk: Desk) -> None:
 
 
 @with_desk
-async def test_nothing_is_sent_without_a_membership(desk: Desk) -> None:
+async def test_nothing_is_committed_without_a_membership(desk: Desk) -> None:
     desk.client.member = NOT_A_MEMBER
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
@@ -296,7 +296,7 @@ async def test_nothing_is_sent_without_a_membership(desk: Desk) -> None:
 
 
 @with_desk
-async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
+async def test_an_unacknowledged_commit_is_recomputed(desk: Desk) -> None:
     """The first request failed; meanwhile more has completed, and the second says so (I9)."""
     desk.client.answers = [CommitError("no time")]
     epoch, deliveries = desk.epoch()
@@ -317,7 +317,7 @@ async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
 
 
 @with_desk
-async def test_a_commit_that_is_not_answered_within_its_time_out_stays_due(desk: Desk) -> None:
+async def test_a_commit_that_times_out_stays_due(desk: Desk) -> None:
     desk.client.takes = 60.0
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
@@ -332,7 +332,7 @@ async def test_a_commit_that_is_not_answered_within_its_time_out_stays_due(desk:
 
 
 @with_desk
-async def test_a_commit_that_its_client_cancels_stays_due_and_ends_nothing(desk: Desk) -> None:
+async def test_a_commit_cancelled_by_the_client_stays_due(desk: Desk) -> None:
     desk.client.answers = [asyncio.CancelledError()]
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
@@ -345,7 +345,7 @@ async def test_a_commit_that_its_client_cancels_stays_due_and_ends_nothing(desk:
 
 
 @with_desk
-async def test_what_is_not_ours_is_not_committed(desk: Desk) -> None:
+async def test_a_disowned_partition_is_not_committed(desk: Desk) -> None:
     epoch, deliveries = desk.epoch()
     desk.committer.disown(epoch)
     epoch.complete(deliveries[0])
@@ -356,7 +356,7 @@ async def test_what_is_not_ours_is_not_committed(desk: Desk) -> None:
 
 
 @with_desk
-async def test_an_epoch_that_ended_takes_no_completion(desk: Desk) -> None:
+async def test_an_ended_epoch_accepts_no_completion(desk: Desk) -> None:
     """The partition may have come back in another epoch: a dead result changes nothing (I5)."""
     epoch, deliveries = desk.epoch()
     epoch.end()
@@ -368,7 +368,7 @@ async def test_an_epoch_that_ended_takes_no_completion(desk: Desk) -> None:
 
 
 @with_desk
-async def test_nothing_is_sent_while_we_are_no_member(desk: Desk) -> None:
+async def test_nothing_is_committed_while_not_a_member(desk: Desk) -> None:
     desk.client.member = NOT_A_MEMBER
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
@@ -381,7 +381,7 @@ async def test_nothing_is_sent_while_we_are_no_member(desk: Desk) -> None:
 
 
 @with_desk
-async def test_a_refusal_does_not_stop_commits_for_ever(desk: Desk) -> None:
+async def test_a_refusal_does_not_stop_later_commits(desk: Desk) -> None:
     """The broker said once that the group had moved on, and it had not."""
     desk.client.answers = [CommitRefusedError("the group has moved on")]
     epoch, deliveries = desk.epoch()
@@ -444,7 +444,7 @@ async def test_a_quiet_partition_commits_its_next_record(desk: Desk) -> None:
 
 
 @with_desk
-async def test_who_waits_learns_that_the_client_is_gone(desk: Desk) -> None:
+async def test_a_waiting_flush_learns_that_the_client_is_gone(desk: Desk) -> None:
     desk.client.takes = 60.0
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
@@ -469,7 +469,7 @@ async def test_a_position_that_moves_over_a_hole_later_is_committed(desk: Desk) 
 
 
 @with_desk
-async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_hole(desk: Desk) -> None:
+async def test_an_evicted_record_missing_on_refetch_is_a_hole(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=3)
     epoch.evict(deliveries)
     await asyncio.sleep(60.0)
@@ -480,7 +480,7 @@ async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_
 
 
 @with_desk
-async def test_a_hole_at_the_end_is_committed_before_the_next_check(desk: Desk) -> None:
+async def test_a_hole_at_the_end_is_committed_at_once(desk: Desk) -> None:
     epoch, _ = desk.epoch(records=0)
     await asyncio.sleep(60.25)
     epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
@@ -490,7 +490,7 @@ async def test_a_hole_at_the_end_is_committed_before_the_next_check(desk: Desk) 
 
 
 @with_desk
-async def test_a_hole_in_place_of_evicted_records_is_committed_before_the_next_check(desk: Desk) -> None:
+async def test_a_hole_left_by_evicted_records_is_committed_at_once(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=3)
     epoch.evict(deliveries)
     await asyncio.sleep(60.25)
@@ -501,7 +501,7 @@ async def test_a_hole_in_place_of_evicted_records_is_committed_before_the_next_c
 
 
 @with_desk
-async def test_a_partition_that_is_disowned_during_a_request_is_not_sent_with_the_shorter_texts(desk: Desk) -> None:
+async def test_a_partition_disowned_in_flight_is_not_resent_with_shorter_metadata(desk: Desk) -> None:
     desk.client.takes = 0.5
     desk.client.answers = [MetadataRefusedError("too long")]
     epochs = []
@@ -520,7 +520,7 @@ async def test_a_partition_that_is_disowned_during_a_request_is_not_sent_with_th
 
 
 @with_desk
-async def test_what_is_due_while_we_are_no_member_is_looked_at_now_and_then(desk: Desk) -> None:
+async def test_due_commits_are_checked_periodically_while_not_a_member(desk: Desk) -> None:
     """And not in every turn of the loop."""
     looks = 0
 
@@ -538,7 +538,7 @@ async def test_what_is_due_while_we_are_no_member_is_looked_at_now_and_then(desk
 
 
 @with_desk
-async def test_after_a_flush_that_gave_up_attempts_keep_the_interval_again(desk: Desk) -> None:
+async def test_commits_keep_the_interval_after_a_failed_flush(desk: Desk) -> None:
     desk.client.answers = [CommitError("no time")] * 1000
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
@@ -549,11 +549,11 @@ async def test_after_a_flush_that_gave_up_attempts_keep_the_interval_again(desk:
     assert 9 <= len(desk.client.sent) - before <= 11
 
 
-# What is finished beyond the committed offset ---------------------------------------------
+# Completions beyond the committed offset --------------------------------------------------
 
 
 @with_desk
-async def test_what_finishes_beyond_the_oldest_is_noted_once_an_interval(desk: Desk) -> None:
+async def test_completions_beyond_the_oldest_record_are_stored_once_per_interval(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=9)
     for delivery in deliveries[2:]:
         epoch.complete(delivery)
@@ -571,7 +571,7 @@ async def test_what_finishes_beyond_the_oldest_is_noted_once_an_interval(desk: D
 
 
 @with_desk
-async def test_what_finishes_beyond_a_record_that_came_when_nothing_was_left_is_noted(desk: Desk) -> None:
+async def test_completions_beyond_a_record_that_arrived_later_are_stored(desk: Desk) -> None:
     epoch, _ = desk.epoch(records=0)
     await asyncio.sleep(2.5)
     found = [Record("orders", 0, offset, b"k", b"", (), 0.0) for offset in range(5)]
@@ -585,7 +585,7 @@ async def test_what_finishes_beyond_a_record_that_came_when_nothing_was_left_is_
 
 
 @with_desk
-async def test_what_finishes_while_a_commit_is_under_way_is_noted_with_the_next(desk: Desk) -> None:
+async def test_completions_during_a_commit_are_stored_with_the_next(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=9)
     desk.client.takes = 0.5
     epoch.complete(deliveries[2])
@@ -598,7 +598,7 @@ async def test_what_finishes_while_a_commit_is_under_way_is_noted_with_the_next(
 
 @pytest.mark.slow
 @with_desk
-async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: Desk) -> None:
+async def test_partitions_lost_in_between_are_not_sent_with_the_second_part(desk: Desk) -> None:
     desk.client.takes = 0.5
     epochs = []
     for partition in range(70):
@@ -618,7 +618,7 @@ async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: 
 
 
 @with_desk
-async def test_what_another_owner_had_finished_beyond_our_position_stays_noted(desk: Desk) -> None:
+async def test_completions_of_an_earlier_owner_stay_stored(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=5)
     epoch.finished_ahead = (Run(5, 7), Run(20, 90))
     epoch.complete(deliveries[1])
@@ -634,7 +634,7 @@ async def test_what_another_owner_had_finished_beyond_our_position_stays_noted(d
 
 
 @with_desk
-async def test_a_text_that_the_broker_does_not_store_never_holds_the_offset_back(desk: Desk) -> None:
+async def test_rejected_metadata_never_holds_back_the_offset(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=9)
     desk.client.answers = [MetadataRefusedError("too long") for _ in range(20)]
     for delivery in (deliveries[0], deliveries[5]):
@@ -654,7 +654,7 @@ async def test_a_text_that_the_broker_does_not_store_never_holds_the_offset_back
 
 
 @with_desk
-async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> None:
+async def test_metadata_shrinks_until_the_broker_accepts_it(desk: Desk) -> None:
     chosen = random.Random(7).sample(range(1, 60_000), 30_000)
     epoch, deliveries = desk.epoch(records=60_000)
     for place in chosen:
@@ -678,7 +678,7 @@ def scattered(count: int) -> tuple[Run, ...]:
 
 @pytest.mark.slow
 @with_desk
-async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: Desk) -> None:
+async def test_oversized_commit_requests_are_split(desk: Desk) -> None:
     """96 partitions, each with as much as its text holds: 1.1 MiB, and brokers take less than 1 MiB."""
     desk.buffer.bounds = Usage(10**9, 10**9)
     epochs = []
@@ -746,7 +746,7 @@ def in_transactions(test: Callable[[ExactlyOnceDesk], Any], interval: float) -> 
     run(live())
 
 
-def test_messages_alone_make_a_transaction_due() -> None:
+def test_messages_without_new_offsets_start_a_transaction() -> None:
     """A parked record that runs again publishes, and its offset was committed long ago."""
 
     async def test(desk: ExactlyOnceDesk) -> None:
@@ -763,7 +763,7 @@ def test_messages_alone_make_a_transaction_due() -> None:
     in_transactions(test, 1.0)
 
 
-def test_a_transaction_takes_the_messages_of_its_moment_and_keeps_their_bytes_until_it_ends() -> None:
+def test_messages_hold_their_bytes_until_their_transaction_ends() -> None:
     async def test(desk: ExactlyOnceDesk) -> None:
         desk.client.takes = 1.0
         epoch = desk.begin(0)
@@ -780,7 +780,7 @@ def test_a_transaction_takes_the_messages_of_its_moment_and_keeps_their_bytes_un
     in_transactions(test, 100.0)
 
 
-def test_transactions_that_fail_in_a_row_come_less_and_less_often() -> None:
+def test_repeated_transaction_failures_back_off() -> None:
     async def test(desk: ExactlyOnceDesk) -> None:
         desk.client.answers = [CommitError("no")] * 8
         desk.begin(0)
@@ -792,12 +792,12 @@ def test_transactions_that_fail_in_a_row_come_less_and_less_often() -> None:
         desk.client.answers = [CommitError("no")]
         desk.begin(1)
         await asyncio.sleep(60.0)
-        assert desk.times[-1] - desk.times[-2] == pytest.approx(0.3), "one that succeeds begins the count anew"
+        assert desk.times[-1] - desk.times[-2] == pytest.approx(0.3), "a success resets the count"
 
     in_transactions(test, 0.1)
 
 
-def test_a_flush_does_not_wait_after_transactions_that_failed() -> None:
+def test_a_flush_skips_the_backoff_after_failed_transactions() -> None:
     """The group waits for it."""
 
     async def test(desk: ExactlyOnceDesk) -> None:
@@ -811,7 +811,7 @@ def test_a_flush_does_not_wait_after_transactions_that_failed() -> None:
     in_transactions(test, 0.1)
 
 
-def test_outputs_that_fill_the_buffer_do_not_shorten_the_wait_after_a_failure() -> None:
+def test_a_full_output_buffer_does_not_shorten_the_backoff() -> None:
     """They fill it all the time while transactions fail: that must not make more of them."""
 
     async def test(desk: ExactlyOnceDesk) -> None:
@@ -835,7 +835,7 @@ def test_outputs_that_fill_the_buffer_do_not_shorten_the_wait_after_a_failure() 
     in_transactions(test, 30.0)
 
 
-def test_a_transaction_whose_text_was_refused_is_followed_by_a_shorter_one() -> None:
+def test_a_transaction_with_refused_metadata_is_retried_with_a_shorter_one() -> None:
     async def test(desk: ExactlyOnceDesk) -> None:
         desk.client.answers = [MetadataRefusedError("too long")]
         desk.buffer.bounds = Usage(10**9, 10**9)
@@ -852,7 +852,7 @@ def test_a_transaction_whose_text_was_refused_is_followed_by_a_shorter_one() -> 
     in_transactions(test, 1.0)
 
 
-def test_partitions_that_do_not_fit_come_in_the_next_transaction_with_their_messages(
+def test_partitions_that_do_not_fit_move_to_the_next_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 1_000)
@@ -871,7 +871,7 @@ def test_partitions_that_do_not_fit_come_in_the_next_transaction_with_their_mess
     in_transactions(test, 1.0)
 
 
-def test_a_partition_that_fits_in_no_request_is_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partition_too_large_for_a_request_is_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 10)
 
     async def test(desk: ExactlyOnceDesk) -> None:
@@ -883,7 +883,7 @@ def test_a_partition_that_fits_in_no_request_is_sent_alone(monkeypatch: pytest.M
     in_transactions(test, 1.0)
 
 
-def test_only_the_partitions_of_a_transaction_that_failed_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_partitions_of_a_failed_transaction_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 10)
 
     async def test(desk: ExactlyOnceDesk) -> None:
@@ -900,7 +900,7 @@ def test_only_the_partitions_of_a_transaction_that_failed_begin_again(monkeypatc
     in_transactions(test, 1.0)
 
 
-def test_a_refused_transaction_is_sent_again_in_order_and_its_bytes_stay_counted() -> None:
+def test_a_refused_transaction_is_resent_in_order_and_keeps_its_bytes() -> None:
     """Messages of the same key would otherwise change places."""
 
     async def test(desk: ExactlyOnceDesk) -> None:
@@ -920,7 +920,7 @@ def test_a_refused_transaction_is_sent_again_in_order_and_its_bytes_stay_counted
     in_transactions(test, 100.0)
 
 
-def test_a_transaction_that_is_not_answered_in_time_has_failed() -> None:
+def test_a_transaction_that_times_out_has_failed() -> None:
     async def test(desk: ExactlyOnceDesk) -> None:
         desk.client.takes = 60.0
         desk.begin(0)

@@ -1,4 +1,4 @@
-"""No more is taken in than the workers soon need: records that wait in memory cost time and replays."""
+"""Intake is limited to what workers need soon: buffered records cost memory and replays."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def filled(keys: list[bytes], partitions: int = 1) -> InMemoryBroker:
     return broker
 
 
-def test_busy_workers_do_not_fill_the_buffer_and_what_is_left_follows_when_they_go_on() -> None:
+def test_busy_workers_leave_the_buffer_unfilled_until_they_continue() -> None:
     app = App("demand", auto_offset_reset="earliest")
     release = asyncio.Event()
     done: set[bytes | None] = set()
@@ -41,7 +41,7 @@ def test_busy_workers_do_not_fill_the_buffer_and_what_is_left_follows_when_they_
     run(test())
 
 
-def test_what_waits_behind_a_hot_key_does_not_keep_other_keys_out() -> None:
+def test_records_behind_a_hot_key_do_not_crowd_out_other_keys() -> None:
     app = App("demand", auto_offset_reset="earliest", shutdown_timeout=1.0)
     release = asyncio.Event()
     done: list[bytes | None] = []
@@ -63,7 +63,7 @@ def test_what_waits_behind_a_hot_key_does_not_keep_other_keys_out() -> None:
     run(test())
 
 
-def test_workers_never_wait_for_the_next_poll_to_time_out() -> None:
+def test_workers_never_wait_for_a_poll_timeout() -> None:
     """A wake-up that is lost would cost the second after which the pump looks again by itself."""
     app = App("demand", auto_offset_reset="earliest")
     all_done = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Why a partition does not advance: each cause in a sentence, with the record, since when, and what to do (I11)."""
+"""Why a partition does not advance: every cause with its record, duration and fix (I11)."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def head_of(app: App, number: int = 0) -> IncompleteRecord:
     return head
 
 
-def do_as_told(app: App, advice: str | None, call: str) -> None:
+def follow_advice(app: App, advice: str | None, call: str) -> None:
     """Does what an advice names, by the very call that it shows."""
     (found,) = [one for one in re.findall(r"app\.\w+\([^)]*\)", advice or "") if one.startswith(f"app.{call}(")]
     eval(found, {"app": app})
@@ -78,7 +78,7 @@ class Hanging:
 # Handlers that do not end
 
 
-def test_a_handler_that_hangs_is_named_by_the_await() -> None:
+def test_a_hanging_handler_is_named_with_its_await() -> None:
     app, hanging = make_app(), Hanging()
 
     @app.consume("orders")
@@ -119,7 +119,7 @@ def test_a_handler_that_hangs_is_named_by_the_await() -> None:
     run(test())
 
 
-def test_a_handler_with_a_time_out_is_said_to_end_by_itself() -> None:
+def test_a_hanging_handler_with_a_timeout_needs_no_action() -> None:
     app, hanging = make_app(), Hanging()
     app.consume("orders", timeout=30.0)(hanging)
 
@@ -133,7 +133,7 @@ def test_a_handler_with_a_time_out_is_said_to_end_by_itself() -> None:
     run(test())
 
 
-def test_a_run_that_swallows_its_time_out_is_named_with_what_keeps_it() -> None:
+def test_a_run_that_swallows_its_timeout_is_named_with_its_await() -> None:
     app = make_app()
     released = asyncio.Event()
 
@@ -157,13 +157,13 @@ def test_a_run_that_swallows_its_time_out_is_named_with_what_keeps_it() -> None:
             released.set()
             await asyncio.sleep(1.0)
             assert head_of(app).state == "halted", "nobody knows what it did"
-            do_as_told(app, head_of(app).what_to_do, "skip")
+            follow_advice(app, head_of(app).what_to_do, "skip")
             await client.settle()
 
     run(test())
 
 
-def test_a_run_whose_partition_is_gone_is_named() -> None:
+def test_a_run_of_a_lost_partition_is_named() -> None:
     app, hanging = make_app(), Hanging()
 
     @app.consume("orders")
@@ -192,7 +192,7 @@ def test_a_run_whose_partition_is_gone_is_named() -> None:
     run(test())
 
 
-async def test_a_thread_is_looked_into_also_when_it_does_not_end() -> None:
+async def test_a_thread_that_does_not_end_is_inspected() -> None:
     app, broker = make_app(auto_offset_reset="earliest"), InMemoryBroker(partitions=1)
     began, release = threading.Event(), threading.Event()
 
@@ -222,7 +222,7 @@ async def test_a_thread_is_looked_into_also_when_it_does_not_end() -> None:
 # Failures
 
 
-def test_a_record_that_waits_for_its_next_attempt() -> None:
+def test_a_record_waiting_for_its_next_attempt_is_explained() -> None:
     app = make_app()
     fails = True
 
@@ -244,14 +244,14 @@ def test_a_record_that_waits_for_its_next_attempt() -> None:
                 "LookupError: no such customer"
             )
             fails = False
-            do_as_told(app, head.what_to_do, "retry_now")
+            follow_advice(app, head.what_to_do, "retry_now")
             await client.settle(timeout=1.0)
 
     run(test())
 
 
 @pytest.mark.parametrize("call", ["retry_now", "skip"])
-def test_a_halted_record_is_released_as_is_told(call: str) -> None:
+def test_a_halted_record_is_released_by_the_suggested_call(call: str) -> None:
     app = make_app()
     fails = True
 
@@ -271,7 +271,7 @@ def test_a_halted_record_is_released_as_is_told(call: str) -> None:
             assert "halted 4.0 s ago after 1 attempt (LookupError: no such customer)" in head.reason
             assert partition.sentence.count("attempt") == 1  # it may have halted before the last of those it would get
             fails = False
-            do_as_told(app, head.what_to_do, call)
+            follow_advice(app, head.what_to_do, call)
             await client.settle()
             assert app.statistics().handlers[0].skipped == (call == "skip")
 
@@ -305,7 +305,7 @@ def test_halted_records_behind_the_oldest_are_named_too() -> None:
     run(test())
 
 
-def test_a_dead_letter_that_cannot_be_written() -> None:
+def test_an_unwritable_dead_letter_is_explained() -> None:
     app = make_app()
 
     @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
@@ -322,13 +322,13 @@ def test_a_dead_letter_that_cannot_be_written() -> None:
             assert "its dead letter is written to orders.dlt: the message is too large" in head.reason
             assert re.search(r"failed \d\.\d s ago: .*; the next try is in \d\.\d s", head.reason)
             assert "may be written to, and accepts a record of this size" in str(head.what_to_do)
-            do_as_told(app, head.what_to_do, "skip")
+            follow_advice(app, head.what_to_do, "skip")
             await client.settle()
 
     run(test())
 
 
-def test_a_dead_letter_that_is_not_acknowledged() -> None:
+def test_an_unacknowledged_dead_letter_is_explained() -> None:
     app = make_app()
 
     @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
@@ -352,7 +352,7 @@ def test_a_dead_letter_that_is_not_acknowledged() -> None:
     run(test())
 
 
-def test_a_circuit_breaker_that_is_open() -> None:
+def test_an_open_circuit_breaker_is_explained() -> None:
     app = make_app()
     down = True
 
@@ -384,7 +384,7 @@ def test_a_circuit_breaker_that_is_open() -> None:
     run(test())
 
 
-def test_what_was_parked_and_hangs_is_named_though_its_partition_goes_on() -> None:
+def test_a_hanging_parked_record_is_named_while_its_partition_advances() -> None:
     app, hanging = make_app(), Hanging()
 
     @app.consume("orders", retry=ONCE, on_failure=Park("orders.parked", delay=5.0))
@@ -411,7 +411,7 @@ def test_what_was_parked_and_hangs_is_named_though_its_partition_goes_on() -> No
 # Waiting for others
 
 
-def test_a_record_behind_one_of_another_partition_names_that_and_where_it_hangs() -> None:
+def test_a_record_blocked_by_another_partition_names_the_blocking_record() -> None:
     """With a function as `shard_by` a shard spans partitions."""
     app, hanging = make_app(), Hanging()
     app.consume("orders", shard_by=lambda record: record.value.split()[1])(hanging)  # type: ignore[union-attr]
@@ -437,7 +437,7 @@ def test_a_record_behind_one_of_another_partition_names_that_and_where_it_hangs(
     run(test())
 
 
-def test_a_record_behind_one_that_halted_is_told_how_to_release_that() -> None:
+def test_a_record_behind_a_halted_one_says_how_to_release_it() -> None:
     app = make_app()
 
     @app.consume("orders", retry=ONCE)
@@ -457,13 +457,13 @@ def test_a_record_behind_one_that_halted_is_told_how_to_release_that() -> None:
                 "1 attempt (ValueError: broken)"
             )
             assert (head.error, head.waits_for) == ("ValueError: broken", "orders/1/0")
-            do_as_told(app, head.what_to_do, "skip")
+            follow_advice(app, head.what_to_do, "skip")
             await client.settle()
 
     run(test())
 
 
-def test_a_record_for_which_no_worker_is_free() -> None:
+def test_a_record_without_a_free_worker_is_explained() -> None:
     app, hanging = make_app(), Hanging()
     app.consume("orders", concurrency=3)(hanging)
 
@@ -490,7 +490,7 @@ def test_a_record_for_which_no_worker_is_free() -> None:
     run(test())
 
 
-def test_a_fixed_shard_is_named_by_its_number_and_what_occupies_it() -> None:
+def test_a_fixed_shard_is_named_by_number_and_occupying_record() -> None:
     app, hanging = make_app(max_buffered_records=20), Hanging()
     app.consume("orders", shards=1)(hanging)
 
@@ -510,7 +510,7 @@ def test_a_fixed_shard_is_named_by_its_number_and_what_occupies_it() -> None:
     run(test())
 
 
-def test_a_batch_that_fills_and_one_that_runs() -> None:
+def test_filling_and_running_batches_are_explained() -> None:
     app = make_app()
     released = asyncio.Event()
 
@@ -541,7 +541,7 @@ def test_a_batch_that_fills_and_one_that_runs() -> None:
 # Limits
 
 
-def test_what_the_application_has_paused_says_who_why_since_when_and_how_to_go_on() -> None:
+def test_an_application_pause_names_owner_reason_time_and_resume_call() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -569,14 +569,14 @@ def test_what_the_application_has_paused_says_who_why_since_when_and_how_to_go_o
             )
             assert [one.sentence for one in partition_of(app, 2).findings] == [other.sentence]
             assert other.sentence.endswith("s: maintenance")
-            do_as_told(app, finding.what_to_do, "resume")
-            do_as_told(app, other.what_to_do, "resume_handler")
+            follow_advice(app, finding.what_to_do, "resume")
+            follow_advice(app, other.what_to_do, "resume_handler")
             await client.settle()
 
     run(test())
 
 
-def test_a_record_of_a_paused_partition_waits_for_the_pause() -> None:
+def test_a_record_of_a_paused_partition_is_explained_by_the_pause() -> None:
     app = make_app()
     first = asyncio.Event()
 
@@ -603,7 +603,7 @@ def test_a_record_of_a_paused_partition_waits_for_the_pause() -> None:
     run(test())
 
 
-def test_a_buffer_that_is_full() -> None:
+def test_a_full_buffer_is_explained() -> None:
     app, hanging = make_app(max_buffered_records=50), Hanging()
     app.consume("orders", shard_by="partition")(hanging)
 
@@ -627,7 +627,7 @@ def test_a_buffer_that_is_full() -> None:
     run(test())
 
 
-def test_a_record_that_waits_for_room_and_what_waits_for_it() -> None:
+def test_a_record_waiting_for_room_and_its_followers_are_explained() -> None:
     app, hanging = make_app(max_buffered_bytes=24_000), Hanging()
     app.consume("orders")(hanging)
 
@@ -650,7 +650,7 @@ def test_a_record_that_waits_for_room_and_what_waits_for_it() -> None:
     run(test())
 
 
-def test_a_stuck_partition_has_its_minimum_and_what_it_gave_back_is_said_to_come_again() -> None:
+def test_a_stuck_partition_reports_its_minimum_and_its_evicted_records() -> None:
     app, hanging = make_app(max_buffered_records=1_000, stuck_after=5.0), Hanging()
     app.consume("orders", shard_by="partition")(hanging)
 
@@ -680,7 +680,7 @@ def test_a_stuck_partition_has_its_minimum_and_what_it_gave_back_is_said_to_come
 # The broker's side
 
 
-def test_commits_that_are_not_acknowledged() -> None:
+def test_unacknowledged_commits_are_explained() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -705,7 +705,7 @@ def test_commits_that_are_not_acknowledged() -> None:
     run(test())
 
 
-def test_a_partition_that_cannot_be_read() -> None:
+def test_an_unreadable_partition_is_explained() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -728,7 +728,7 @@ def test_a_partition_that_cannot_be_read() -> None:
     run(test())
 
 
-def test_parked_records_that_cannot_be_read() -> None:
+def test_unreadable_parked_records_are_explained() -> None:
     app = make_app()
 
     @app.consume("orders", on_failure=Park("orders.parked"))
@@ -758,7 +758,7 @@ class Silent(InMemoryTransport):
         return 10 if topic_partition.partition == 0 else super().end_offset(topic_partition)
 
 
-def test_a_partition_of_which_nothing_comes() -> None:
+def test_a_partition_that_delivers_nothing_is_explained() -> None:
     app = make_app(auto_offset_reset="earliest")
     broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
 
@@ -782,7 +782,7 @@ def test_a_partition_of_which_nothing_comes() -> None:
     run(test())
 
 
-def test_records_of_an_open_transaction() -> None:
+def test_an_open_transaction_is_explained() -> None:
     app = make_app(auto_offset_reset="earliest")
     broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
 
@@ -808,7 +808,7 @@ def test_records_of_an_open_transaction() -> None:
     run(test())
 
 
-def test_a_position_that_is_not_in_the_log() -> None:
+def test_a_position_outside_the_log_is_explained() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -825,7 +825,7 @@ def test_a_position_that_is_not_in_the_log() -> None:
     run(test())
 
 
-def test_no_broker_answers() -> None:
+def test_unresponsive_brokers_are_explained() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -847,7 +847,7 @@ def test_no_broker_answers() -> None:
     run(test())
 
 
-def test_a_partition_that_is_being_taken_away_names_what_has_to_end() -> None:
+def test_a_partition_being_revoked_names_the_runs_it_waits_for() -> None:
     app, hanging = make_app(drain_timeout=20.0), Hanging()
     app.consume("orders")(hanging)
 
@@ -874,7 +874,7 @@ def test_a_partition_that_is_being_taken_away_names_what_has_to_end() -> None:
     run(test())
 
 
-def test_an_app_that_stops_names_what_it_waits_for() -> None:
+def test_a_stopping_app_names_the_runs_it_waits_for() -> None:
     app, hanging = make_app(shutdown_timeout=20.0, drain_timeout=20.0), Hanging()
     app.consume("orders")(hanging)
     told = ""
@@ -898,7 +898,7 @@ def test_an_app_that_stops_names_what_it_waits_for() -> None:
     assert re.search(r"The app is draining for [45]\.\d s, and waits for 1 record to end first: orders/0/0", told)
 
 
-def test_a_position_that_is_not_known_yet() -> None:
+def test_an_unknown_position_is_explained() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -925,7 +925,7 @@ def test_a_position_that_is_not_known_yet() -> None:
 # When there is nothing to tell
 
 
-def test_what_is_done_and_committed_is_up_to_date() -> None:
+def test_a_fully_committed_partition_is_up_to_date() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -945,7 +945,7 @@ def test_what_is_done_and_committed_is_up_to_date() -> None:
     run(test())
 
 
-def test_what_has_just_come_in_is_advancing() -> None:
+def test_a_partition_with_new_records_is_advancing() -> None:
     app, hanging = make_app(), Hanging()
     app.consume("orders")(hanging)
 
@@ -962,8 +962,8 @@ def test_what_has_just_come_in_is_advancing() -> None:
     run(test())
 
 
-def test_a_partition_whose_records_waited_long_is_not_stuck_while_it_moves(caplog: pytest.LogCaptureFixture) -> None:
-    """What was in hand for long behind another record is not in the way when it comes to the front."""
+def test_a_slow_partition_is_not_stuck_while_it_advances(caplog: pytest.LogCaptureFixture) -> None:
+    """A record that waited long behind another does not block once it reaches the front."""
     app, hanging = make_app(stuck_after=10.0), Hanging()
 
     @app.consume("orders", shard_by="partition")
@@ -992,7 +992,7 @@ def test_a_partition_whose_records_waited_long_is_not_stuck_while_it_moves(caplo
     ]
 
 
-def test_an_app_that_does_not_run_says_so() -> None:
+def test_an_app_that_is_not_running_says_so() -> None:
     app = make_app()
     app.consume("orders")(Hanging())
 
@@ -1017,7 +1017,7 @@ class Customer:
         raise AssertionError
 
 
-def test_hidden_keys_are_told_apart_by_a_hash_of_this_process() -> None:
+def test_hidden_keys_are_shown_as_hashes_of_this_process() -> None:
     app, hanging = make_app(show_keys=False), Hanging()
     app.consume("orders", shard_by=lambda _: Customer())(hanging)
 
@@ -1043,7 +1043,7 @@ def test_hidden_keys_are_told_apart_by_a_hash_of_this_process() -> None:
 # From other threads
 
 
-def test_a_loop_that_is_blocked_is_explained_from_another_thread() -> None:
+def test_a_blocked_event_loop_is_explained_from_another_thread() -> None:
     app, broker = make_app(auto_offset_reset="earliest"), InMemoryBroker(partitions=1)
     told: list[str] = []
     blocked, over = threading.Event(), threading.Event()
@@ -1082,7 +1082,7 @@ def test_a_loop_that_is_blocked_is_explained_from_another_thread() -> None:
     assert "asyncio.to_thread" in told[-1]
 
 
-def test_it_can_be_asked_from_a_thread_without_pause_while_records_flow() -> None:
+def test_a_thread_can_diagnose_continuously_while_records_flow() -> None:
     app = make_app(auto_offset_reset="earliest", max_buffered_records=500)
     broker = InMemoryBroker(partitions=4)
     failures: list[BaseException] = []
@@ -1139,9 +1139,7 @@ def test_it_can_be_asked_from_a_thread_without_pause_while_records_flow() -> Non
     ],
     ids=["several lines", "none"],
 )
-def test_what_an_exception_says_is_one_line_of_a_sentence(
-    message: str, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_message_is_shown_on_one_line(message: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
     app = make_app()
 
     @app.consume("orders", retry=ONCE)

@@ -1,4 +1,4 @@
-"""What a drain waits for, and what it does not: each of these would have it last until its deadline."""
+"""Which records a drain waits for. Every mistake here would make it last until its deadline."""
 
 import asyncio
 from collections.abc import Hashable, Sequence
@@ -33,13 +33,13 @@ def draining(*keys: Hashable, highest_started: int) -> tuple[Epoch, list[Deliver
     return epoch, deliveries
 
 
-def test_nothing_started_means_nothing_to_wait_for() -> None:
+def test_a_drain_without_started_records_has_nothing_to_wait_for() -> None:
     epoch, _ = draining("a", "b", highest_started=-1)
 
     assert drained(epoch)
 
 
-def test_only_what_runs_is_waited_for() -> None:
+def test_a_drain_waits_only_for_running_records() -> None:
     """The commit lists what has finished beyond it, so that the next owner runs only what is queued."""
     epoch, deliveries = make_epoch(["a", "b", "a", "b"])
     epoch.highest_started = 3
@@ -51,14 +51,14 @@ def test_only_what_runs_is_waited_for() -> None:
     assert not epoch.may_start(deliveries[3])
 
 
-def test_what_is_queued_below_the_highest_started_offset_is_waited_for_where_no_commit_can_list_the_rest() -> None:
+def test_without_metadata_a_drain_waits_for_queued_records_below_started_ones() -> None:
     """Each is a hole in what can be committed; what is above has not begun."""
     epoch, (a, b, c, _) = draining("a", "a", "c", "d", highest_started=2)
 
     assert list(epoch.pending.values()) == [a, b, c]
 
 
-def test_it_is_done_when_all_of_that_has_ended() -> None:
+def test_a_drain_is_done_when_its_records_have_ended() -> None:
     epoch, deliveries = draining("a", "b", highest_started=1)
 
     epoch.settle(deliveries[1])
@@ -67,7 +67,7 @@ def test_it_is_done_when_all_of_that_has_ended() -> None:
     assert drained(epoch)
 
 
-def test_a_failure_takes_its_shard_out_of_the_wait() -> None:
+def test_a_drain_does_not_wait_for_a_failed_shard() -> None:
     epoch, _ = draining("a", "b", "a", "b", highest_started=3)
 
     epoch.block("a")
@@ -75,7 +75,7 @@ def test_a_failure_takes_its_shard_out_of_the_wait() -> None:
     assert set(epoch.pending) == {1, 3}
 
 
-def test_records_without_order_do_not_block_each_other() -> None:
+def test_unordered_records_do_not_block_each_other_in_a_drain() -> None:
     epoch, deliveries = draining(None, None, highest_started=1)
 
     epoch.settle(deliveries[0])
@@ -93,7 +93,7 @@ def test_ending_twice_changes_nothing() -> None:
     assert drained(epoch)
 
 
-def test_it_does_not_wait_for_what_waits_behind_a_record_that_fails_meanwhile() -> None:
+def test_a_drain_skips_records_behind_one_that_fails_meanwhile() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
@@ -107,7 +107,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_that_fails_meanwhile() 
     run(test())
 
 
-def test_it_does_not_wait_for_what_waits_behind_a_record_that_had_failed() -> None:
+def test_a_drain_skips_records_behind_one_that_failed_before() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
@@ -121,7 +121,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_that_had_failed() -> No
     run(test())
 
 
-def test_it_does_not_wait_for_what_waits_behind_a_record_of_another_partition_that_fails() -> None:
+def test_a_drain_skips_records_behind_a_failed_one_of_another_partition() -> None:
     async def test() -> None:
         shards = Shards()
         elsewhere, (failing,) = make_epoch(["a"], partition=1)
@@ -140,7 +140,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_of_another_partition_th
     run(test())
 
 
-def test_it_does_not_wait_for_what_was_evicted() -> None:
+def test_a_drain_does_not_wait_for_evicted_records() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (first, evicted, last) = await started(shards, ["a", "a", "b"])
@@ -155,7 +155,7 @@ def test_it_does_not_wait_for_what_was_evicted() -> None:
     run(test())
 
 
-def test_a_record_without_a_key_that_is_cancelled_is_not_waited_for() -> None:
+def test_a_drain_does_not_wait_for_a_cancelled_keyless_record() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, deliveries = make_epoch([None])
@@ -170,7 +170,7 @@ def test_a_record_without_a_key_that_is_cancelled_is_not_waited_for() -> None:
     run(test())
 
 
-def test_a_record_without_a_key_that_fails_is_not_waited_for() -> None:
+def test_a_drain_does_not_wait_for_a_failed_keyless_record() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (delivery,) = await started(shards, [None])
@@ -183,7 +183,7 @@ def test_a_record_without_a_key_that_fails_is_not_waited_for() -> None:
     run(test())
 
 
-def test_it_is_over_when_its_epoch_ends() -> None:
+def test_a_drain_ends_with_its_epoch() -> None:
     """The client was lost, and the group that waits for the drain is another one."""
 
     async def test() -> None:
@@ -196,7 +196,7 @@ def test_it_is_over_when_its_epoch_ends() -> None:
     run(test())
 
 
-def test_handlers_see_that_a_partition_is_being_taken_away_only_while_it_is() -> None:
+def test_handlers_see_revoked_only_during_a_revoke() -> None:
     async def test() -> None:
         epoch, _ = make_epoch(["a"])
         assert not epoch.revoked.is_set()
@@ -210,7 +210,7 @@ def test_handlers_see_that_a_partition_is_being_taken_away_only_while_it_is() ->
     run(test())
 
 
-def test_it_waits_for_what_runs_and_for_the_holes_below() -> None:
+def test_a_drain_waits_for_running_records_and_the_holes_below() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, (first, second, other, above) = await started(shards, ["a", "a", "b", "b"])

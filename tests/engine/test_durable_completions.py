@@ -1,4 +1,4 @@
-"""What finished beyond the committed offset is not run again by whoever goes on there."""
+"""The next owner does not rerun records that finished beyond the committed offset."""
 
 import asyncio
 import contextlib
@@ -85,7 +85,7 @@ class Deployment:
         return app
 
 
-def test_a_crash_repeats_only_what_ran() -> None:
+def test_a_crash_repeats_only_records_that_were_running() -> None:
     async def test() -> None:
         world = Deployment(hanging=(3, 70))
         await world.crash_when(100)
@@ -100,7 +100,7 @@ def test_a_crash_repeats_only_what_ran() -> None:
     run(test())
 
 
-def test_what_is_noted_outlives_an_owner_that_did_not_come_to_it() -> None:
+def test_stored_completions_survive_an_owner_that_did_not_reach_them() -> None:
     async def test() -> None:
         world = Deployment(hanging=(3, 4))
         await world.crash_when(100)
@@ -116,9 +116,9 @@ def test_what_is_noted_outlives_an_owner_that_did_not_come_to_it() -> None:
 @pytest.mark.parametrize(
     ("moved_to", "expected"),
     [(1, set(range(1, 100))), (3, set(range(3, 100))), (50, set(range(50, 100))), (None, set(range(100)))],
-    ids=["lower", "the-same-without-a-text", "higher", "deleted"],
+    ids=["lower", "the-same-without-metadata", "higher", "deleted"],
 )
-def test_an_offset_that_others_moved_takes_nothing_along(moved_to: int | None, expected: set[int]) -> None:
+def test_moving_the_offset_discards_stored_completions(moved_to: int | None, expected: set[int]) -> None:
     async def test() -> None:
         world = Deployment()
         await world.crash_when(100)
@@ -132,7 +132,7 @@ def test_an_offset_that_others_moved_takes_nothing_along(moved_to: int | None, e
     run(test())
 
 
-def test_a_text_that_was_taken_along_to_another_offset_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_metadata_copied_to_another_offset_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         world = Deployment()
         await world.crash_when(100)
@@ -149,8 +149,8 @@ def test_a_text_that_was_taken_along_to_another_offset_is_not_used(caplog: pytes
     assert "written for offset 3, but the committed offset is 1" in caplog.text
 
 
-def test_what_was_noted_of_a_longer_log_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """A topic that was made anew under the same name: its records are others."""
+def test_completions_stored_for_a_longer_log_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """A topic recreated under the same name has different records."""
 
     async def test() -> None:
         world = Deployment()
@@ -168,7 +168,7 @@ def test_what_was_noted_of_a_longer_log_is_not_used(caplog: pytest.LogCaptureFix
     assert "belongs to another log" in caplog.text
 
 
-def test_damaged_and_foreign_texts_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_and_foreign_metadata_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def test(metadata: str) -> None:
         world = Deployment(hanging=())
         world.broker.group("group").commit_from_outside({TP: 3}, metadata=metadata)
@@ -184,8 +184,8 @@ def test_damaged_and_foreign_texts_are_ignored_with_a_warning(caplog: pytest.Log
         assert "is not used and will be replaced" in caplog.text
 
 
-def test_what_is_parked_and_noted_stays_parked() -> None:
-    """The partition does not deliver it again: whoever restores must not take it for something that comes."""
+def test_a_parked_record_in_stored_completions_stays_parked() -> None:
+    """The partition does not deliver it again, so a restore must not expect it."""
 
     async def test() -> None:
         broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
@@ -261,9 +261,9 @@ def _partition(buffer: Buffer, span: int, incomplete: list[int]) -> Partition:
         (57_000, range(0, 57_000, 2), 1_200),
         (1_000, range(1_000), 1_000_000),
     ],
-    ids=["full", "some-room", "nearly-dense", "hardly-anything"],
+    ids=["full", "some-room", "nearly-dense", "almost-nothing"],
 )
-def test_no_more_is_taken_in_than_can_be_noted(span: int, incomplete: range, most: int) -> None:
+def test_intake_is_limited_to_what_metadata_can_store(span: int, incomplete: range, most: int) -> None:
     buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
     partition = _partition(buffer, span, list(incomplete))
     intake = make_intake(partition, buffer=buffer)
@@ -277,8 +277,8 @@ def test_no_more_is_taken_in_than_can_be_noted(span: int, incomplete: range, mos
     assert limit is None or "no room for more completions" in limit.reason
 
 
-def test_what_a_full_text_says_is_missing_can_be_taken_in() -> None:
-    """Else whoever inherits a full text stands still for ever."""
+def test_records_missing_in_full_metadata_are_still_admitted() -> None:
+    """Otherwise the owner of full metadata would be stuck forever."""
     buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
     partition = _partition(buffer, 0, [])
     partition.finished_ahead = runs_of(range(1, 58_900, 2))
@@ -289,8 +289,8 @@ def test_what_a_full_text_says_is_missing_can_be_taken_in() -> None:
 
 
 @pytest.mark.slow
-def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
-    """Patterns that are hard to note, at the border of what is admitted."""
+def test_metadata_has_room_for_every_pattern_of_admitted_records() -> None:
+    """Patterns that compress badly, at the limit of admission."""
     chosen = random.Random(3)
     for span, incomplete in ((1, 1), (40_000, 20_000), (100_000, 1_000), (1_000_000, 1_500)):
         more = records_with_room(span, incomplete, 3_900)
@@ -303,7 +303,7 @@ def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
             assert read.finished == finished, (span, incomplete, share)
 
 
-def test_completions_of_an_earlier_owner_are_forgotten_once_they_are_passed() -> None:
+def test_completions_of_an_earlier_owner_are_dropped_once_passed() -> None:
     """Otherwise they take room from the text of every commit."""
     partition, _ = make_partition()
     partition.finished_ahead = (Run(1, 3), Run(5, 7))

@@ -1,4 +1,4 @@
-"""What remains of an epoch that has ended."""
+"""Ended epochs leave nothing behind."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 from tests.engine.deliveries import add, make_buffer, make_epoch, make_feed
 
 
-def test_a_run_that_outlives_its_epoch_keeps_nothing_but_its_own_record_in_memory() -> None:
+def test_a_run_that_outlives_its_epoch_retains_only_its_own_record() -> None:
     """Else each time that the group drops us the whole buffer stays in memory, uncounted (I6)."""
     app = App("memory", auto_offset_reset="earliest", max_buffered_records=1000, shutdown_timeout=2.0)
     release = asyncio.Event()
@@ -53,7 +53,7 @@ def test_a_run_that_outlives_its_epoch_keeps_nothing_but_its_own_record_in_memor
     run(test())
 
 
-def test_only_what_had_started_counts_as_run_again() -> None:
+def test_only_records_that_had_started_count_as_replayed() -> None:
     epoch, (complete, waiting, running) = make_epoch(["a", "b", "c"])
     (beyond,) = add(epoch, ["d"])
     for delivery in (complete, running):
@@ -93,7 +93,7 @@ def test_messages_of_an_ended_epoch_leave_the_buffer_once() -> None:
     assert (buffer.bytes, buffer.unsent, buffer.records) == (0, 0, 0)
 
 
-def test_an_ended_epoch_takes_no_messages_back() -> None:
+def test_an_ended_epoch_accepts_no_returned_messages() -> None:
     epoch, _ = make_epoch([])
     epoch.send_later([Message("out", b"")])
     messages, _ = epoch.take_unsent()
@@ -134,7 +134,7 @@ def test_a_replay_of_an_ended_partition_publishes_nothing() -> None:
     assert len(source.unsent) == 1
 
 
-def test_messages_that_take_a_quarter_of_the_buffer_ask_for_a_transaction_and_their_end_makes_room() -> None:
+def test_messages_filling_a_quarter_of_the_buffer_start_a_transaction() -> None:
     asked: list[str] = []
     buffer = Buffer(Usage(10, 400), lambda: asked.append("room"))
     buffer.hurry = lambda: asked.append("hurry")

@@ -1,4 +1,4 @@
-"""Exactly-once processing on the in-memory broker: what leaves with a completion, and what does not."""
+"""Exactly-once processing on the in-memory broker: which messages are published with a completion."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ def values(client: TestClient, topic: str) -> Counter[bytes | None]:
     return Counter(record.value for record in client.records(topic))
 
 
-async def test_what_a_failed_attempt_published_is_dropped() -> None:
+async def test_messages_of_a_failed_attempt_are_dropped() -> None:
     app = make_app()
 
     @app.consume("orders", retry=ONCE_MORE)
@@ -88,7 +88,7 @@ async def test_what_a_failed_attempt_published_is_dropped() -> None:
         assert values(client, "out") == {b"2": 1}
 
 
-async def test_a_dead_letter_replaces_what_the_handler_published() -> None:
+async def test_a_dead_letter_replaces_the_messages_of_its_handler() -> None:
     app = make_app()
 
     @app.consume("orders", retry=ONCE_MORE, on_failure=DeadLetter("dead"))
@@ -102,7 +102,7 @@ async def test_a_dead_letter_replaces_what_the_handler_published() -> None:
         assert (values(client, "out"), values(client, "dead")) == ({}, {b"poison": 1})
 
 
-async def test_a_dead_letter_that_no_transaction_takes_keeps_its_record() -> None:
+async def test_a_dead_letter_too_large_for_a_transaction_keeps_its_record() -> None:
     """The record has the largest size, and its dead letter has headers besides."""
     app = make_app()
 
@@ -119,7 +119,7 @@ async def test_a_dead_letter_that_no_transaction_takes_keeps_its_record() -> Non
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-async def test_a_transaction_that_fails_or_is_not_answered_is_decided_by_the_brokers(is_stored: bool) -> None:
+async def test_brokers_decide_a_transaction_that_fails_or_times_out(is_stored: bool) -> None:
     app = make_app()
     runs = 0
 
@@ -139,7 +139,7 @@ async def test_a_transaction_that_fails_or_is_not_answered_is_decided_by_the_bro
         assert app.statistics().commit_failures == 1
 
 
-async def test_a_transaction_that_was_refused_is_sent_again_and_nothing_runs_again() -> None:
+async def test_a_refused_transaction_is_resent_without_rerunning_handlers() -> None:
     """As in each rebalance: it was made for the generation before, and the partitions stay."""
     app = make_app()
     runs: Counter[bytes | None] = Counter()
@@ -208,7 +208,7 @@ async def test_a_message_after_the_end_of_the_run_is_refused() -> None:
             await contexts[0].publish("out", b"")
 
 
-async def test_a_message_that_no_transaction_takes_fails_the_attempt() -> None:
+async def test_a_message_too_large_for_a_transaction_fails_the_attempt() -> None:
     app = make_app()
     refused: list[Exception] = []
 
@@ -240,7 +240,7 @@ async def test_revoked_partitions_publish_before_they_are_released() -> None:
         assert (len(client.records("out")), client.committed("orders", 0)) == (1, 1)
 
 
-async def test_a_parked_record_publishes_when_its_removal_is_visible() -> None:
+async def test_a_parked_record_publishes_together_with_its_removal() -> None:
     app = make_app()
     runs = 0
 
@@ -279,7 +279,7 @@ async def test_a_record_is_not_parked_if_its_transaction_fails() -> None:
         assert (client.records("parked"), len(client.records("out")), runs) == ([], 1, 2)
 
 
-async def test_parked_records_run_again_one_by_one() -> None:
+async def test_parked_records_are_replayed_one_by_one() -> None:
     """Those of a batch would complete one after the other, each with its own tombstone."""
     app = make_app()
     is_broken, batches = True, []
@@ -382,7 +382,7 @@ async def test_transactions_are_counted() -> None:
         assert statistics.transactions == TransactionStatistics(fenced=1, messages=1, open_seconds=None)
 
 
-async def test_only_the_epochs_of_a_failed_transaction_begin_again() -> None:
+async def test_only_epochs_of_a_failed_transaction_restart() -> None:
     """The failure may be known only when the partition has begun again already, or is somebody else's."""
     app = make_app()
 
@@ -440,7 +440,7 @@ async def test_a_batch_has_records_of_one_partition(limit: RateLimit | None) -> 
         assert len(batches) < 12
 
 
-async def test_a_batch_that_published_fails_as_a_whole() -> None:
+async def test_a_batch_that_has_published_fails_as_a_whole() -> None:
     app = make_app()
     named = False
 
@@ -460,7 +460,7 @@ async def test_a_batch_that_published_fails_as_a_whole() -> None:
         assert values(client, "out") == {b"%d" % number: 1 for number in range(4)}
 
 
-async def test_messages_of_an_earlier_attempt_do_not_stay_in_a_batch_of_other_records() -> None:
+async def test_messages_of_an_earlier_attempt_do_not_leak_into_another_batch() -> None:
     """That attempt was cancelled and returned all the same, so its messages were there already."""
     app = make_app()
     is_broken = False
@@ -512,7 +512,7 @@ async def test_a_backfill_publishes_at_once() -> None:
     assert len(broker.records("out")) == 1
 
 
-async def test_what_an_attempt_that_timed_out_published_is_not_in_its_dead_letter() -> None:
+async def test_messages_of_a_timed_out_attempt_are_not_sent_with_its_dead_letter() -> None:
     """It returned although it was cancelled, so it halts; the operator skips it."""
     app = make_app()
 
@@ -533,7 +533,7 @@ async def test_what_an_attempt_that_timed_out_published_is_not_in_its_dead_lette
 
 
 @pytest.mark.parametrize("partition", [-1, 2**31, "0", 1.5])
-async def test_a_partition_that_cannot_exist_fails_the_attempt(partition: Any) -> None:
+async def test_publishing_to_an_impossible_partition_fails_the_attempt(partition: Any) -> None:
     app = make_app()
     refused: list[Exception] = []
 
@@ -554,12 +554,12 @@ async def test_a_partition_that_cannot_exist_fails_the_attempt(partition: Any) -
     "settings",
     [{"client": "aiokafka"}, {"assign": {"orders": [0]}}, {"transaction_timeout": 25}, {"rebalance_timeout": 33}],
 )
-def test_settings_that_cannot_be_exact_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_that_rule_out_exactly_once_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         make_app(**settings)
 
 
-def test_commits_are_more_frequent() -> None:
+def test_the_default_commit_interval_is_shorter_with_exactly_once() -> None:
     without = {name: value for name, value in EXACTLY_ONCE.items() if name != "commit_interval"}
     assert App("billing", **without).settings.commit_interval == 0.1
     assert App("billing").settings.commit_interval == 1.0

@@ -1,4 +1,4 @@
-"""Where several members of a new group begin under `latest`."""
+"""First positions of several members of a new group under `latest`."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ class Members:
             await asyncio.sleep(30.0)
 
 
-def test_two_members_that_begin_at_once_begin_behind_what_is_old() -> None:
+def test_two_members_starting_together_skip_old_records() -> None:
     members = Members()
 
     async def test() -> None:
@@ -44,7 +44,7 @@ def test_two_members_that_begin_at_once_begin_behind_what_is_old() -> None:
     assert members.old == 0
 
 
-def test_a_third_member_that_joins_between_the_first_commits_of_two_does_not_make_old_records_new() -> None:
+def test_a_member_joining_between_first_commits_does_not_deliver_old_records() -> None:
     members = Members()
 
     async def test() -> None:
@@ -59,7 +59,7 @@ def test_a_third_member_that_joins_between_the_first_commits_of_two_does_not_mak
     assert members.old == 0
 
 
-def test_no_record_is_handed_out_before_the_first_position_is_committed() -> None:
+def test_no_record_is_delivered_before_the_first_position_is_committed() -> None:
     """Under `latest` a crash before it would lose what came in between (I3)."""
     app = App("new", auto_offset_reset="latest", start_timeout=None, commit_timeout=1.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
@@ -87,7 +87,7 @@ def test_no_record_is_handed_out_before_the_first_position_is_committed() -> Non
     assert None not in committed
 
 
-def test_a_partition_that_appears_later_begins_at_its_start() -> None:
+def test_a_partition_added_later_starts_at_its_beginning() -> None:
     """The group knows the topic: what is in the new partition came after the group's first position."""
     app = App("new", auto_offset_reset="latest")
     broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""What the group's commits say beyond an offset, when an app opens its partitions."""
+"""Commit metadata of other programs, read when an app opens its partitions."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class Consumed:
             await asyncio.sleep(1.0)
 
 
-def test_what_another_program_noted_is_not_replaced_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_replacing_metadata_of_another_program_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     group = Consumed("secret of another program")
 
     with caplog.at_level(logging.WARNING):
@@ -46,7 +46,7 @@ def test_what_another_program_noted_is_not_replaced_in_silence(caplog: pytest.Lo
     assert "secret" not in caplog.text, "what it noted is its own"
 
 
-def test_a_damaged_text_is_ignored_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_metadata_is_ignored_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     group = Consumed(CommitMetadata(finished=(Run(6, 8),)).text(3))
 
     run(group.consume())

@@ -1,4 +1,4 @@
-"""Shard keys that cannot be used: an outcome for their record, and nothing for the others or for the app."""
+"""Unusable shard keys: an outcome for their record, no effect on others."""
 
 import asyncio
 from typing import Any
@@ -59,7 +59,7 @@ def test_a_key_that_cannot_be_compared_fails_its_own_record(on_failure: OnFailur
     assert sorted(log) == [0, 2, 3, 5, 6, 8, 9, 11]
 
 
-def test_a_parked_record_whose_key_fits_no_fixed_shard_is_run_again_alone() -> None:
+def test_a_parked_record_without_a_fixed_shard_is_replayed_alone() -> None:
     log: list[int] = []
     app = app_with(lambda: 1.5, Park(PARKED, delay=5.0), 3, log)
 

@@ -1,4 +1,4 @@
-"""Stopping while commits are not acknowledged: for a while, or for good."""
+"""Stopping while commits are not acknowledged, for a while or permanently."""
 
 import asyncio
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Stop:
         return sum(self.client.committed("orders", partition) or 0 for partition in range(PARTITIONS))
 
 
-def test_brokers_that_are_away_for_a_while_have_the_last_commit() -> None:
+def test_the_last_commit_survives_a_short_broker_outage() -> None:
     stop = Stop()
 
     def before() -> None:
@@ -68,7 +68,7 @@ def test_brokers_that_are_away_for_a_while_have_the_last_commit() -> None:
     assert 8.0 <= stop.seconds < 9.0
 
 
-def test_a_last_commit_that_fails_for_good_is_an_error_that_names_the_partitions() -> None:
+def test_a_failed_last_commit_raises_and_names_the_partitions() -> None:
     stop = Stop()
     stop.run(lambda: setattr(stop.client.broker, "available", False))
 
@@ -79,7 +79,7 @@ def test_a_last_commit_that_fails_for_good_is_an_error_that_names_the_partitions
     assert SHUTDOWN_TIMEOUT - 2.0 <= stop.seconds <= SHUTDOWN_TIMEOUT
 
 
-def test_a_commit_that_is_never_answered_does_not_use_the_time_of_the_next_ones() -> None:
+def test_an_unanswered_commit_leaves_time_for_the_next_ones() -> None:
     """Each request has `commit_timeout`: the fifth second is not the last."""
     stop = Stop()
     answers: list[float] = []
@@ -96,7 +96,7 @@ def test_a_commit_that_is_never_answered_does_not_use_the_time_of_the_next_ones(
 
 
 @pytest.mark.parametrize("lose", ["member", "client"])
-def test_finished_records_of_a_membership_that_is_lost_while_the_app_drains_are_told(lose: str) -> None:
+def test_finished_records_lost_with_the_membership_are_reported(lose: str) -> None:
     stop = Stop()
 
     def before() -> None:
@@ -116,7 +116,7 @@ def test_finished_records_of_a_membership_that_is_lost_while_the_app_drains_are_
     assert stop.committed == 0, "what is not ours any more is not committed"
 
 
-def test_records_that_a_rebalance_has_committed_while_the_app_drains_are_not_told() -> None:
+def test_records_committed_by_a_rebalance_are_not_reported() -> None:
     stop = Stop()
     stop.run(lambda: stop.client.group.revoke(TopicPartition("orders", 1)))
 
@@ -125,7 +125,7 @@ def test_records_that_a_rebalance_has_committed_while_the_app_drains_are_not_tol
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_a_rebalance_says_when_what_finished_was_not_committed(
+def test_a_rebalance_reports_finished_but_uncommitted_records(
     available: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop = Stop()
@@ -146,7 +146,7 @@ def test_a_rebalance_says_when_what_finished_was_not_committed(
     assert [record.__dict__["records"] for record in told] == ([] if available else [RECORDS])
 
 
-def test_an_app_that_is_refused_beside_members_ends_with_that() -> None:
+def test_an_app_refused_because_of_group_members_raises_that_reason() -> None:
     """The reason is worth more than its consequence."""
     stop = Stop()
     stop.run(lambda: stop.client.broker.fail_next_commit(GroupHasMembersError("the group has members")))
@@ -154,7 +154,7 @@ def test_an_app_that_is_refused_beside_members_ends_with_that() -> None:
     assert stop.error is None
 
 
-def test_catching_up_ends_in_an_error_when_the_last_commit_fails() -> None:
+def test_until_caught_up_raises_when_the_last_commit_fails() -> None:
     app = App("stopping", shutdown_timeout=5.0)
     client = TestClient(app)
 

@@ -1,4 +1,4 @@
-"""The lag goes on growing where nothing is fetched, and says since when."""
+"""Consumer lag keeps growing when nothing is fetched, and has an age."""
 
 import asyncio
 import time
@@ -46,7 +46,7 @@ class World:
             await client.publish("orders", b"", partition=0)
 
 
-def test_it_grows_while_a_partition_is_paused() -> None:
+def test_lag_grows_while_a_partition_is_paused() -> None:
     async def test() -> None:
         world = World()
         async with TestClient(world.app, broker=world.broker) as client:
@@ -58,7 +58,7 @@ def test_it_grows_while_a_partition_is_paused() -> None:
                 await world.publish(client, 10)
                 await asyncio.sleep(NEVER_OLDER)
                 assert (world.partition.end_offset, world.partition.lag) == (5 + more, more)
-                assert world.partition.lag_seconds is None  # nothing is in hand that would tell
+                assert world.partition.lag_seconds is None  # no record in flight would tell
             assert world.app.diagnose().partitions[0].verdict != "up to date"
             world.app.resume("orders", 0)
             await client.settle(30.0)
@@ -67,7 +67,7 @@ def test_it_grows_while_a_partition_is_paused() -> None:
     run(test())
 
 
-def test_a_broker_that_does_not_answer_leaves_the_last_answer() -> None:
+def test_a_silent_broker_keeps_the_last_known_end() -> None:
     async def test() -> None:
         world = World()
         async with TestClient(world.app, broker=world.broker) as client:
@@ -87,7 +87,7 @@ def test_a_broker_that_does_not_answer_leaves_the_last_answer() -> None:
     run(test())
 
 
-def test_it_is_the_age_of_the_oldest_incomplete_record_by_its_timestamp() -> None:
+def test_lag_seconds_is_the_age_of_the_oldest_incomplete_record() -> None:
     """Not by when it came in: it may have waited in the log."""
 
     async def test() -> None:
@@ -119,7 +119,7 @@ def test_a_record_without_a_timestamp_has_no_age() -> None:
     run(test())
 
 
-def test_it_is_counted_from_what_is_committed_not_from_what_could_be() -> None:
+def test_lag_counts_from_the_committed_offset() -> None:
     async def test() -> None:
         world = World(commit_interval=5.0)
         async with TestClient(world.app, broker=world.broker) as client:
@@ -133,7 +133,7 @@ def test_it_is_counted_from_what_is_committed_not_from_what_could_be() -> None:
     run(test())
 
 
-# What is asked, by itself ---------------------------------------------------------------
+# The poller on its own ------------------------------------------------------------------
 
 ORDERS = TopicPartition("orders", 0)
 
@@ -161,7 +161,7 @@ class Client:
 
 
 class Asking:
-    """What asks, with one partition at a position."""
+    """The poller of log ends, with one partition at a position."""
 
     def __init__(self) -> None:
         self.client = Client()
@@ -176,7 +176,7 @@ class Asking:
         await Engine._query_log_ends(self.engine)
 
 
-def test_the_furthest_of_what_is_known_is_the_end() -> None:
+def test_the_highest_known_offset_is_the_end() -> None:
     async def test() -> None:
         asking = Asking()
         client = asking.client
@@ -199,7 +199,7 @@ def test_the_furthest_of_what_is_known_is_the_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails", "is too slow by itself"])
-def test_nobody_who_answers_badly_ends_the_asking_or_makes_it_late(how: str) -> None:
+def test_a_bad_answer_neither_stops_nor_delays_the_polling(how: str) -> None:
     async def test() -> None:
         asking = Asking()
         client = asking.client

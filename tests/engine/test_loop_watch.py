@@ -1,4 +1,4 @@
-"""A loop that a handler blocks is named from outside: while it lasts, and in the log when it is over."""
+"""A blocked event loop is reported from another thread: while it lasts and in the log afterwards."""
 
 import asyncio
 import logging
@@ -75,7 +75,7 @@ class Blocking:
 
 
 @LOOPS
-def test_the_handler_and_its_line_are_named_while_it_lasts_and_in_the_log(
+def test_a_blocking_handler_is_named_with_its_line(
     new_loop: NewLoop, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app()
@@ -113,7 +113,7 @@ def test_the_handler_and_its_line_are_named_while_it_lasts_and_in_the_log(
 
 
 @LOOPS
-def test_explanations_count_the_seconds_although_the_loop_stands_still(new_loop: NewLoop) -> None:
+def test_explanations_count_seconds_while_the_event_loop_is_blocked(new_loop: NewLoop) -> None:
     app = make_app()
     explained: list[tuple[str, float]] = []
     over = threading.Event()
@@ -145,10 +145,10 @@ def test_explanations_count_the_seconds_although_the_loop_stands_still(new_loop:
     ((finding, age),) = explained
     assert "handler on_order computes or blocks" in finding
     assert finding.endswith("; nothing else runs meanwhile")
-    assert age >= 0.7, "the record has been in hand for as long as the loop has been blocked"
+    assert age >= 0.7, "the record has been in flight for as long as the loop has been blocked"
 
 
-async def test_a_task_of_the_handlers_own_is_the_handlers() -> None:
+async def test_a_task_started_by_a_handler_counts_as_the_handler() -> None:
     app = make_app()
     blocks = Blocking(app)
 
@@ -167,7 +167,7 @@ async def test_a_task_of_the_handlers_own_is_the_handlers() -> None:
         )
 
 
-async def test_of_a_batch_the_first_record_is_named_and_how_many_more() -> None:
+async def test_a_blocking_batch_names_its_first_record_and_the_rest_count() -> None:
     app = make_app()
     blocks = Blocking(app)
 
@@ -181,7 +181,7 @@ async def test_of_a_batch_the_first_record_is_named_and_how_many_more() -> None:
         assert "with record orders/1/0 and 2 more of its batch" in await blocks.until_seen()
 
 
-async def test_what_is_no_handler_is_not_blamed_on_one() -> None:
+async def test_a_blocking_task_outside_handlers_is_not_blamed_on_one() -> None:
     app = make_app()
     blocks, released = Blocking(app), asyncio.Event()
 
@@ -203,7 +203,7 @@ async def test_what_is_no_handler_is_not_blamed_on_one() -> None:
         released.set()
 
 
-async def test_the_log_names_a_place_once_a_minute(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blocking_line_is_logged_once_a_minute(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "BLOCKED_AFTER", 0.3)
     app = make_app()
 
@@ -223,7 +223,7 @@ async def test_the_log_names_a_place_once_a_minute(told: Told, monkeypatch: pyte
         await until(lambda: len(told()) == 4, 5.0)
 
 
-async def test_a_call_that_keeps_the_interpreter_is_told_afterwards(told: Told) -> None:
+async def test_a_call_that_holds_the_gil_is_reported_afterwards(told: Told) -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -247,7 +247,7 @@ async def test_a_call_that_keeps_the_interpreter_is_told_afterwards(told: Told) 
     assert re.match(r"the event loop (was blocked|and all threads stood still) for [12]\.\d s", text)
 
 
-async def test_the_delays_of_the_loop_are_counted() -> None:
+async def test_event_loop_delays_are_counted() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -272,7 +272,7 @@ async def test_the_delays_of_the_loop_are_counted() -> None:
 # Its thread
 
 
-async def test_the_thread_lives_as_long_as_the_engine() -> None:
+async def test_the_watch_thread_runs_as_long_as_the_engine() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -285,7 +285,7 @@ async def test_the_thread_lives_as_long_as_the_engine() -> None:
         await until(lambda: not threads(), 5.0)
 
 
-async def test_a_loop_that_is_not_watched_any_more_is_not_blocked() -> None:
+async def test_an_unwatched_loop_is_not_reported_as_blocked() -> None:
     watch = LoopWatch(list)
     running = asyncio.create_task(watch.run(), name="watch")
     await asyncio.sleep(0)
@@ -296,7 +296,7 @@ async def test_a_loop_that_is_not_watched_any_more_is_not_blocked() -> None:
     assert watch.blocked() is None
 
 
-def test_the_thread_ends_with_a_loop_that_is_thrown_away() -> None:
+def test_the_watch_thread_ends_with_a_discarded_loop() -> None:
     async def main() -> None:
         task = asyncio.create_task(LoopWatch(list).run(), name="loop watch")
         await asyncio.sleep(0.01)
@@ -309,7 +309,7 @@ def test_the_thread_ends_with_a_loop_that_is_thrown_away() -> None:
     assert not threads()
 
 
-def test_virtual_time_has_none() -> None:
+def test_virtual_time_has_no_loop_watch() -> None:
     app = make_app()
 
     @app.consume("orders")
@@ -326,7 +326,7 @@ def test_virtual_time_has_none() -> None:
     run(test())
 
 
-async def test_a_replay_has_none() -> None:
+async def test_a_replay_has_no_loop_watch() -> None:
     app = make_app()
 
     @app.consume("orders")

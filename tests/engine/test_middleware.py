@@ -1,4 +1,4 @@
-"""What runs around every attempt: in order, with what it changes, and with whatever it raises."""
+"""Middleware around every attempt: order, changes and exceptions."""
 
 import asyncio
 import dataclasses
@@ -48,7 +48,7 @@ class World:
         run(test())
 
 
-def test_that_of_the_app_is_outside_and_what_came_first_is_outermost() -> None:
+def test_app_middleware_is_outermost_in_registration_order() -> None:
     world = World()
     handlers = Router()
     handlers.middleware(world.noting("of the set"))
@@ -74,7 +74,7 @@ def test_that_of_the_app_is_outside_and_what_came_first_is_outermost() -> None:
     ]
 
 
-def test_handlers_of_the_app_itself_have_its_middleware_once() -> None:
+def test_app_handlers_run_app_middleware_once() -> None:
     world = World()
 
     @world.app.consume("orders")
@@ -88,7 +88,7 @@ def test_handlers_of_the_app_itself_have_its_middleware_once() -> None:
     assert world.seen == ["it in", (0, 1), "it out"]
 
 
-def test_the_handler_gets_the_record_and_the_context_that_it_passes_on() -> None:
+def test_the_handler_gets_the_record_and_context_passed_by_middleware() -> None:
     world = World()
 
     @world.app.middleware
@@ -107,7 +107,7 @@ def test_the_handler_gets_the_record_and_the_context_that_it_passes_on() -> None
     assert world.seen == [(14, "s", b"7"), (16, "s", b"8")]
 
 
-def test_what_it_raises_fails_the_attempt_and_what_it_keeps_to_itself_does_not() -> None:
+def test_a_raising_middleware_fails_the_attempt_and_a_suppressing_one_does_not() -> None:
     world = World()
 
     @world.app.middleware
@@ -133,7 +133,7 @@ def test_what_it_raises_fails_the_attempt_and_what_it_keeps_to_itself_does_not()
     assert dict(letter.headers)["aioshard.attempts"] == b"2"
 
 
-def test_a_time_out_goes_through_it() -> None:
+def test_a_timeout_passes_through_middleware() -> None:
     world = World()
 
     @world.app.middleware
@@ -153,7 +153,7 @@ def test_a_time_out_goes_through_it() -> None:
     assert world.seen == ["cancelled"]
 
 
-def test_it_runs_around_a_batch_and_may_change_its_records_before_they_are_decoded() -> None:
+def test_batch_middleware_can_change_records_before_decoding() -> None:
     world = World()
 
     @world.app.middleware
@@ -170,7 +170,7 @@ def test_it_runs_around_a_batch_and_may_change_its_records_before_they_are_decod
     assert world.seen == [3, [Order(1)] * 3]
 
 
-async def test_it_runs_on_the_loop_around_a_plain_function_in_its_thread() -> None:
+async def test_middleware_of_a_threaded_handler_runs_on_the_event_loop() -> None:
     world = World()
     world.app.middleware(world.noting("it"))
 
@@ -195,7 +195,7 @@ async def handed_back(record: Record, context: Context, call_next: Next) -> obje
 
 @pytest.mark.parametrize("around", [not_awaited, handed_back])
 @pytest.mark.parametrize("batch", [None, Batch(linger=0.1)], ids=["records", "batches"])
-def test_a_handler_that_was_called_and_not_awaited_is_no_success(around: Any, batch: Batch | None) -> None:
+def test_a_handler_that_middleware_does_not_await_fails(around: Any, batch: Batch | None) -> None:
     world = World()
     world.app.middleware(world.noting("it"))
     world.app.middleware(around)
@@ -215,7 +215,7 @@ def test_a_handler_that_was_called_and_not_awaited_is_no_success(around: Any, ba
     )
 
 
-def test_a_handler_that_still_runs_in_a_task_is_no_success() -> None:
+def test_a_handler_still_running_in_a_task_fails() -> None:
     world = World()
     tasks: list[Any] = []
 
@@ -241,7 +241,7 @@ def test_a_handler_that_still_runs_in_a_task_is_no_success() -> None:
     assert len(world.broker.records("orders.dlt")) == 1
 
 
-def test_a_record_that_it_keeps_from_the_handler_is_complete_and_one_given_twice_runs_twice() -> None:
+def test_middleware_can_skip_the_handler_or_call_it_twice() -> None:
     world = World()
 
     @world.app.middleware
@@ -269,7 +269,7 @@ class Exotic(BaseException):
     ids=["own", "cancelled"],
 )
 @pytest.mark.parametrize("batch", [None, Batch(linger=0.1)], ids=["records", "batches"])
-def test_whatever_it_raises_is_a_failure_and_not_the_end_of_the_worker(
+def test_any_middleware_exception_is_a_failure_and_keeps_the_worker(
     error: BaseException, name: bytes, batch: Batch | None
 ) -> None:
     world = World()
@@ -294,7 +294,7 @@ def test_whatever_it_raises_is_a_failure_and_not_the_end_of_the_worker(
     assert dict(letter.headers)["aioshard.error"] == name
 
 
-def test_around_a_batch_a_record_that_is_not_decoded_takes_no_other_with_it() -> None:
+def test_an_undecodable_record_fails_alone_inside_batch_middleware() -> None:
     world = World()
     world.app.middleware(world.noting("it"))
     done: list[int] = []
@@ -310,7 +310,7 @@ def test_around_a_batch_a_record_that_is_not_decoded_takes_no_other_with_it() ->
     assert [letter.value for letter in world.broker.records("orders.dlt")] == [b"bad"]
 
 
-def test_a_time_out_is_known_to_it_and_to_the_handler() -> None:
+def test_middleware_and_handler_see_the_timeout() -> None:
     world = World()
 
     @world.app.middleware
@@ -335,7 +335,7 @@ def test_a_time_out_is_known_to_it_and_to_the_handler() -> None:
     assert world.seen == [7.0, 8.0]
 
 
-def test_the_decorated_function_stays_what_it_was() -> None:
+def test_the_decorated_function_is_unchanged() -> None:
     around = World().noting("it")
 
     assert App("group").middleware(around) is around
@@ -348,12 +348,12 @@ async def of_two(record: Record, context: Context) -> None: ...
 
 
 @pytest.mark.parametrize("around", [plain, of_two, "text"], ids=["plain", "of two", "text"])
-def test_what_cannot_run_around_a_handler_is_refused(around: Any) -> None:
+def test_invalid_middleware_is_refused(around: Any) -> None:
     with pytest.raises(HandlerError, match=r"was refused.*expected an 'async def' of \(record, context, call_next\)"):
         App("group").middleware(around)
 
 
-def test_it_comes_too_late_when_the_app_runs() -> None:
+def test_middleware_is_refused_while_the_app_runs() -> None:
     async def test() -> None:
         world = World()
         world.app.consume("orders")(of_one)

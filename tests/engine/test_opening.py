@@ -1,4 +1,4 @@
-"""Many partitions that are opened together: other tasks run in between, and a membership that ends meanwhile counts."""
+"""Many partitions are opened together: other tasks run in between, and a lost membership is noticed."""
 
 import asyncio
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Calls that are awaited belong to the app's own event loop; another one is refused."""
+"""Async calls belong to the app's event loop; calls from another loop are refused."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

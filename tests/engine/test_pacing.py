@@ -36,7 +36,7 @@ def keeps(limit: RateLimit, times: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.003, 0.5])
-def test_a_handler_starts_as_many_runs_as_its_limit_allows_and_not_more(seconds: float) -> None:
+def test_a_handler_starts_exactly_as_many_runs_as_its_limit_allows(seconds: float) -> None:
     app, starts, limit = App("paced"), Starts(), RateLimit(200.0, burst=10)
 
     @app.consume("orders", concurrency=128, rate_limit=limit)
@@ -55,7 +55,7 @@ def test_a_handler_starts_as_many_runs_as_its_limit_allows_and_not_more(seconds:
     assert starts.all[-1] - starts.all[0] == pytest.approx((1_000 - 10) / 200.0, rel=0.02)
 
 
-def test_attempts_count() -> None:
+def test_retries_count_against_the_rate_limit() -> None:
     app, starts, limit = App("paced"), Starts(), RateLimit(10.0)
 
     @app.consume("orders", rate_limit=limit, retry=Retry(attempts=3, initial=0.0), on_failure="skip")
@@ -73,7 +73,7 @@ def test_attempts_count() -> None:
     assert keeps(limit, starts.all)
 
 
-def test_fixed_shards_share_the_limit_of_their_handler_and_none_is_forgotten() -> None:
+def test_fixed_shards_share_the_limit_and_none_starves() -> None:
     app, starts, limit = App("paced"), Starts(), RateLimit(100.0, burst=1)
 
     @app.consume("orders", shards=20, rate_limit=limit)
@@ -113,7 +113,7 @@ def test_batches_are_counted_as_runs() -> None:
     assert sizes.count(10) >= 18
 
 
-def test_no_more_is_taken_in_than_can_be_started_soon() -> None:
+def test_intake_is_limited_to_records_that_can_start_soon() -> None:
     app = App("paced")
 
     @app.consume("orders", rate_limit=RateLimit(2.0))
@@ -129,10 +129,10 @@ def test_no_more_is_taken_in_than_can_be_started_soon() -> None:
     run(test())
 
 
-# Of each key ------------------------------------------------------------------------
+# Limits per key ---------------------------------------------------------------------
 
 
-def test_what_waits_for_the_limit_of_its_handler_says_so() -> None:
+def test_a_record_waiting_for_the_rate_limit_is_explained() -> None:
     app = App("paced")
 
     @app.consume("orders", rate_limit=RateLimit(0.2, burst=1))
@@ -185,7 +185,7 @@ def test_limits_and_order_hold_and_nothing_is_lost_or_repeated_across_rebalances
 # Refusals ---------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_limited_is_refused() -> None:
+def test_an_impossible_rate_limit_is_refused() -> None:
     app = App("paced")
 
     with pytest.raises(HandlerError, match=r"rate_limit=100 was refused: expected RateLimit"):

@@ -1,4 +1,4 @@
-"""How long work takes in virtual time, beside the arithmetic: shards decide how much runs at once, not partitions."""
+"""Processing time in virtual time: shards, not partitions, determine the parallelism."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ def drawn(record: Record, below: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [32, 320])
-def test_ten_times_the_local_queues_do_the_work_of_32_partitions_in_a_tenth_of_the_time(shards: int) -> None:
+def test_ten_times_the_concurrency_takes_a_tenth_of_the_time(shards: int) -> None:
     """At 0 to 19 ms a record, 9.5 on average, 32 queues do 3,368 records/s at most; the fullest one is the last."""
     app = App("queues")
     work: defaultdict[int, float] = defaultdict(float)
@@ -56,7 +56,7 @@ def test_ten_times_the_local_queues_do_the_work_of_32_partitions_in_a_tenth_of_t
 
 
 @pytest.mark.parametrize("concurrency", [1, 10, 100])
-def test_a_hundred_records_of_nought_to_nine_seconds_take_as_long_as_their_sum_or_the_longest(concurrency: int) -> None:
+def test_sleeping_records_take_their_sum_per_worker_or_the_longest_sleep(concurrency: int) -> None:
     """One at a time takes the sum, 7.5 minutes; ten at once a tenth of it; all at once as long as the longest."""
     app, work = App("tasks"), []
 

@@ -1,4 +1,4 @@
-"""What a partition takes in of its side topic, and what it leaves alone: plain records, no broker."""
+"""Which side-topic records a partition adopts and which it ignores, without a broker."""
 
 import math
 
@@ -53,7 +53,7 @@ def stored(message: Message, at: int) -> Record:
     return Record("parked", 0, at, message.key, message.value, tuple(message.headers), 0.0)
 
 
-def lot(
+def restored(
     *before: Record, start: int = 100, generation: int = 7, exactly_once: bool = False
 ) -> tuple[ParkedPartition, list[Message]]:
     """The parked records of a partition that became ours; *before* is what was in its side topic."""
@@ -90,8 +90,8 @@ def acknowledged(at: ParkedPartition, offset: int, stored_at: int) -> None:
     at.add(at.entry(original(offset), at.generation, stored_at, 60.0, 0), FAILURE)
 
 
-def test_what_the_partition_delivers_again_is_not_parked_and_is_taken_out() -> None:
-    made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(5, 2, 6), start=4)
+def test_redelivered_records_are_removed_from_the_park_topic() -> None:
+    made, answers = restored(parked(3, 0, 5), parked(4, 1, 5), parked(5, 2, 6), start=4)
     assert offsets(made) == [3]
     assert [read_parked(stored(answer, 9)) for answer in reversed(answers)] == [
         Removed(Place(Coordinates("orders", 0, 4), 5), by=7),
@@ -99,17 +99,17 @@ def test_what_the_partition_delivers_again_is_not_parked_and_is_taken_out() -> N
     ]
 
 
-def test_the_tombstone_of_another_generation_takes_nothing_out() -> None:
-    made, _ = lot(parked(3, 0, 5), removed(3, 1, 4))
+def test_a_tombstone_of_another_generation_removes_nothing() -> None:
+    made, _ = restored(parked(3, 0, 5), removed(3, 1, 4))
     made.read(removed(3, 2, 6))
     assert offsets(made) == [3]
     made.read(removed(3, 3, 5))
     assert offsets(made) == []
 
 
-def test_what_a_later_owner_takes_out_stays_parked_here() -> None:
-    """Who has lost the partition and does not know it must not go on with the key: the owner runs the record first."""
-    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+def test_a_removal_by_a_later_owner_is_ignored_here() -> None:
+    """A stale member must not continue with the key: the owner runs the record first."""
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
     made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=8), 2))
     assert offsets(made) == [3, 4]
     made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6), 3))
@@ -117,9 +117,9 @@ def test_what_a_later_owner_takes_out_stays_parked_here() -> None:
     assert offsets(made) == []
 
 
-def test_a_tombstone_that_is_older_than_the_park_takes_nothing_out() -> None:
+def test_a_tombstone_older_than_the_parked_record_removes_nothing() -> None:
     """It is read after the park was acknowledged, though it lies before it."""
-    made, _ = lot()
+    made, _ = restored()
     acknowledged(made, 3, stored_at=10)
     made.read(removed(3, 9, 7))
     assert offsets(made) == [3]
@@ -127,17 +127,17 @@ def test_a_tombstone_that_is_older_than_the_park_takes_nothing_out() -> None:
     assert offsets(made) == []
 
 
-def test_what_was_parked_in_a_later_generation_is_somebody_elses() -> None:
-    made, answers = lot(parked(3, 0, 8))
+def test_records_parked_in_a_later_generation_belong_to_another_owner() -> None:
+    made, answers = restored(parked(3, 0, 8))
     assert offsets(made) == []
     assert answers == []
     made.read(parked(4, 1, 8))
     assert made.outgoing() == []
 
 
-def test_where_the_group_began_anew_what_was_parked_in_a_later_generation_is_ours_too() -> None:
+def test_after_a_group_reset_records_of_later_generations_are_adopted() -> None:
     before = [parked(3, 0, 8), parked(4, 1, 9), removed(4, 2, 9), parked(5, 3, 6), parked(5, 4, 8), parked(100, 5, 8)]
-    made, answers = lot(*before)
+    made, answers = restored(*before)
     assert made.in_doubt
     assert offsets(made) == [5]
     assert answers == []
@@ -153,8 +153,8 @@ def test_where_the_group_began_anew_what_was_parked_in_a_later_generation_is_our
     assert offsets(made) == [5]
 
 
-def test_what_was_parked_twice_counts_as_it_was_parked_last() -> None:
-    made, _ = lot(parked(3, 0, 6), parked(3, 1, 5))
+def test_the_last_copy_of_a_record_parked_twice_counts() -> None:
+    made, _ = restored(parked(3, 0, 6), parked(3, 1, 5))
     (entry,) = made.keys
     assert (entry.generation, entry.stored_at) == (6, 0)
 
@@ -167,33 +167,33 @@ EARLIER, LATER = parked(3, 0, 5, due=50.0), parked(3, 1, 6)
     [[EARLIER, LATER], [LATER, parked(3, 2, 5, due=50.0)], [EARLIER, LATER, parked(3, 2, 5), parked(3, 3, 6)]],
     ids=["before it", "after it", "both again"],
 )
-def test_what_is_stored_under_an_earlier_generation_too_is_taken_out(before: list[Record]) -> None:
+def test_copies_of_an_earlier_generation_are_removed(before: list[Record]) -> None:
     """Left there it is a parked record for who reads the topic when the one that counts is gone from it."""
-    made, answers = lot(*before)
+    made, answers = restored(*before)
     assert [entry.generation for entry in made.keys] == [6]
     assert {answer.key for answer in answers} == {b"orders/0/3@5"}
 
 
-def test_what_is_stored_twice_and_comes_again_is_taken_out_of_both_places() -> None:
-    made, answers = lot(EARLIER, LATER, parked(3, 2, 4), start=3)
+def test_all_copies_of_a_redelivered_record_are_removed() -> None:
+    made, answers = restored(EARLIER, LATER, parked(3, 2, 4), start=3)
     assert offsets(made) == []
     assert sorted(answer.key or b"" for answer in answers) == [b"orders/0/3@4", b"orders/0/3@5", b"orders/0/3@6"]
 
 
 @pytest.mark.parametrize("gone", [4, 5, 6])
-def test_of_what_is_stored_three_times_and_taken_out_once_the_latest_that_is_left_counts(gone: int) -> None:
+def test_after_one_removal_the_latest_remaining_copy_counts(gone: int) -> None:
     """Nobody knows whether the others are only traces of it: twice is better than not at all."""
-    made, answers = lot(EARLIER, LATER, parked(3, 2, 4), removed(3, 3, gone))
+    made, answers = restored(EARLIER, LATER, parked(3, 2, 4), removed(3, 3, gone))
     kept, *others = sorted({4, 5, 6} - {gone}, reverse=True)
     assert [entry.generation for entry in made.keys] == [kept]
     assert [answer.key for answer in answers] == [f"orders/0/3@{other}".encode() for other in others]
     assert made.failures == {b"k": FAILURE}
 
 
-def test_what_was_parked_again_is_due_as_was_said_last() -> None:
+def test_a_record_parked_again_is_due_as_last_written() -> None:
     """Else a key that has used up its attempts would have them again after each restart."""
     again = FAILURE._replace(message="again")
-    made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(3, 2, 5, failure=again, due=NEVER, replays=2))
+    made, answers = restored(parked(3, 0, 5), parked(4, 1, 5), parked(3, 2, 5, failure=again, due=NEVER, replays=2))
     assert [(entry.offset, entry.due, entry.replays, entry.stored_at) for entry in made.keys] == [
         (3, NEVER, 2, 2),
         (4, 60.0, 0, 1),
@@ -203,8 +203,8 @@ def test_what_was_parked_again_is_due_as_was_said_last() -> None:
     assert answers == []
 
 
-def test_a_park_that_was_stored_and_not_acknowledged_is_taken_out_when_its_record_has_ended_otherwise() -> None:
-    made, _ = lot()
+def test_an_unacknowledged_park_is_removed_when_its_record_ends_otherwise() -> None:
+    made, _ = restored()
     delivery = arrive(made, 100)
     made.source.open()
     made.read(parked(100, 0, 7))
@@ -214,16 +214,16 @@ def test_a_park_that_was_stored_and_not_acknowledged_is_taken_out_when_its_recor
     assert made.outgoing() == []
 
 
-def test_with_exactly_once_nothing_outside_of_its_transaction_takes_a_record_out() -> None:
+def test_with_exactly_once_only_a_transaction_removes_a_record() -> None:
     """The reader may be late: the tombstone of the record is in a transaction that has not ended."""
-    made, _ = lot(exactly_once=True)
+    made, _ = restored(exactly_once=True)
     made.read(parked(3, 0, 7))
     made.read(parked(4, 1, 6))  # parked again by the next owner, if we are not the owner any more
     assert made.outgoing() == []
 
 
 def test_a_park_that_is_seen_before_it_is_acknowledged_stays() -> None:
-    made, _ = lot()
+    made, _ = restored()
     delivery = arrive(made, 100)
     made.read(parked(100, 0, 7))
     assert made.outgoing() == [], "its write is on its way"
@@ -234,7 +234,7 @@ def test_a_park_that_is_seen_before_it_is_acknowledged_stays() -> None:
 
 
 def test_a_release_does_not_run_a_key_twice_at_once() -> None:
-    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
     entry = made.keys.take_due(60.0)
     assert entry is not None
     made.keys.release(b"k")
@@ -248,15 +248,15 @@ def test_a_release_does_not_run_a_key_twice_at_once() -> None:
     assert following.offset == 4
 
 
-def test_a_key_that_waits_is_released() -> None:
-    made, _ = lot(parked(3, 0, 5))
+def test_a_waiting_key_can_be_released() -> None:
+    made, _ = restored(parked(3, 0, 5))
     assert made.keys.take_due(0.0) is None
     made.keys.release(b"k")
     assert made.keys.take_due(0.0) is not None
 
 
-def test_a_release_is_answered_when_it_was_done_and_not_before() -> None:
-    made, _ = lot(parked(3, 0, 5))
+def test_a_release_is_answered_only_once_it_is_done() -> None:
+    made, _ = restored(parked(3, 0, 5))
     made.read(stored(release("parked", Coordinates("orders", 0, 3)), 1))
     assert made.outgoing() == [], "its key waits for its turn: the next owner would have to do it"
     entry = made.keys.take_due(0.0)
@@ -268,8 +268,8 @@ def test_a_release_is_answered_when_it_was_done_and_not_before() -> None:
     assert made.outgoing() == [], "it was answered"
 
 
-def test_a_release_stays_unanswered_while_its_key_could_not_be_run() -> None:
-    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+def test_a_release_stays_unanswered_until_its_key_can_run() -> None:
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
     made.read(stored(release("parked", Coordinates("orders", 0, 3)), 2))
     assert made.keys.take_due(0.0) is not None
     made.keys.postpone(b"k", 1.0)  # its payload could not be read, or its partition is being revoked
@@ -279,18 +279,18 @@ def test_a_release_stays_unanswered_while_its_key_could_not_be_run() -> None:
     assert made.outgoing() == [], "the records behind it are released with it"
 
 
-def test_a_release_that_was_begun_goes_on_with_the_next_owner() -> None:
+def test_the_next_owner_continues_a_started_release() -> None:
     asked = release("parked", Coordinates("orders", 0, 3))
     removed = tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6)
-    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5), stored(asked, 2), stored(removed, 3))
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5), stored(asked, 2), stored(removed, 3))
     assert made.outgoing() == [], "the record that it names has run, the one behind it has not"
     entry = made.keys.take_due(0.0)
     assert entry is not None
     assert entry.offset == 4
 
 
-def test_a_key_that_is_parked_anew_has_a_new_reason() -> None:
-    made, _ = lot(parked(3, 0, 5))
+def test_a_key_parked_again_has_a_new_reason() -> None:
+    made, _ = restored(parked(3, 0, 5))
     made.remove(3)
     made.add(made.entry(original(101), 7, 1, 60.0, 0), FAILURE._replace(message="another"))
     assert made.failures[b"k"].message == "another"
@@ -298,7 +298,7 @@ def test_a_key_that_is_parked_anew_has_a_new_reason() -> None:
 
 def test_a_drain_does_not_wait_for_a_replay_that_is_only_queued() -> None:
     """The commit of its partition lists no parked record, so nothing would run twice."""
-    held, _ = lot(parked(1, at=0, generation=6))
+    held, _ = restored(parked(1, at=0, generation=6))
     held.open()
     entry = held.keys.take_due(1_000.0)
     assert entry is not None

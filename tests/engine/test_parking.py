@@ -1,4 +1,4 @@
-"""Parked keys: in order, durable, and nobody else notices."""
+"""Parked keys stay in order, are durable, and affect no other key."""
 
 import asyncio
 from collections import defaultdict
@@ -79,7 +79,7 @@ async def publish(client: TestClient, count: int, *, keys: int = 5, partition: i
 
 
 @pytest.mark.parametrize("options", [{}, {"shards": 3}, {"concurrency": 1}], ids=str)
-def test_a_key_is_parked_with_all_that_follows_and_goes_on_in_order(options: dict[str, Any]) -> None:
+def test_a_key_is_parked_with_its_followers_and_resumes_in_order(options: dict[str, Any]) -> None:
     ledger = Ledger()
     ledger.broken.add(b"k1")
     app = ledger.app(**options)
@@ -105,7 +105,7 @@ def test_a_key_is_parked_with_all_that_follows_and_goes_on_in_order(options: dic
     assert ledger.in_order()
 
 
-def test_what_is_parked_says_why_and_when() -> None:
+def test_a_parked_key_has_its_reason_and_time() -> None:
     ledger = Ledger()
     ledger.broken.add(b"k0")
     app = ledger.app()
@@ -123,7 +123,7 @@ def test_what_is_parked_says_why_and_when() -> None:
     run(test())
 
 
-def test_a_key_that_used_up_its_attempts_waits_for_its_release() -> None:
+def test_a_key_without_attempts_left_waits_for_its_release() -> None:
     ledger = Ledger()
     ledger.broken.add(b"k0")
     app = ledger.app(delay=5.0, attempts=2)
@@ -192,7 +192,7 @@ def test_parked_keys_survive_a_restart_and_a_move_to_another_member() -> None:
     assert sum(map(len, ledger.done.values())) == 80
 
 
-def test_a_rebalance_in_place_keeps_what_is_parked_and_waits_for_what_runs_again() -> None:
+def test_a_rebalance_in_place_keeps_parked_keys_and_waits_for_replays() -> None:
     ledger = Ledger()
     ledger.broken.add(b"k0")
     app = ledger.app(delay=3.0)
@@ -236,7 +236,7 @@ def test_a_release_during_a_rebalance_is_not_lost() -> None:
     run(test())
 
 
-def test_a_park_topic_that_cannot_be_written_holds_the_key_and_nobody_else() -> None:
+def test_an_unwritable_park_topic_blocks_only_its_key() -> None:
     ledger = Ledger()
     ledger.broken.add(b"k0")
     app = ledger.app()
@@ -258,7 +258,7 @@ def test_a_park_topic_that_cannot_be_written_holds_the_key_and_nobody_else() -> 
     assert ledger.in_order()
 
 
-def test_a_park_topic_that_cannot_be_read_keeps_the_partition_closed_and_says_so() -> None:
+def test_an_unreadable_park_topic_keeps_the_partition_closed_and_is_reported() -> None:
     ledger = Ledger()
     app = ledger.app()
     app.configure(start_timeout=None)
@@ -280,7 +280,7 @@ def test_a_park_topic_that_cannot_be_read_keeps_the_partition_closed_and_says_so
     run(test())
 
 
-def test_what_another_member_writes_after_it_lost_the_partition_does_not_come_back() -> None:
+def test_records_parked_by_a_stale_member_do_not_run_again() -> None:
     """A process that was frozen parks a record that the new owner has processed long ago."""
     ledger = Ledger()
 
@@ -319,7 +319,7 @@ def test_two_groups_do_not_share_a_park_topic() -> None:
     run(test())
 
 
-def test_what_is_delivered_again_is_not_parked_twice() -> None:
+def test_a_redelivered_record_is_not_parked_twice() -> None:
     """A crash between the acknowledgement of the park and the commit: the record comes by itself."""
     ledger = Ledger()
     ledger.broken.add(b"k0")
@@ -386,7 +386,7 @@ def test_two_topics_share_a_park_topic() -> None:
     assert [one for one in done if "returns" in one] == ["returns/0", "returns/1", "returns/2"]
 
 
-def test_many_parked_keys_go_on() -> None:
+def test_many_parked_keys_resume() -> None:
     ledger = Ledger()
     app = ledger.app(delay=5.0)
 
@@ -426,8 +426,8 @@ def test_the_reader_of_side_topics_is_closed_with_the_app() -> None:
     assert made[0]._closed
 
 
-def test_a_parked_record_that_somebody_deleted_is_named() -> None:
-    """Its key waits for it, and that is said (I11); giving it up lets the key go on."""
+def test_a_deleted_parked_record_is_named() -> None:
+    """Its key waits for it and is reported (I11); dropping it lets the key resume."""
     ledger = Ledger()
     ledger.broken.add(b"k0")
     app = ledger.app(delay=5.0)
@@ -453,7 +453,7 @@ def test_a_parked_record_that_somebody_deleted_is_named() -> None:
 
 
 def old_life(broker: InMemoryBroker, *offsets: int) -> None:
-    """What was parked of partition 0 when the group had a far higher generation than it has now."""
+    """Park records in partition 0 from a time when the group had a far higher generation than now."""
     broker.create_topic("orders", 1)
     broker.create_topic(PARKED, 1)
     for _ in range(3):
@@ -464,7 +464,7 @@ def old_life(broker: InMemoryBroker, *offsets: int) -> None:
         broker.publish(PARKED, message.value, key=message.key, headers=message.headers, partition=0)
 
 
-def test_what_was_parked_before_the_group_began_anew_is_run_again() -> None:
+def test_records_parked_before_a_group_reset_are_replayed() -> None:
     """Brokers forget a group that was away for long, and its generations start again at 1."""
 
     async def test() -> None:
@@ -478,8 +478,8 @@ def test_what_was_parked_before_the_group_began_anew_is_run_again() -> None:
     run(test())
 
 
-def test_it_is_left_alone_as_long_as_no_commit_shows_that_the_partition_is_ours() -> None:
-    """A process that was frozen reads it too, before it learns that the group has gone on without it."""
+def test_the_park_topic_is_unchanged_until_a_commit_proves_ownership() -> None:
+    """A process that was frozen reads it too, before it learns that the group has moved on."""
 
     async def test() -> None:
         broker, ledger = InMemoryBroker(partitions=1), Ledger()

@@ -1,4 +1,4 @@
-"""What goes wrong around parked keys: somebody intervenes, the side topic fails, the partition is paused."""
+"""Faults around parked keys: operator actions, side-topic failures, pauses."""
 
 import asyncio
 from collections import defaultdict
@@ -66,7 +66,7 @@ def request(broker: InMemoryBroker, offset: int, partition: int = 0) -> None:
     broker.publish(PARKED, message.value, key=message.key, partition=message.partition)
 
 
-def test_a_record_that_is_dropped_while_it_runs_again_is_not_parked_again() -> None:
+def test_a_record_dropped_during_its_replay_is_not_parked_again() -> None:
     ledger = Ledger(takes=3.0, delay=5.0)
 
     async def test() -> None:
@@ -82,7 +82,7 @@ def test_a_record_that_is_dropped_while_it_runs_again_is_not_parked_again() -> N
     run(test())
 
 
-def test_a_record_whose_park_fails_can_be_skipped_and_its_key_goes_on() -> None:
+def test_a_record_that_cannot_be_parked_can_be_skipped() -> None:
     ledger = Ledger()
 
     async def test() -> None:
@@ -101,7 +101,7 @@ def test_a_record_whose_park_fails_can_be_skipped_and_its_key_goes_on() -> None:
 
 
 @pytest.mark.parametrize("generations", [(1, 0), (0, 1)], ids=["late", "in time"])
-def test_what_is_stored_under_two_generations_is_run_once(generations: tuple[int, int]) -> None:
+def test_a_record_stored_under_two_generations_runs_once(generations: tuple[int, int]) -> None:
     """A process that had lost the partition wrote it too, and its new owner ended before it could answer that."""
     ledger = Ledger(delay=1_000.0)
     ledger.broken.clear()
@@ -127,7 +127,7 @@ def test_what_is_stored_under_two_generations_is_run_once(generations: tuple[int
     run(test())
 
 
-def test_attempts_that_are_used_up_stay_so_after_a_restart() -> None:
+def test_exhausted_attempts_stay_exhausted_after_a_restart() -> None:
     ledger = Ledger(delay=5.0, attempts=2)
 
     async def test() -> None:
@@ -144,7 +144,7 @@ def test_attempts_that_are_used_up_stay_so_after_a_restart() -> None:
     run(test())
 
 
-def test_a_release_that_its_owner_has_not_done_is_done_by_the_next_one() -> None:
+def test_the_next_owner_performs_an_unfinished_release() -> None:
     ledger = Ledger(delay=5.0, attempts=1)
 
     async def test() -> None:
@@ -165,7 +165,7 @@ def test_a_release_that_its_owner_has_not_done_is_done_by_the_next_one() -> None
     run(test())
 
 
-def test_what_waits_to_be_parked_behind_its_key_runs_when_the_key_is_not_parked_any_more() -> None:
+def test_a_record_waiting_to_be_parked_runs_once_its_key_is_unparked() -> None:
     ledger = Ledger(delay=1_000.0)
 
     async def test() -> None:
@@ -184,7 +184,7 @@ def test_what_waits_to_be_parked_behind_its_key_runs_when_the_key_is_not_parked_
     run(test())
 
 
-def test_nothing_that_is_parked_runs_again_while_its_partition_is_paused() -> None:
+def test_parked_records_of_a_paused_partition_do_not_run() -> None:
     ledger = Ledger(delay=5.0)
 
     async def test() -> None:
@@ -203,7 +203,7 @@ def test_nothing_that_is_parked_runs_again_while_its_partition_is_paused() -> No
     run(test())
 
 
-def test_what_waits_for_its_next_attempt_after_it_was_parked_is_paused_too() -> None:
+def test_retries_of_parked_records_are_paused_too() -> None:
     ledger = Ledger(delay=5.0, retry=Retry(attempts=3, initial=3.0, jitter=0.0))
 
     async def test() -> None:
@@ -222,7 +222,7 @@ def test_what_waits_for_its_next_attempt_after_it_was_parked_is_paused_too() -> 
     run(test())
 
 
-def test_a_partition_that_goes_away_waits_for_what_runs_again_and_nothing_of_it_runs_twice() -> None:
+def test_a_revoke_waits_for_replays_and_none_runs_twice() -> None:
     ledger = Ledger(takes=1.0, delay=5.0)
 
     async def test() -> None:
@@ -241,7 +241,7 @@ def test_a_partition_that_goes_away_waits_for_what_runs_again_and_nothing_of_it_
     run(test())
 
 
-def test_what_waits_to_run_again_is_forgotten_with_its_partition() -> None:
+def test_waiting_replays_are_dropped_with_their_partition() -> None:
     ledger = Ledger(delay=5.0, retry=Retry(attempts=3, initial=3.0, jitter=0.0))
 
     async def test() -> None:
@@ -266,7 +266,7 @@ def app_is_empty(app: App) -> bool:
     return statistics.buffered_records == 0 and statistics.handlers[0].shards == 0
 
 
-def test_what_is_due_in_a_paused_partition_costs_no_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_due_records_of_a_paused_partition_do_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(delay=5.0)
     waits: list[float] = []
     wait_for_at_most = anyio.move_on_after
@@ -298,7 +298,7 @@ class SlowReads(InMemorySideTopics):
         return await super().read(topic_partition, offset)
 
 
-def test_a_key_that_is_released_while_it_is_fetched_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_released_during_its_fetch_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(takes=8.0, delay=10.0)
     monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", SlowReads)
 
@@ -328,7 +328,7 @@ class OneUnwritable(InMemoryProducer):
         return await super().publish(message)
 
 
-def test_a_side_partition_that_cannot_be_answered_keeps_no_release_of_another_waiting(
+def test_an_unwritable_side_partition_does_not_delay_releases_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ledger = Ledger(delay=1_000_000.0)
@@ -373,7 +373,7 @@ class Meddled(InMemorySideTopics):
         return found
 
 
-def test_what_is_dropped_while_a_partition_is_restored_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_dropped_during_a_restore_stay_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", Meddled)
 
     async def test() -> None:
@@ -403,7 +403,7 @@ class OneUnreadable(InMemorySideTopics):
         return await super().read(topic_partition, offset)
 
 
-def test_a_side_partition_that_cannot_be_read_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_side_partition_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(delay=5.0)
     ledger.broken = {f"{number}".encode() for number in range(100)}
     monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", OneUnreadable)
@@ -421,7 +421,7 @@ def test_a_side_partition_that_cannot_be_read_keeps_no_other_waiting(monkeypatch
     run(test())
 
 
-def test_more_is_not_parked_than_a_process_keeps_track_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parking_stops_at_the_limit_of_tracked_records(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(delay=1_000.0)
     monkeypatch.setattr(parking, "_MOST_PARKED", 3)
 

@@ -1,4 +1,4 @@
-"""A pause: when it ends, the records that may still run, and the order of the others afterwards."""
+"""Pauses: when they end, which records may still run, and the order afterwards."""
 
 import pytest
 

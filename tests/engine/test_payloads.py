@@ -1,4 +1,4 @@
-"""Handlers that take what a value says: a record that says something else fails once, and stands in nobody's way."""
+"""Typed payloads: an undecodable record fails once and delays no other."""
 
 import asyncio
 import dataclasses
@@ -58,7 +58,7 @@ def consume(world: World, *, bad: set[int], **loads: int) -> Sequence[Record]:
     return run(test())
 
 
-def test_a_handler_gets_objects_and_a_record_that_is_none_is_not_tried_again() -> None:
+def test_a_handler_gets_objects_and_undecodable_records_are_not_retried() -> None:
     world = World()
 
     @world.app.consume("orders", on_failure=DeadLetter("orders.dlt"))
@@ -76,7 +76,7 @@ def test_a_handler_gets_objects_and_a_record_that_is_none_is_not_tried_again() -
     assert dict(letters[0].headers)["aioshard.attempts"] == b"1"
 
 
-def test_the_fast_form_without_a_context_and_a_thread_get_objects_too() -> None:
+def test_handlers_without_context_and_in_threads_get_objects_too() -> None:
     world = World()
 
     @world.app.consume("orders", on_failure=DeadLetter("orders.dlt"))
@@ -103,7 +103,7 @@ def test_the_fast_form_without_a_context_and_a_thread_get_objects_too() -> None:
 
 @pytest.mark.parametrize("linger", [0.0, 0.5])
 @pytest.mark.parametrize("bad", [{0}, {7}, {2, 7, 12}, set(range(20)), {0, 19}])
-def test_in_a_batch_only_the_record_itself_fails(bad: set[int], linger: float) -> None:
+def test_only_the_undecodable_record_of_a_batch_fails(bad: set[int], linger: float) -> None:
     """No other of its batch is tried again, no key is reordered, and the handler never sees it."""
     world = World()
     attempts: set[int] = set()
@@ -125,7 +125,7 @@ def test_in_a_batch_only_the_record_itself_fails(bad: set[int], linger: float) -
     assert attempts <= {1}
 
 
-def test_a_batch_handler_names_what_failed_and_knows_the_keys() -> None:
+def test_a_batch_handler_names_failed_objects_and_knows_the_keys() -> None:
     """Though it gets objects, which do not say where they are from."""
     world = World()
 
@@ -157,9 +157,7 @@ class Exotic(BaseException):
 @pytest.mark.parametrize(
     ("error", "name"), [(Exotic, b"Exotic"), (asyncio.CancelledError, b"CancelledRunError")], ids=["own", "cancelled"]
 )
-def test_whatever_a_function_raises_for_a_record_of_a_batch_is_a_failure_of_that_alone(
-    error: type[BaseException], name: bytes
-) -> None:
+def test_any_decoder_exception_fails_only_its_record_of_a_batch(error: type[BaseException], name: bytes) -> None:
     world = World()
 
     def decode(record: Record) -> Order:
@@ -183,7 +181,7 @@ def test_whatever_a_function_raises_for_a_record_of_a_batch_is_a_failure_of_that
     assert sorted(world.numbers()) == [number for number in range(20) if number != 7]
 
 
-def test_tombstones_in_a_batch_are_none_where_they_are_taken() -> None:
+def test_tombstones_in_a_batch_are_none_if_accepted() -> None:
     world = World()
     seen: list[Order | None] = []
 
@@ -201,7 +199,7 @@ def test_tombstones_in_a_batch_are_none_where_they_are_taken() -> None:
     assert seen == [Order("a", 1), None, None]
 
 
-def test_an_async_function_that_takes_too_long_is_cancelled_with_its_attempt() -> None:
+def test_a_slow_async_decoder_is_cancelled_with_its_attempt() -> None:
     world = World()
 
     async def decode(record: Record) -> Order:
@@ -227,7 +225,7 @@ def test_an_async_function_that_takes_too_long_is_cancelled_with_its_attempt() -
     assert world.numbers() == [0, 2]
 
 
-def test_a_batch_of_which_nothing_is_left_runs_no_more() -> None:
+def test_a_batch_without_decodable_records_does_not_run() -> None:
     """Else what waits for its batch to fill would wait for it to make room."""
     world = World(max_buffered_records=10)
 
@@ -248,7 +246,7 @@ def test_a_batch_of_which_nothing_is_left_runs_no_more() -> None:
     run(test())
 
 
-def test_what_has_failed_is_not_decoded_again_for_its_dead_letter() -> None:
+def test_a_failed_record_is_not_decoded_again_for_its_dead_letter() -> None:
     world = World()
     read: list[int] = []
 
@@ -272,7 +270,7 @@ def test_what_has_failed_is_not_decoded_again_for_its_dead_letter() -> None:
     assert read.count(1) == 3  # in its batch, alone, and where it fails
 
 
-def test_in_a_batch_a_record_that_halts_keeps_what_follows_it_in_its_key() -> None:
+def test_a_halted_record_of_a_batch_holds_back_its_key() -> None:
     world = World()
 
     @world.app.consume("orders", batch=Batch(max_records=50, linger=0.2))
@@ -311,7 +309,7 @@ def test_a_parked_record_of_a_batch_parks_its_key() -> None:
     run(test())
 
 
-def test_a_registry_that_does_not_answer_is_asked_again() -> None:
+def test_an_unresponsive_schema_registry_is_asked_again() -> None:
     world = World()
     asked: list[int] = []
 
@@ -339,7 +337,7 @@ def test_a_registry_that_does_not_answer_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["halt", DeadLetter("orders.dlt")], ids=["halt", "dead letter"])
-def test_a_payload_that_is_none_is_logged_without_a_traceback_of_ours(
+def test_an_undecodable_payload_is_logged_without_internal_traceback(
     on_failure: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No line of it would be the user's; where a function of theirs has decoded, it is shown."""

@@ -109,7 +109,7 @@ def numbered(record: Record) -> None:
     tell(record, os.getpid(), "ends", (record.key or b"").decode(), record.offset)
 
 
-async def test_records_of_a_key_run_one_after_the_other_and_keys_on_all_processes(told: Told) -> None:
+async def test_keys_stay_in_order_and_spread_over_all_processes(told: Told) -> None:
     app = make_app()
     app.consume("orders", run_in="process")(numbered)
     async with TestClient(app) as client:
@@ -203,7 +203,7 @@ def raises(record: Record) -> Any:
         ("crashes", "ProcessError", r"the worker process \d+ was killed by SIGSEGV during the run"),
     ],
 )
-async def test_what_ends_a_run_is_the_error_of_the_attempt(value: str, error: str, message: str) -> None:
+async def test_a_failure_in_a_process_is_the_error_of_the_attempt(value: str, error: str, message: str) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", retry=Retry(attempts=1), on_failure=DeadLetter("dead"))(raises)
     async with TestClient(app) as client:
@@ -218,7 +218,7 @@ async def test_what_ends_a_run_is_the_error_of_the_attempt(value: str, error: st
     assert re.match(message, headers["aioshard.message"])
 
 
-async def test_the_traceback_of_the_process_is_a_note_of_the_exception(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_traceback_of_the_process_is_added_as_an_exception_note(caplog: pytest.LogCaptureFixture) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", retry=Retry(attempts=1), on_failure="skip")(raises)
     async with TestClient(app) as client:
@@ -235,7 +235,7 @@ def loops(record: Record) -> None:
             pass
 
 
-async def test_a_run_that_loops_for_ever_ends_with_its_timeout_and_its_process(told: Told) -> None:
+async def test_a_run_that_loops_forever_is_killed_at_its_timeout(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.2, retry=Retry(attempts=1), on_failure=DeadLetter("dead"))(loops)
     async with TestClient(app) as client:
@@ -258,7 +258,7 @@ def waits(record: Record) -> None:
         time.sleep(PATIENCE)
 
 
-async def test_the_wait_for_a_process_does_not_count_as_time_of_the_attempt(told: Told) -> None:
+async def test_waiting_for_a_process_does_not_count_towards_the_timeout(told: Told) -> None:
     app = make_app(1)
     app.consume("slow", run_in="process", retry=Retry(attempts=1), on_failure="skip")(waits)
     app.consume("quick", run_in="process", timeout=0.2, retry=Retry(attempts=1))(loops)
@@ -317,7 +317,7 @@ def forking(record: Record) -> None:
 
 
 @pytest.mark.chaos
-async def test_a_process_that_the_handler_has_forked_does_not_keep_its_run_alive(told: Told) -> None:
+async def test_a_process_forked_by_a_handler_does_not_keep_its_run_alive(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.5, retry=Retry(attempts=1), on_failure="skip")(forking)
     async with TestClient(app) as client:
@@ -330,7 +330,7 @@ async def test_a_process_that_the_handler_has_forked_does_not_keep_its_run_alive
         assert app.statistics().handlers[0].skipped == 1
 
 
-async def test_an_idle_process_that_is_killed_is_replaced_and_nothing_fails(told: Told) -> None:
+async def test_a_killed_idle_process_is_replaced_without_a_failure(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", retry=Retry(attempts=1))(loops)
     async with TestClient(app) as client:
@@ -345,7 +345,7 @@ async def test_an_idle_process_that_is_killed_is_replaced_and_nothing_fails(told
         assert app.statistics().handlers[0].retried == 0
 
 
-async def test_a_run_that_outlasts_a_rebalance_is_killed_and_runs_again_elsewhere(told: Told) -> None:
+async def test_a_run_that_outlasts_a_rebalance_is_killed_and_rerun_elsewhere(told: Told) -> None:
     app, broker = make_app(1, drain_timeout=0.1, shutdown_timeout=0.5), InMemoryBroker(partitions=1)
     app.consume("orders", run_in="process")(loops)
     with pytest.raises(NotDrainedError):  # noqa: PT012 - leaving the client raises
@@ -375,7 +375,7 @@ def shows(record: Record, context: Context) -> None:
             tell(record, error)
 
 
-async def test_the_context_has_what_a_process_can_know(told: Told) -> None:
+async def test_the_context_works_in_a_process(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=20.0)(shows)
     async with TestClient(app) as client:
@@ -398,7 +398,7 @@ def make_double() -> Callable[[int, object], int]:
 
 
 @pytest.mark.chaos
-async def test_a_process_whose_start_was_cut_short_is_started_again() -> None:
+async def test_a_process_with_an_interrupted_start_is_started_again() -> None:
     async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
         (process,) = pool._processes
         process.kill()
@@ -406,7 +406,7 @@ async def test_a_process_whose_start_was_cut_short_is_started_again() -> None:
         assert await pool.run(0, 21, None, PATIENCE) == 42
 
 
-async def test_a_copy_of_a_context_of_the_loop_keeps_all_of_it() -> None:
+async def test_a_copied_context_keeps_everything_on_the_event_loop() -> None:
     record = Record("orders", 0, 0, None, None, (), 0.0)
     context = Context(record=record, attempt=1, deadline=2.0, revoked=asyncio.Event(), replay=False, state="state")
     copied = copy.copy(context)
@@ -464,7 +464,7 @@ async def test_a_typed_payload_is_decoded_in_the_process(told: Told) -> None:
     assert ("aioshard.attempts", b"1") in letter.headers
 
 
-async def test_a_function_that_decodes_runs_in_the_process(told: Told) -> None:
+async def test_a_decoder_function_runs_in_the_process(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", decode=decode_text)(decodes)
     async with TestClient(app) as client:
@@ -517,7 +517,7 @@ async def test_middleware_gets_the_result_and_may_replace_the_record() -> None:
 # The life of the processes ---------------------------------------------------------------------
 
 
-async def test_processes_are_warm_before_the_first_record_and_end_with_the_app() -> None:
+async def test_processes_start_before_the_first_record_and_end_with_the_app() -> None:
     app, before = make_app(3), children()
     app.consume("orders", run_in="process")(returns)
     async with TestClient(app):
@@ -546,7 +546,7 @@ async def test_an_app_without_such_a_handler_starts_no_process() -> None:
         assert children() == before
 
 
-def test_a_loop_with_virtual_time_refuses_them() -> None:
+def test_a_virtual_time_loop_refuses_processes() -> None:
     app = make_app(1)
     app.consume("orders", run_in="process")(returns)
 
@@ -558,7 +558,7 @@ def test_a_loop_with_virtual_time_refuses_them() -> None:
         run(enter())
 
 
-async def test_a_start_that_fails_leaves_no_process() -> None:
+async def test_a_failed_start_leaves_no_process() -> None:
     @contextlib.asynccontextmanager
     async def broken(_: App) -> AsyncIterator[None]:
         raise PaymentError("no database")
@@ -584,7 +584,7 @@ def _refuse() -> None:
     raise ModuleNotFoundError("no module named 'shop'")
 
 
-async def test_a_handler_that_a_process_cannot_import_fails_the_start() -> None:
+async def test_an_unimportable_handler_fails_the_start() -> None:
     app = make_app(2)
     app.consume("orders", run_in="process")(Unwelcome())
     with pytest.raises(StartError, match="a worker process did not start: ModuleNotFoundError: no module named 'shop'"):
@@ -597,7 +597,7 @@ def keeps_the_interpreter(record: Record) -> None:
     ctypes.PyDLL(None).pause()  # unlike CDLL it does not release the interpreter
 
 
-async def test_a_run_that_keeps_the_interpreter_can_be_ended_too(told: Told) -> None:
+async def test_a_run_that_holds_the_gil_can_be_killed_too(told: Told) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.2, retry=Retry(attempts=1), on_failure="skip")(
         keeps_the_interpreter
@@ -649,7 +649,7 @@ GUARDED = 'if __name__ == "__main__":\n    asyncio.run(main())'
 async def program(
     directory: Path, work: str = "pass", start: str = GUARDED
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run `python app.py` in a process group of its own, as a terminal does."""
+    """Run `python app.py` in its own process group, as a terminal does."""
     (directory / "app.py").write_text(PROGRAM.format(work=work, start=start))
     running = await asyncio.create_subprocess_exec(
         *(sys.executable, "app.py"),
@@ -694,7 +694,7 @@ async def test_a_main_module_that_starts_the_app_at_import_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("work", ["while True: pass", "ctypes.PyDLL(None).pause()"], ids=["computes", "keeps the GIL"])
-async def test_kill_9_of_the_app_ends_a_process_in_the_middle_of_a_run(tmp_path: Path, work: str) -> None:
+async def test_kill_9_of_the_app_ends_a_process_in_mid_run(tmp_path: Path, work: str) -> None:
     async with program(tmp_path, work) as running:
         await line(running)
         await line(running)
@@ -703,7 +703,7 @@ async def test_kill_9_of_the_app_ends_a_process_in_the_middle_of_a_run(tmp_path:
         await ended(pid)
 
 
-async def test_ctrl_c_drains_the_app_and_does_not_reach_its_processes(tmp_path: Path) -> None:
+async def test_ctrl_c_drains_the_app_without_reaching_its_processes(tmp_path: Path) -> None:
     work = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}); signal.sigwait({signal.SIGUSR1})"
     async with program(tmp_path, work) as running:
         await line(running)

@@ -1,4 +1,4 @@
-"""What a handler returns is published before its record is complete, and what `publish` makes of values."""
+"""Returned results are published before their record completes; values of `publish`."""
 
 import asyncio
 import dataclasses
@@ -70,12 +70,12 @@ def test_publish_writes_what_consume_reads(value: object, expected: object) -> N
 
 
 @pytest.mark.parametrize("value", [object(), {1, object()}, {"x": object()}, Exception("x")])
-def test_other_values_are_refused_with_their_type(value: object) -> None:
+def test_unsupported_values_are_refused_with_their_type(value: object) -> None:
     with pytest.raises(MessageError, match=f"{type(value).__name__} was not published.*encode anything else yourself"):
         message("invoices", value)
 
 
-def test_what_a_handler_returns_is_published_with_the_key_of_its_record() -> None:
+def test_a_returned_value_is_published_with_the_key_of_its_record() -> None:
     app = App("billing")
 
     @app.consume("orders", publish_to="invoices")
@@ -97,7 +97,7 @@ def test_several_messages_name_their_own_topics_and_keys(kind: type) -> None:
     assert [(one.key, one.value) for one in published(app, 2, 0)] == [(b"0", b'{"total":0}'), (b"1", b'{"total":1}')]
 
 
-def test_one_message_and_a_list_of_values() -> None:
+def test_a_message_or_a_list_of_values_can_be_returned() -> None:
     app = App("billing")
 
     @app.consume("orders", publish_to="invoices")
@@ -107,7 +107,7 @@ def test_one_message_and_a_list_of_values() -> None:
     assert [(one.key, one.value) for one in published(app, 1, 2)] == [(b"gone", None), (b"k", b"[2]")]
 
 
-def test_it_publishes_what_middleware_makes_of_the_result() -> None:
+def test_the_result_after_middleware_is_published() -> None:
     app = App("billing")
 
     @app.middleware
@@ -121,7 +121,7 @@ def test_it_publishes_what_middleware_makes_of_the_result() -> None:
     assert [one.value for one in published(app, 21)] == [b"42"]
 
 
-def test_a_record_whose_result_cannot_be_published_has_failed() -> None:
+def test_an_unpublishable_result_fails_its_record() -> None:
     app = App("billing")
     attempts = []
 
@@ -155,7 +155,7 @@ def test_a_record_is_complete_only_once_its_result_is_acknowledged() -> None:
     run(test())
 
 
-def test_with_exactly_once_it_is_visible_with_the_offset() -> None:
+def test_with_exactly_once_the_result_is_visible_with_the_offset() -> None:
     app = App("billing", client="confluent", processing_guarantee="exactly_once")
 
     @app.consume("orders", publish_to="invoices", retry=Retry(attempts=2, initial=0.1))
@@ -165,7 +165,7 @@ def test_with_exactly_once_it_is_visible_with_the_offset() -> None:
     assert [one.value for one in published(app, "x")] == [b"1"]
 
 
-def test_messages_with_a_key_take_turns_if_that_is_asked_for() -> None:
+def test_messages_with_a_key_use_round_robin_on_request() -> None:
     app = App("billing")
 
     @app.consume("orders")
@@ -176,12 +176,12 @@ def test_messages_with_a_key_take_turns_if_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("options", [{"publish_to": "or ders"}, {"publish_to": "orders"}, {"publish_to": 3}])
-def test_topics_that_cannot_be_published_to_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_target_topics_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(HandlerError, match=f"publish_to={options['publish_to']!r} was refused"):
         App("billing").consume("orders", **options)
 
 
-def test_a_batch_has_no_key_to_publish_with() -> None:
+def test_a_batch_result_has_no_key() -> None:
     with pytest.raises(HandlerError, match=r"publish_to='invoices' was refused.*context\.publish"):
         App("billing").consume("orders", publish_to="invoices", batch=Batch())
 
@@ -191,7 +191,7 @@ def test_an_unknown_partitioner_is_refused() -> None:
         message("invoices", "x", partitioner="random")  # type: ignore[arg-type]
 
 
-def test_an_unknown_option_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_option_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(HandlerError, match=r"no option 'concurency'.*'concurrency'.*pattern, .*publish_to"):
         App("billing").consume("orders", concurency=3)  # type: ignore[arg-type]
     with pytest.raises(HandlerError, match=r"no option 'xyz'.*pattern, .*publish_to"):

@@ -1,4 +1,4 @@
-"""What the log of rebalances makes of what it is told: each second, and each record, in the one place that it is of."""
+"""The rebalance log counts every second and every record exactly once."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_each_phase_has_its_own_seconds(told: Told) -> None:
     assert (report.revoked, report.assigned, report.generation, report.phase) == (2, 3, 7, "over")
 
 
-def test_who_was_dropped_neither_drains_nor_commits(told: Told) -> None:
+def test_a_dropped_member_neither_drains_nor_commits(told: Told) -> None:
     told.log.revoked(2, 5, lost=True)
     assert told.log.reports()[-1].phase == "join"
     told.now += 3.0
@@ -70,7 +70,7 @@ def test_who_was_dropped_neither_drains_nor_commits(told: Told) -> None:
     assert (report.in_flight, report.drained) == (5, 0)
 
 
-def test_what_was_dropped_of_several_partitions_is_the_sum(told: Told) -> None:
+def test_dropped_records_are_summed_over_partitions(told: Told) -> None:
     told.log.revoked(2, 0, lost=True)
     told.log.count("dropped", 3)
     told.log.count("dropped", 0)
@@ -81,7 +81,7 @@ def test_what_was_dropped_of_several_partitions_is_the_sum(told: Told) -> None:
     assert [report.dropped for report in told.log.reports()] == [7]
 
 
-def test_what_runs_again_counts_with_the_latest_that_had_begun(told: Told) -> None:
+def test_replayed_records_count_for_the_latest_started_rebalance(told: Told) -> None:
     told.replayed = 4
     told.rebalance(replayed=3)
     assert [report.replayed for report in told.log.reports()] == [3]
@@ -92,7 +92,7 @@ def test_what_runs_again_counts_with_the_latest_that_had_begun(told: Told) -> No
     assert [report.replayed for report in told.log.reports()] == [3, 2, 1]
 
 
-def test_one_in_which_the_next_begins_ends_there_and_is_told_of(told: Told) -> None:
+def test_a_rebalance_interrupted_by_the_next_ends_there_and_is_reported(told: Told) -> None:
     told.log.revoked(2, 5, lost=False)
     told.log.drained(0)
     told.log.enter("join")

@@ -1,4 +1,4 @@
-"""What the report of a rebalance says: cause, phases, what was in flight, what stayed and what went."""
+"""The rebalance report: cause, phases, records in flight, kept and revoked partitions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -90,7 +90,7 @@ def phases(report: RebalanceReport) -> float:
     return report.drain_seconds + report.commit_seconds + report.join_seconds + report.resume_seconds
 
 
-def test_the_first_assignment_is_a_report_of_its_own() -> None:
+def test_the_first_assignment_has_its_own_report() -> None:
     async def test(broker: InMemoryBroker) -> None:
         member = Member(broker, log_ranges=0.2)
         async with member.started():
@@ -104,7 +104,7 @@ def test_the_first_assignment_is_a_report_of_its_own() -> None:
     scenario(test)
 
 
-def test_a_rebalance_in_which_everything_stays() -> None:
+def test_a_rebalance_that_keeps_every_partition_is_reported() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 40)
         member = Member(broker, commit=0.1)
@@ -124,7 +124,7 @@ def test_a_rebalance_in_which_everything_stays() -> None:
     scenario(test)
 
 
-def test_where_a_part_is_taken_away_that_part_is_counted_and_the_rest_was_kept() -> None:
+def test_revoked_and_kept_partitions_are_counted_separately() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 8)
         member = Member(broker, transport=Incremental)
@@ -142,7 +142,7 @@ def test_where_a_part_is_taken_away_that_part_is_counted_and_the_rest_was_kept()
     scenario(test)
 
 
-def test_of_a_part_that_is_taken_away_what_outlasts_the_drain_is_counted() -> None:
+def test_runs_of_revoked_partitions_that_outlast_the_drain_are_counted() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 8)
         member = Member(broker, takes=3.0, transport=Incremental)
@@ -158,7 +158,7 @@ def test_of_a_part_that_is_taken_away_what_outlasts_the_drain_is_counted() -> No
     scenario(test)
 
 
-def test_what_outlasts_the_drain_is_cancelled_and_counted() -> None:
+def test_runs_that_outlast_the_drain_are_cancelled_and_counted() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 8)
         member = Member(broker, takes=30.0)
@@ -192,7 +192,7 @@ def test_partitions_that_go_to_another_member_are_not_kept() -> None:
     scenario(test)
 
 
-def test_a_member_that_was_dropped_says_so() -> None:
+def test_a_dropped_member_is_reported() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 40)
         member = Member(broker)
@@ -209,7 +209,7 @@ def test_a_member_that_was_dropped_says_so() -> None:
     scenario(test)
 
 
-def test_one_that_is_under_way_says_what_it_is_at() -> None:
+def test_a_rebalance_in_progress_reports_its_phase() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 8)
         member = Member(broker, takes=1.0)
@@ -225,7 +225,7 @@ def test_one_that_is_under_way_says_what_it_is_at() -> None:
     scenario(test)
 
 
-def test_a_rebalance_in_which_the_app_stops_takes_no_time_afterwards() -> None:
+def test_a_rebalance_ends_when_the_app_stops() -> None:
     async def test(broker: InMemoryBroker) -> None:
         publish(broker, 8)
         member = Member(broker, takes=1.0)
@@ -241,7 +241,7 @@ def test_a_rebalance_in_which_the_app_stops_takes_no_time_afterwards() -> None:
     scenario(test)
 
 
-def test_the_latest_twenty_are_told_of() -> None:
+def test_the_latest_twenty_rebalances_are_kept() -> None:
     log = RebalanceLog(lambda: 0.0, lambda: 0)
     for _ in range(50):
         log.revoked(1, 0, lost=False)

@@ -1,4 +1,4 @@
-"""Retention deletes what has not been read."""
+"""Retention deletes records before they are read."""
 
 import asyncio
 
@@ -8,10 +8,10 @@ from aioshard import App, Record
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.5], ids=["answer at once", "take longer than the pause between two faults"])
-def test_what_is_in_hand_goes_on_and_reading_goes_on_behind_what_was_deleted(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 1.5], ids=["fast brokers", "slow brokers"])
+def test_records_in_flight_continue_and_reading_resumes_after_the_deleted_ones(seconds: float) -> None:
     """A hole like any other: the epoch continues, and nothing runs twice. The partition is paused while brokers answer:
-    another fault would begin the search for its position anew, and with slow brokers it would never end."""
+    another fault would restart the search for its position, and with slow brokers it would never end."""
     app = App("retention", auto_offset_reset="earliest", max_buffered_records=10)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     runs: list[int] = []

@@ -1,4 +1,4 @@
-"""A partition goes on where the application asks, and nothing of what was finished before is taken along."""
+"""A seek moves a partition and discards stored completions."""
 
 import asyncio
 import datetime as dt
@@ -32,7 +32,7 @@ class World:
             self.broker.publish("orders", b"", key=b"%d" % number, partition=0)
         self.app = App("group", drain_timeout=2.0, shutdown_timeout=3.0, commit_interval=0.2, **settings)
         self.hanging: set[int] = set()
-        self.let_go = asyncio.Event()
+        self.release = asyncio.Event()
         self.runs: list[int] = []
         self.done: list[int] = []
         self.committed_at: dict[int, int | None] = {}
@@ -56,7 +56,7 @@ class World:
         self.committed_at.setdefault(record.offset, self.broker.committed("group", *TP))
         await asyncio.sleep(0.01)
         if record.offset in self.hanging:
-            await self.let_go.wait()
+            await self.release.wait()
         self.done.append(record.offset)
 
     @asynccontextmanager
@@ -99,7 +99,7 @@ class World:
         ("end", 100),
     ],
 )
-def test_it_goes_on_there_and_what_lies_behind_is_processed_again(to: Any, expected: int) -> None:
+def test_a_seek_resumes_there_and_reprocesses_the_records_after_it(to: Any, expected: int) -> None:
     async def test() -> None:
         world = World()
         async with world.running() as client:
@@ -115,7 +115,7 @@ def test_it_goes_on_there_and_what_lies_behind_is_processed_again(to: Any, expec
     run(test())
 
 
-def test_the_position_is_committed_before_a_record_from_there_is_handed_out() -> None:
+def test_the_new_position_is_committed_before_its_first_record_is_delivered() -> None:
     async def test() -> None:
         world = World()
         async with world.running() as client:
@@ -134,7 +134,7 @@ def test_the_position_is_committed_before_a_record_from_there_is_handed_out() ->
     run(test())
 
 
-def test_records_in_flight_are_drained_and_none_is_run_beside_its_replay() -> None:
+def test_records_in_flight_are_drained_before_their_replay() -> None:
     async def test() -> None:
         world = World()
         world.hanging = {3, 30}
@@ -145,7 +145,7 @@ def test_records_in_flight_are_drained_and_none_is_run_beside_its_replay() -> No
             await asyncio.sleep(0.5)
             assert not seeking.done()
             assert len(world.runs) == 100
-            world.let_go.set()
+            world.release.set()
             await seeking
 
             assert world.committed_at.keys() == set(range(100))
@@ -156,7 +156,7 @@ def test_records_in_flight_are_drained_and_none_is_run_beside_its_replay() -> No
     run(test())
 
 
-def test_what_does_not_end_in_time_is_cancelled_and_changes_nothing_later() -> None:
+def test_runs_that_outlast_a_seek_are_cancelled_and_ignored() -> None:
     async def test() -> None:
         world = World()
         async with world.running_with_one_hanging() as client:
@@ -165,7 +165,7 @@ def test_what_does_not_end_in_time_is_cancelled_and_changes_nothing_later() -> N
             await world.app.seek("orders", 0, 50)
 
             assert 2.0 <= asyncio.get_running_loop().time() - started < 2.5
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
             assert 3 not in world.done
             assert client.committed("orders", 0) == 100
@@ -174,7 +174,7 @@ def test_what_does_not_end_in_time_is_cancelled_and_changes_nothing_later() -> N
 
 
 @pytest.mark.parametrize("to", [0, 3], ids=["lower", "the-committed-offset-itself"])
-def test_nothing_noted_as_finished_is_taken_along(to: int) -> None:
+def test_a_seek_discards_stored_completions(to: int) -> None:
     async def test() -> None:
         world = World()
         world.hanging = {3}
@@ -193,14 +193,14 @@ def test_nothing_noted_as_finished_is_taken_along(to: int) -> None:
             assert found is not None
             assert CommitMetadata.read(found.metadata, found.offset).finished == ()
             await until(lambda: len(world.done) == 99 - to)
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
             assert sorted(world.done) == list(range(to, 100))
 
     run(test())
 
 
-def test_other_partitions_go_on_meanwhile() -> None:
+def test_other_partitions_continue_during_a_seek() -> None:
     async def test() -> None:
         world = World()
         async with world.running_with_one_hanging() as client:
@@ -211,14 +211,14 @@ def test_other_partitions_go_on_meanwhile() -> None:
             await until(lambda: client.committed("orders", 1) == 1)
 
             assert not seeking.done()
-            world.let_go.set()
+            world.release.set()
             assert await seeking == 100
 
     run(test())
 
 
 @pytest.mark.parametrize("when", [0.0, 0.05, 1.0, 2.0, 2.02])
-def test_a_rebalance_that_leaves_the_partition_here_does_not_take_it_back(when: float) -> None:
+def test_a_seek_survives_a_rebalance_that_keeps_the_partition(when: float) -> None:
     async def test() -> None:
         world = World()
         async with world.running_with_one_hanging() as client:
@@ -228,7 +228,7 @@ def test_a_rebalance_that_leaves_the_partition_here_does_not_take_it_back(when: 
             await asyncio.sleep(when)
             world.broker.group("group").rebalance()
             assert await seeking == 0
-            world.let_go.set()
+            world.release.set()
 
             await world.settled(client)
             assert {*world.done} == set(range(100))
@@ -237,7 +237,7 @@ def test_a_rebalance_that_leaves_the_partition_here_does_not_take_it_back(when: 
     run(test())
 
 
-def test_an_assignment_that_leaves_what_is_kept_alone_does_not_cut_the_drain_short() -> None:
+def test_an_incremental_assignment_does_not_cut_the_drain_of_a_seek_short() -> None:
     """As of clients whose rebalances are incremental: kept partitions are not revoked, and are in the assignment."""
 
     async def test() -> None:
@@ -250,7 +250,7 @@ def test_an_assignment_that_leaves_what_is_kept_alone_does_not_cut_the_drain_sho
             rebalance.assigned([TP, OTHER], rebalance.client.membership())
             await asyncio.sleep(0.5)
             assert not seeking.done()
-            world.let_go.set()
+            world.release.set()
             await seeking
 
             await world.settled(client)
@@ -260,7 +260,7 @@ def test_an_assignment_that_leaves_what_is_kept_alone_does_not_cut_the_drain_sho
 
 
 @pytest.mark.parametrize("when", [0.0, 0.05, 1.0, 2.0])
-def test_a_partition_that_is_given_away_meanwhile_is_not_sought(when: float) -> None:
+def test_a_partition_revoked_meanwhile_is_not_sought(when: float) -> None:
     async def test() -> None:
         world = World()
         async with world.running_with_one_hanging() as client:
@@ -271,12 +271,12 @@ def test_a_partition_that_is_given_away_meanwhile_is_not_sought(when: float) -> 
             with pytest.raises(StateError, match="assigned it to another member"):
                 await seeking
             assert world.broker.committed("group", *TP) in (0, 3)
-            world.let_go.set()
+            world.release.set()
 
     run(test())
 
 
-def test_a_client_that_is_lost_meanwhile_does_not_take_it_back() -> None:
+def test_a_seek_survives_the_loss_of_the_client() -> None:
     async def test() -> None:
         world = World()
         async with world.running_with_one_hanging() as client:
@@ -287,14 +287,14 @@ def test_a_client_that_is_lost_meanwhile_does_not_take_it_back() -> None:
             client.transports[-1].kill(ClientLostError("gone"))
 
             assert await seeking == 0
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
             assert {*world.done} == set(range(100))
 
     run(test())
 
 
-def test_an_app_that_stops_meanwhile_says_so_and_stays_where_it_was() -> None:
+def test_a_seek_in_a_stopping_app_fails_and_keeps_the_position() -> None:
     async def test() -> None:
         world = World()
         world.hanging = {3}
@@ -302,7 +302,7 @@ def test_an_app_that_stops_meanwhile_says_so_and_stays_where_it_was() -> None:
             await until(lambda: len(world.done) == 99)
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
             await asyncio.sleep(0.1)
-            world.let_go.set()
+            world.release.set()
             world.hanging.clear()
         with pytest.raises(StateError, match="the app stopped"):
             await seeking
@@ -311,7 +311,7 @@ def test_an_app_that_stops_meanwhile_says_so_and_stays_where_it_was() -> None:
     run(test())
 
 
-def test_cancelling_the_call_does_not_take_it_back() -> None:
+def test_cancelling_the_call_does_not_undo_the_seek() -> None:
     async def test() -> None:
         world = World()
         async with world.running() as client:
@@ -327,7 +327,7 @@ def test_cancelling_the_call_does_not_take_it_back() -> None:
     run(test())
 
 
-def test_a_pause_and_a_batch_stay_what_they_are() -> None:
+def test_a_seek_keeps_pauses_and_batches() -> None:
     async def test() -> None:
         world = World(batch=Batch(10, linger=0.1))
         async with world.running() as client:
@@ -357,7 +357,7 @@ def test_a_pause_and_a_batch_stay_what_they_are() -> None:
         (dt.datetime(2026, 1, 1), "with its time zone"),  # noqa: DTZ001 - that is what is refused
     ],
 )
-def test_what_means_nothing_is_refused_and_changes_nothing(to: Any, why: str) -> None:
+def test_an_invalid_seek_target_is_refused_without_effect(to: Any, why: str) -> None:
     async def test() -> None:
         world = World()
         async with world.running() as client:
@@ -370,7 +370,7 @@ def test_what_means_nothing_is_refused_and_changes_nothing(to: Any, why: str) ->
     run(test())
 
 
-def test_it_is_refused_where_it_cannot_be_served() -> None:
+def test_a_seek_that_cannot_be_served_is_refused() -> None:
     async def test() -> None:
         world = World()
         with pytest.raises(StateError, match="is not running"):
@@ -389,12 +389,12 @@ def test_it_is_refused_where_it_cannot_be_served() -> None:
             with pytest.raises(TransportError):
                 await world.app.seek("orders", 0, 6)
             world.broker.available = True
-            world.let_go.set()
+            world.release.set()
 
     run(test())
 
 
-def test_two_at_the_same_time_do_not_mix() -> None:
+def test_of_two_concurrent_seeks_one_is_refused() -> None:
     async def test() -> None:
         world = World()
         async with world.running() as client:
@@ -407,7 +407,7 @@ def test_two_at_the_same_time_do_not_mix() -> None:
     run(test())
 
 
-def test_the_app_tells_what_it_has_and_where_it_is() -> None:
+def test_the_app_reports_assignment_and_position() -> None:
     async def test() -> None:
         world = World()
         async with world.running() as client:
@@ -427,7 +427,7 @@ def test_the_app_tells_what_it_has_and_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_seeks_among_rebalances_losses_and_refused_commits(seed: int) -> None:
+def test_seeks_hold_among_rebalances_losses_and_refused_commits(seed: int) -> None:
     """After each one that returned, everything behind it is processed again, and no commit passes what was not."""
 
     async def test() -> None:
@@ -442,7 +442,7 @@ def test_seeks_among_rebalances_losses_and_refused_commits(seed: int) -> None:
 
             for _ in range(6):
                 world.hanging = set(chance.sample(range(60), 2))
-                world.let_go = asyncio.Event()
+                world.release = asyncio.Event()
                 to = chance.randrange(61)
                 await asyncio.sleep(chance.choice([0.0, 0.01, 0.1, 1.0]))
                 seeking = asyncio.create_task(seek(to))
@@ -454,7 +454,7 @@ def test_seeks_among_rebalances_losses_and_refused_commits(seed: int) -> None:
                 except (StateError, TransportError):
                     continue  # it was being handed over, or there was no client, when it was asked for
                 world.hanging.clear()
-                world.let_go.set()
+                world.release.set()
                 await world.settled(client)
                 assert set(range(to, 60)) <= set(world.done)
                 sent = [request for request in world.broker.commits[commits:] if request.applied]
@@ -462,7 +462,7 @@ def test_seeks_among_rebalances_losses_and_refused_commits(seed: int) -> None:
                 assert offsets == sorted(offsets)
                 assert all(request.owned for request in sent)
             world.hanging.clear()
-            world.let_go.set()
+            world.release.set()
             await world.settled(client)
 
     run(test())
@@ -480,7 +480,7 @@ def trouble(world: World, client: TestClient, which: int) -> None:
             client.transports[-1].kill(ClientLostError("gone"))
 
 
-def test_consuming_to_the_end_waits_for_a_seek() -> None:
+def test_until_caught_up_waits_for_a_seek() -> None:
     async def test() -> None:
         world = World()
         async with world.running_with_one_hanging() as client:
@@ -490,7 +490,7 @@ def test_consuming_to_the_end_waits_for_a_seek() -> None:
             for _ in range(3):
                 world.broker.fail_next_commit(CommitError("the coordinator is moving"))
             world.hanging.clear()
-            world.let_go.set()
+            world.release.set()
             await until(lambda: len(world.done) == 100, look_every=0.001)
             world.forget()
 

@@ -15,7 +15,7 @@ from tests.engine.deliveries import add, make_epoch, never, start
 RETRY = Block(halted=False, error="ValueError", since=0.0)
 
 
-def test_a_retry_that_is_due_starts_before_what_waits_behind_a_busy_key() -> None:
+def test_a_due_retry_starts_before_records_behind_a_busy_key() -> None:
     """Else a hot key keeps the one worker, and older records wait for as long as it has any."""
 
     async def test() -> None:
@@ -35,7 +35,7 @@ def test_a_retry_that_is_due_starts_before_what_waits_behind_a_busy_key() -> Non
     run(test())
 
 
-def test_what_is_given_back_begins_with_the_first_that_is_too_much() -> None:
+def test_eviction_starts_at_the_first_record_beyond_the_limit() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, deliveries = make_epoch(["a", "a", "b", "a", None])
@@ -53,7 +53,7 @@ def test_what_is_given_back_begins_with_the_first_that_is_too_much() -> None:
     run(test())
 
 
-def test_a_retry_of_an_epoch_that_has_ended_does_not_come_due() -> None:
+def test_a_retry_of_an_ended_epoch_does_not_fall_due() -> None:
     async def test() -> None:
         complaints: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
@@ -71,7 +71,7 @@ def test_a_retry_of_an_epoch_that_has_ended_does_not_come_due() -> None:
     run(test())
 
 
-def test_an_epoch_that_has_ended_is_forgotten() -> None:
+def test_an_ended_epoch_is_dropped_from_the_shards() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, deliveries = make_epoch(["a", "b"])
@@ -89,7 +89,7 @@ def test_an_epoch_that_has_ended_is_forgotten() -> None:
     run(test())
 
 
-def test_a_worker_that_is_cancelled_when_it_was_woken_hands_its_turn_on() -> None:
+def test_a_worker_cancelled_at_wake_up_passes_its_turn_on() -> None:
     async def test() -> None:
         shards = Shards()
         epoch, _ = make_epoch([])
@@ -105,7 +105,7 @@ def test_a_worker_that_is_cancelled_when_it_was_woken_hands_its_turn_on() -> Non
     run(test())
 
 
-def test_a_fixed_shard_goes_on_when_a_retry_comes_due_in_a_partition_that_is_closed() -> None:
+def test_a_fixed_shard_continues_when_a_retry_falls_due_in_a_closed_partition() -> None:
     """Its one worker sleeps, and what it has queued is of another partition."""
 
     async def test() -> None:
@@ -137,8 +137,8 @@ def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
     run(test())
 
 
-def test_what_was_set_aside_comes_before_what_waits_in_its_shard_behind_another_partition() -> None:
-    """A key is one shard across partitions: it goes on with another one's record while the first is set aside."""
+def test_a_paused_retry_runs_before_younger_records_of_its_partition() -> None:
+    """A key is one shard across partitions: while its first record is set aside, one of another partition runs."""
 
     async def test() -> None:
         shards = Shards()

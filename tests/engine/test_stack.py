@@ -1,4 +1,4 @@
-"""Where a run stands: file and line of each await, through whatever asyncio puts between."""
+"""The stack of a run: file and line of every await, through all asyncio wrappers."""
 
 import asyncio
 import contextlib
@@ -46,14 +46,14 @@ async def while_suspended(coroutine: Coroutine[Any, Any, object], turns: int = 5
         await asyncio.wait([task])
 
 
-# What a handler may await
+# Awaitables of a handler
 
 
 async def hang() -> None:
     await asyncio.Event().wait()  # the innermost await
 
 
-async def test_the_line_of_the_await_and_of_each_caller() -> None:
+async def test_a_stack_has_the_await_and_every_caller() -> None:
     async def outer() -> None:
         await hang()  # the call of hang
 
@@ -68,7 +68,7 @@ async def test_the_line_of_the_await_and_of_each_caller() -> None:
     assert not stack.executing
 
 
-async def test_a_bare_future_is_named_by_its_kind() -> None:
+async def test_a_bare_future_is_named_by_its_type() -> None:
     async def wait() -> None:
         await asyncio.get_running_loop().create_future()  # a bare future
 
@@ -89,7 +89,7 @@ async def _iterates() -> None:
 
 
 class _Wrapped:
-    """Awaits through an iterator of its own, not through a generator."""
+    """Awaits through its own iterator, not through a generator."""
 
     def __init__(self) -> None:
         self.coroutine = hang()
@@ -121,7 +121,7 @@ async def _managed() -> None:
     ],
     ids=["async generator", "awaitable object", "context manager"],
 )
-async def test_what_hides_its_coroutine_is_looked_through(
+async def test_wrapped_coroutines_are_unwrapped(
     waiting: Callable[[], Coroutine[Any, Any, None]], marks: list[str]
 ) -> None:
     stack = await while_suspended(waiting())
@@ -181,7 +181,7 @@ async def _nests() -> None:
         (_nests, ["outer group", "gather"]),
     ],
 )
-async def test_what_a_task_awaits_in_another_task_is_followed(
+async def test_a_stack_follows_an_awaited_task(
     waiting: Callable[[], Coroutine[Any, Any, None]], marks: list[str]
 ) -> None:
     stack = await while_suspended(waiting())
@@ -194,7 +194,7 @@ async def test_what_a_task_awaits_in_another_task_is_followed(
         task.cancel()
 
 
-async def test_of_several_tasks_nobody_knows_which_one_matters() -> None:
+async def test_a_stack_stops_at_a_gather_of_several_tasks() -> None:
     async def many() -> None:
         await asyncio.gather(*[hang() for _ in range(9)])  # nine hang
 
@@ -204,7 +204,7 @@ async def test_of_several_tasks_nobody_knows_which_one_matters() -> None:
     assert stack.waits_in == "asyncio.tasks._GatheringFuture"
 
 
-async def test_tasks_that_wait_for_each_other_in_a_circle_are_no_circle_here() -> None:
+async def test_tasks_that_await_each_other_in_a_cycle_do_not_loop() -> None:
     tasks: list[asyncio.Task[object]] = []
 
     async def first() -> None:
@@ -222,7 +222,7 @@ async def test_tasks_that_wait_for_each_other_in_a_circle_are_no_circle_here() -
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_stack_has_an_end() -> None:
+async def test_a_stack_is_bounded() -> None:
     async def deeper(levels: int) -> None:
         if levels:
             await deeper(levels - 1)
@@ -233,7 +233,7 @@ async def test_a_stack_has_an_end() -> None:
     assert 10 < len(stack.frames) < 100
 
 
-def test_what_blocks_the_loop_is_seen_from_another_thread() -> None:
+def test_a_call_that_blocks_the_loop_is_seen_from_another_thread() -> None:
     seen: list[Stack] = []
     coroutines: list[CoroutineType[Any, Any, None]] = []
     blocked = threading.Event()
@@ -265,10 +265,10 @@ def test_what_blocks_the_loop_is_seen_from_another_thread() -> None:
     assert seen[0].waits_in == "threading.Event.wait"
 
 
-# What an application is
+# The application's own code
 
 
-async def test_an_application_that_is_installed_is_known_by_its_package(tmp_path: Path) -> None:
+async def test_an_installed_application_is_recognized_by_its_package(tmp_path: Path) -> None:
     """In an image, the application is often a package beside the libraries."""
     places = {name: tmp_path / "site-packages" / name / "main.py" for name in ("shop", "library")}
     for name, call in (("library", "event.wait()"), ("shop", "library(event)")):
@@ -286,7 +286,7 @@ async def test_an_application_that_is_installed_is_known_by_its_package(tmp_path
     assert stack.place.function == "shop"
 
 
-# What must not happen
+# Safety
 
 
 class _Touchy:
@@ -318,7 +318,7 @@ class _Touchy:
         raise AssertionError
 
 
-async def test_no_code_of_the_application_is_called() -> None:
+async def test_reading_a_stack_calls_no_application_code() -> None:
     asked: list[str] = []
 
     async def wait() -> None:
@@ -336,7 +336,7 @@ async def test_no_code_of_the_application_is_called() -> None:
     assert [name for name in asked if name != "close"] == []
 
 
-async def test_what_has_no_stack_has_an_empty_one() -> None:
+async def test_an_object_without_a_stack_has_an_empty_one() -> None:
     async def ends() -> None: ...
 
     ended = ends()
@@ -345,13 +345,13 @@ async def test_what_has_no_stack_has_an_empty_one() -> None:
 
     for nothing in (None, ended, object(), 3, asyncio.get_running_loop().create_future()):
         assert stack_of(nothing).frames == ()
-    assert [frame.function for frame in stack_of(never).frames] == ["test_what_has_no_stack_has_an_empty_one.ends"], (
-        "it has not begun"
-    )
+    assert [frame.function for frame in stack_of(never).frames] == [
+        "test_an_object_without_a_stack_has_an_empty_one.ends"
+    ], "it has not begun"
     never.close()
 
 
-def test_it_may_be_read_while_everything_changes() -> None:
+def test_a_stack_can_be_read_while_everything_changes() -> None:
     """From a thread, without a pause, while the tasks it follows come and go."""
     current: list[Any] = [None]
     failures: list[BaseException] = []
@@ -399,7 +399,7 @@ def test_it_may_be_read_while_everything_changes() -> None:
     assert found > 10
 
 
-def test_the_garbage_collector_is_on_after_a_read_exactly_if_it_was_on_before() -> None:
+def test_reading_a_stack_restores_the_garbage_collector() -> None:
     assert gc.isenabled()
     stack_of(None)
     assert gc.isenabled()

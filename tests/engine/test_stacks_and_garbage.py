@@ -1,4 +1,4 @@
-"""Reading stacks is safe from any thread in any state of the interpreter, and where it collects garbage: 3.11."""
+"""Reading stacks is safe from any thread, even during garbage collection (Python 3.11)."""
 
 import asyncio
 import gc
@@ -31,12 +31,12 @@ def test_stacks_are_read_while_garbage_is_collected() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_who_is_forked_while_a_stack_is_read_reads_and_collects_too() -> None:
+def test_a_process_forked_during_a_read_can_read_and_collect() -> None:
     assert len(run("fork", "100")) == READERS
 
 
-def test_what_is_executing_may_read_its_own_stack_at_any_time() -> None:
-    """What it awaits would be a pointer to nothing for some values of the interpreter's counters."""
+def test_running_code_can_read_its_own_stack_at_any_time() -> None:
+    """Its awaited object would be an invalid pointer for some values of the interpreter's counters."""
     assert run("oneself", "5000") == [5_000] * 3
 
 

@@ -1,4 +1,4 @@
-"""`start_timeout`: what ends a start, and what a start waits for."""
+"""`start_timeout`: which conditions end a start, and which it waits for."""
 
 import asyncio
 import logging
@@ -93,7 +93,7 @@ def test_a_start_waits_for_a_slow_rebalance() -> None:
     assert run(test()) < 12.0
 
 
-def test_a_missing_topic_ends_a_start_although_the_brokers_answer() -> None:
+def test_a_missing_topic_ends_a_start_although_brokers_respond() -> None:
     async def test() -> str:
         broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
         app = make_app()

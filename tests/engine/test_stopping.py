@@ -1,4 +1,4 @@
-"""While the app stops."""
+"""Assignments and lost partitions while the app stops."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from aioshard import App, Record
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 
-def test_an_assignment_that_comes_while_the_app_drains_starts_nothing() -> None:
+def test_an_assignment_during_a_drain_starts_nothing() -> None:
     """Nobody would wait for what it starts."""
     app = App("stopping", auto_offset_reset="earliest")
     broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
@@ -32,7 +32,7 @@ def test_an_assignment_that_comes_while_the_app_drains_starts_nothing() -> None:
     assert started == [(0, 0)]
 
 
-def test_a_run_of_a_lost_partition_that_ends_within_the_time_to_stop_is_not_late() -> None:
+def test_a_run_of_a_lost_partition_that_ends_during_shutdown_is_not_late() -> None:
     """A handler that needs a round trip to end when it is cancelled, as database drivers do."""
     app = App("stopping", shutdown_timeout=5.0)
     cancelled: list[float] = []

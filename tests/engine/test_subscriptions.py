@@ -1,4 +1,4 @@
-"""The topics of a handler change while the app runs."""
+"""Topics are subscribed and unsubscribed while the app runs."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ class Shop:
             self.done.append(("on_refund", record.topic, record.value))
 
 
-async def test_what_is_subscribed_is_consumed_and_what_is_unsubscribed_is_not() -> None:
+async def test_subscribed_topics_are_consumed_and_unsubscribed_ones_are_not() -> None:
     shop = Shop()
     async with TestClient(shop.app) as client:
         await client.publish("orders.eu", "early")
@@ -48,10 +48,10 @@ async def test_what_is_subscribed_is_consumed_and_what_is_unsubscribed_is_not() 
 
         shop.app.subscribe("on_order", "orders.eu")
         await client.settle()
-        assert shop.done[2:] == [("on_order", "orders.eu", b"later")], "it goes on where it was committed"
+        assert shop.done[2:] == [("on_order", "orders.eu", b"later")], "it resumes at its commit"
 
 
-async def test_what_runs_is_drained_and_committed_when_its_topic_goes() -> None:
+async def test_running_records_are_drained_and_committed_at_unsubscribe() -> None:
     shop = Shop()
     async with TestClient(shop.app) as client:
         shop.app.subscribe("on_order", "orders.eu")
@@ -81,9 +81,7 @@ async def test_what_runs_is_drained_and_committed_when_its_topic_goes() -> None:
         ("on_refund", "parked", HandlerError, "the handler itself consumes"),
     ],
 )
-async def test_a_topic_that_is_refused_changes_nothing(
-    handler: str, add: str, error: type[Exception], sentence: str
-) -> None:
+async def test_a_refused_topic_changes_nothing(handler: str, add: str, error: type[Exception], sentence: str) -> None:
     shop = Shop()
     async with TestClient(shop.app) as client:
         with pytest.raises(error, match=sentence):
@@ -123,6 +121,6 @@ async def test_a_restarted_app_keeps_its_topics() -> None:
     assert shop.done == [("on_order", "orders.eu", b"x")]
 
 
-def test_an_app_that_does_not_run_refuses() -> None:
+def test_an_app_that_is_not_running_refuses_to_subscribe() -> None:
     with pytest.raises(StateError, match="is not running"):
         Shop().app.subscribe("on_order", "x")

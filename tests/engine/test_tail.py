@@ -1,4 +1,4 @@
-"""A lopsided backlog is told: where it is, and when the last partition is done."""
+"""A lopsided backlog is reported with its partitions and an estimate of the end."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from aioshard.testing import InMemoryBroker, TestClient, run
 
 
 @pytest.mark.slow
-def test_most_of_the_lag_in_few_partitions_is_a_finding_with_its_end() -> None:
+def test_lag_concentrated_in_few_partitions_is_a_finding_with_an_estimate() -> None:
     async def life() -> None:
         app = App("orders", commit_interval=0.5)
 

@@ -1,4 +1,4 @@
-"""Plain functions run in threads, and a cancelled run ends when its thread does."""
+"""Plain functions run in threads, and a cancelled run ends with its thread."""
 
 import asyncio
 import threading
@@ -119,7 +119,7 @@ async def test_a_plain_function_that_only_makes_a_coroutine_has_processed_nothin
     assert broker.committed("threads", "orders", 0) == 0
 
 
-async def test_a_run_that_is_cancelled_before_its_thread_began_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_cancelled_before_its_thread_starts_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody will ever say that the thread has ended."""
     ran: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""How long runs take and records wait: exact, although nobody looks at most of them."""
+"""Durations of runs and waits: exact, although most are not sampled."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ QUICK, SLOW = 0.000_5, 0.030_000
 
 
 class Bench:
-    """Workers on a clock that stands still unless a handler moves it."""
+    """Workers on a clock that is stopped unless a handler moves it."""
 
     def __init__(self, durations: list[float], *, fails: Callable[[int], bool] = lambda _: False) -> None:
         self.now = 100.0
@@ -64,7 +64,7 @@ class Bench:
         )
         await self.shards.put(self.deliveries)
         worker.task = serving = asyncio.create_task(worker.run())
-        while len(self.epoch.tracker):  # noqa: ASYNC110 - nothing tells, and the clock stands still
+        while len(self.epoch.tracker):  # noqa: ASYNC110 - no event, and the clock is stopped
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -86,13 +86,13 @@ def check(found: HistogramCounts, durations: list[float]) -> None:
 
 @hypothesis.given(st.lists(st.sampled_from([0.0, 0.000_01, QUICK, 0.004, 0.005_1, SLOW, 0.7, 20.0]), max_size=400))
 @hypothesis.settings(max_examples=60)
-def test_every_run_is_in_its_bucket_whatever_ran_before_it(durations: list[float]) -> None:
+def test_every_run_is_counted_in_its_bucket(durations: list[float]) -> None:
     bench = Bench(durations)
     asyncio.run(bench.run())
     check(bench.counts.durations.counts(), durations)
 
 
-async def test_failed_attempts_are_measured_beside_what_succeeds() -> None:
+async def test_failed_attempts_are_measured_too() -> None:
     durations = [QUICK, SLOW, QUICK, 0.2, QUICK] * 20
     bench = Bench(durations, fails=lambda offset: offset % 3 == 0)
     await bench.run()
@@ -101,7 +101,7 @@ async def test_failed_attempts_are_measured_beside_what_succeeds() -> None:
     assert bench.counts.processed + bench.counts.skipped == len(durations)
 
 
-async def test_what_others_do_while_the_worker_lets_the_loop_turn_is_no_time_of_a_run() -> None:
+async def test_other_tasks_run_at_a_yield_do_not_count_as_run_time() -> None:
     durations = [0.000_01] * 1_000  # more than it runs without a pause
     bench = Bench(durations)
 
@@ -116,7 +116,7 @@ async def test_what_others_do_while_the_worker_lets_the_loop_turn_is_no_time_of_
     check(bench.counts.durations.counts(), durations)
 
 
-async def test_waits_stand_for_the_records_that_nobody_looked_at() -> None:
+async def test_sampled_waits_represent_the_unsampled_records() -> None:
     bench = Bench([QUICK] * 999 + [SLOW])
     await bench.run()
     waits = bench.counts.waits.counts()
@@ -139,7 +139,7 @@ async def test_a_retry_has_not_waited_in_the_queue() -> None:
     assert bench.counts.waits.counts() == HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
 
 
-async def test_a_loop_that_tells_whole_milliseconds_is_not_asked_for_run_times() -> None:
+async def test_run_times_are_not_taken_from_a_millisecond_clock() -> None:
     loop = asyncio.get_running_loop()
     assert precise(loop.time) is not loop.time
     assert abs(precise(loop.time)() - loop.time()) < 1.0

@@ -1,4 +1,4 @@
-"""A side topic that acknowledges nothing, as one whose replicas are not in sync, while all others do."""
+"""A side topic that acknowledges nothing, as without in-sync replicas, while other topics work."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ HEALTHY = 200
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_failure", [DeadLetter("side", breaker=None), Park("side", delay=1_000.0)], ids=str)
-def test_healthy_keys_go_on_while_more_failed_ones_than_workers_wait_to_be_written(
+def test_healthy_keys_continue_while_many_failed_records_wait_to_be_written(
     on_failure: OnFailure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = InMemoryProducer.publish

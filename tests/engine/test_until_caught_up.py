@@ -1,4 +1,4 @@
-"""Consuming to the end: up to the ends that were seen first, however long it takes."""
+"""Until caught up: consuming up to the ends seen at the start."""
 
 import asyncio
 
@@ -12,8 +12,8 @@ from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 from tests.engine.running import engine_of
 
 
-def test_the_ends_stay_where_they_were_when_the_group_rebalances() -> None:
-    """What is published meanwhile would else have the run go on for as long as somebody publishes."""
+def test_the_target_ends_survive_a_rebalance() -> None:
+    """Otherwise records published meanwhile would prolong the run indefinitely."""
     gate = asyncio.Event()
     app = App("billing")
 
@@ -43,7 +43,7 @@ def test_the_ends_stay_where_they_were_when_the_group_rebalances() -> None:
     run(scenario())
 
 
-def test_a_topic_that_is_made_anew_has_its_new_end() -> None:
+def test_a_recreated_topic_has_its_new_end() -> None:
     app = App("billing")
 
     @app.consume("orders")
@@ -68,7 +68,7 @@ def test_a_topic_that_is_made_anew_has_its_new_end() -> None:
     run(scenario())
 
 
-def test_a_client_that_is_lost_does_not_end_it() -> None:
+def test_until_caught_up_survives_a_lost_client() -> None:
     """While a new one is built nothing is assigned to us; that does not mean that nothing is left."""
     app = App("billing")
     done: list[int] = []
@@ -96,8 +96,8 @@ def test_a_client_that_is_lost_does_not_end_it() -> None:
     assert set(done) == set(range(5))
 
 
-def test_a_partition_that_was_rewound_does_not_end_it() -> None:
-    """Its epoch has ended, and where to go on is being looked up."""
+def test_until_caught_up_continues_after_a_rewind() -> None:
+    """Its epoch has ended, and its new position is being resolved."""
     app = App("billing")
     done: list[int] = []
 
@@ -124,7 +124,7 @@ def test_a_partition_that_was_rewound_does_not_end_it() -> None:
     assert set(done) == set(range(5))
 
 
-def test_a_partition_that_the_group_took_away_does_not_end_it() -> None:
+def test_until_caught_up_continues_after_losing_a_partition() -> None:
     app = App("billing")
     done: list[int] = []
 
@@ -151,8 +151,8 @@ def test_a_partition_that_the_group_took_away_does_not_end_it() -> None:
 
 
 @pytest.mark.parametrize("batch", [43, 129])
-def test_a_halted_record_ends_it_only_when_all_that_can_run_has_run(batch: int) -> None:
-    """Also what a worker or a fetch task has in hand between two turns of the loop."""
+def test_until_caught_up_runs_everything_else_before_ending_at_a_halt(batch: int) -> None:
+    """Including records that a worker or fetch task holds between two iterations of the loop."""
     app = App("billing", auto_offset_reset="earliest", shutdown_timeout=2.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     broker.publish("orders", b"", key=b"bad")

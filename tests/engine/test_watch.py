@@ -1,4 +1,4 @@
-"""A partition that stands still says so in the log, by itself (I11)."""
+"""A stuck partition is reported in the log without being asked (I11)."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from tests.engine.deliveries import add, make_partition
 # In a running app
 
 
-def test_a_record_that_hangs_is_named_in_the_log_with_the_line_it_hangs_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_record_is_logged_with_the_line_it_hangs_in(caplog: pytest.LogCaptureFixture) -> None:
     app = App("watched", stuck_after=20.0, show_keys=True, drain_timeout=1.0, shutdown_timeout=2.0)
     released = asyncio.Event()
 
@@ -77,7 +77,7 @@ def test_a_halted_record_is_named_at_the_next_check(caplog: pytest.LogCaptureFix
     assert "(key #" in line
 
 
-def test_what_makes_almost_everything_wait_is_named_before_it_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_holding_up_almost_everything_is_named_early(caplog: pytest.LogCaptureFixture) -> None:
     app = App("watched", stuck_after=60.0, show_keys=True, drain_timeout=1.0, shutdown_timeout=2.0)
     released = asyncio.Event()
 
@@ -103,11 +103,11 @@ def test_what_makes_almost_everything_wait_is_named_before_it_is_stuck(caplog: p
     with caplog.at_level(logging.WARNING, "aioshard"):
         run(test())
 
-    held_up, goes_on = caplog.messages
+    held_up, advances = caplog.messages
     assert held_up.startswith("almost everything waits for one record: orders/0 has not advanced")
     assert "200 of the 201 offsets from there on wait for that record." in held_up
     assert "test_watch.py:" in held_up
-    assert goes_on == "orders/0 advances again: record orders/0/0 no longer holds it up"
+    assert advances == "orders/0 advances again: record orders/0/0 no longer holds it up"
 
 
 # The watch by itself
@@ -144,7 +144,7 @@ def make_watch(*epochs: Partition, behind: int = 0) -> Watch:
 
 
 def reports(watch: Watch, caplog: pytest.LogCaptureFixture, checks: int = 3, every: float = 25.0) -> list[str]:
-    """What the log has after so many checks, without the part that describes."""
+    """Return the log after so many checks, without the descriptive part."""
     caplog.clear()
     for _ in range(checks):
         look(watch, every)
@@ -160,7 +160,7 @@ def look(watch: Watch, after: float) -> None:
 
 
 @pytest.mark.parametrize(("behind", "told"), [(89, 0), (91, 1)])
-def test_what_waits_in_the_shard_of_the_oldest_record_counts_as_held_up(
+def test_records_in_the_shard_of_the_oldest_one_count_as_held_up(
     caplog: pytest.LogCaptureFixture, behind: int, told: int
 ) -> None:
     epoch, _ = make_partition(["k"] * 100)
@@ -169,7 +169,7 @@ def test_what_waits_in_the_shard_of_the_oldest_record_counts_as_held_up(
 
 
 @pytest.mark.parametrize(("done", "told"), [(179, 0), (181, 1)])
-def test_more_than_nine_tenths_are_almost_everything(caplog: pytest.LogCaptureFixture, done: int, told: int) -> None:
+def test_almost_everything_means_more_than_nine_tenths(caplog: pytest.LogCaptureFixture, done: int, told: int) -> None:
     epoch, deliveries = make_partition(range(200))
     for delivery in deliveries[-done:]:
         epoch.complete(delivery)
@@ -177,7 +177,7 @@ def test_more_than_nine_tenths_are_almost_everything(caplog: pytest.LogCaptureFi
     assert len(reports(make_watch(epoch), caplog)) == told
 
 
-def test_a_small_window_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_window_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     epoch, deliveries = make_partition(range(99))
     for delivery in deliveries[1:]:
         epoch.complete(delivery)
@@ -185,7 +185,7 @@ def test_a_small_window_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) ->
     assert reports(make_watch(epoch), caplog) == []
 
 
-def test_a_partition_that_is_paused_waits_for_no_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_paused_partition_is_not_held_up_by_a_record(caplog: pytest.LogCaptureFixture) -> None:
     epoch, deliveries = make_partition(range(200))
     for delivery in deliveries[1:]:
         epoch.complete(delivery)
@@ -195,7 +195,7 @@ def test_a_partition_that_is_paused_waits_for_no_record(caplog: pytest.LogCaptur
     assert reports(make_watch(epoch), caplog) == []
 
 
-def test_an_oldest_record_that_changes_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changing_oldest_record_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
     epoch, deliveries = make_partition(range(400))
     for delivery in deliveries[20:]:
         epoch.complete(delivery)
@@ -206,7 +206,7 @@ def test_an_oldest_record_that_changes_holds_nothing_up(caplog: pytest.LogCaptur
         epoch.complete(delivery)
 
 
-def test_an_episode_has_one_line_when_it_begins_and_one_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_episode_is_logged_once_at_its_start_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
     epoch, deliveries = make_partition(range(200))
     for delivery in deliveries[2:]:
         epoch.complete(delivery)
@@ -225,7 +225,7 @@ def test_an_episode_has_one_line_when_it_begins_and_one_when_it_is_over(caplog: 
     assert reports(watch, caplog, checks=4) == []
 
 
-def test_an_epoch_that_ended_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ended_epoch_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     epoch, _ = make_partition(["k"])
     watch = make_watch(epoch)
     assert reports(watch, caplog, checks=10) == ["stuck"]
@@ -238,7 +238,7 @@ def test_an_epoch_that_ended_is_forgotten(caplog: pytest.LogCaptureFixture) -> N
 # Since when
 
 
-def test_since_when_something_is_so() -> None:
+def test_a_condition_lasts_since_it_was_first_seen() -> None:
     watch = make_watch()
     pauses = watch.engine.pauses
 

@@ -1,4 +1,4 @@
-"""Workers outlive what handlers do to them, or the app says that they did not."""
+"""Workers survive everything handlers do, or the app reports that they did not."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ async def await_something_cancelled() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"batch": Batch(max_records=5, linger=0.1)}], ids=["records", "batches"])
 @pytest.mark.parametrize("concurrency", [1, 20])
-def test_as_many_runs_go_on_at_once_as_there_are_workers(options: dict[str, Any], concurrency: int) -> None:
+def test_as_many_runs_are_active_as_there_are_workers(options: dict[str, Any], concurrency: int) -> None:
     app = App("workers")
     running = most = 0
 
@@ -52,7 +52,7 @@ def test_as_many_runs_go_on_at_once_as_there_are_workers(options: dict[str, Any]
     assert most == concurrency
 
 
-def test_a_time_out_that_leaves_its_cancellation_behind_costs_no_worker() -> None:
+def test_a_timeout_that_leaks_its_cancellation_costs_no_worker() -> None:
     """Of the next record that awaits something cancelled the worker has to know that it is not meant itself."""
     app = App("workers")
     attempts: list[tuple[int, bool]] = []
@@ -79,7 +79,7 @@ def test_a_time_out_that_leaves_its_cancellation_behind_costs_no_worker() -> Non
     assert [offset for offset, _ in attempts] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_a_time_out_that_leaves_its_cancellation_behind_survives_a_rebalance() -> None:
+def test_a_timeout_that_leaks_its_cancellation_survives_a_rebalance() -> None:
     app = App("workers", drain_timeout=1.0, shutdown_timeout=3.0)
     runs: list[int] = []
 
@@ -107,7 +107,7 @@ def test_a_time_out_that_leaves_its_cancellation_behind_survives_a_rebalance() -
 
 
 def test_a_handler_that_cancels_its_own_worker_ends_the_app_with_a_reason() -> None:
-    """Silently, its shards would stand still (I11)."""
+    """Otherwise its shards would be stuck silently (I11)."""
     app = App("workers")
 
     @app.consume("orders", concurrency=1)
@@ -128,7 +128,7 @@ def test_a_handler_that_cancels_its_own_worker_ends_the_app_with_a_reason() -> N
     run(test())
 
 
-def test_an_exception_that_cannot_say_what_it_is_halts_its_record_and_nothing_else() -> None:
+def test_an_exception_whose_str_raises_halts_only_its_record() -> None:
     app = App("workers")
 
     class SpeechlessError(Exception):
@@ -152,8 +152,8 @@ def test_an_exception_that_cannot_say_what_it_is_halts_its_record_and_nothing_el
     run(test())
 
 
-def test_a_record_in_hand_while_the_loop_resumed_does_not_start_when_its_epoch_ends_in_that_turn() -> None:
-    """A handler that never suspends: its worker lets the loop turn now and then, with the next record in hand."""
+def test_a_taken_record_does_not_start_if_its_epoch_ends_meanwhile() -> None:
+    """A handler that never suspends: its worker yields to the loop now and then while it holds the next record."""
     app = App("workers", auto_offset_reset="earliest", shutdown_timeout=2.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     for _ in range(300):
@@ -180,7 +180,7 @@ def test_a_record_in_hand_while_the_loop_resumed_does_not_start_when_its_epoch_e
     assert ended_after == [len(runs)]
 
 
-def test_a_partition_that_can_be_read_again_is_in_no_trouble() -> None:
+def test_a_readable_partition_clears_its_trouble() -> None:
     app = App("workers")
 
     @app.consume("orders")
@@ -201,7 +201,7 @@ def test_a_partition_that_can_be_read_again_is_in_no_trouble() -> None:
     run(test())
 
 
-def test_an_attempt_that_fails_and_leaves_its_cancellation_behind_costs_no_worker() -> None:
+def test_a_failed_attempt_that_leaks_its_cancellation_costs_no_worker() -> None:
     """The next record, of another key, awaits something cancelled before anything else has ended well."""
     app = App("workers")
     failed: set[int] = set()
@@ -225,7 +225,7 @@ def test_an_attempt_that_fails_and_leaves_its_cancellation_behind_costs_no_worke
     run(test())
 
 
-def test_a_run_that_was_cancelled_and_left_its_own_cancellation_behind_costs_no_worker() -> None:
+def test_a_cancelled_run_that_leaks_a_cancellation_costs_no_worker() -> None:
     app = App("workers", drain_timeout=1.0, shutdown_timeout=3.0)
     runs = 0
 

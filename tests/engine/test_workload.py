@@ -1,4 +1,4 @@
-"""What goes on inside the handlers, as the page and the terminal show it; and parked keys that are released."""
+"""The workload as the dashboard and the terminal show it; releasing parked keys."""
 
 import asyncio
 from typing import Any
@@ -13,17 +13,17 @@ from aioshard.testing import TestClient, run
 from tests.engine.running import engine_of, until
 
 
-def looked_at(app: App) -> Workload:
+def workload_of(app: App) -> Workload:
     found = app.workload()
     assert found is not None
     return found
 
 
-def test_an_app_that_does_not_run_has_none() -> None:
+def test_an_app_that_is_not_running_has_no_workload() -> None:
     assert App("idle").workload() is None
 
 
-def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None:
+def test_a_worker_is_shown_with_its_record_and_its_await() -> None:
     app = App("workload", show_keys=True)
     over = asyncio.Event()
 
@@ -34,9 +34,9 @@ def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None
     async def scenario() -> None:
         async with TestClient(app) as client:
             await client.publish("orders", b"", key="a", partition=3)
-            await until(lambda: looked_at(app).busy)
+            await until(lambda: workload_of(app).busy)
             await asyncio.sleep(5)
-            (one,) = looked_at(app).workers
+            (one,) = workload_of(app).workers
             assert (one.handler, one.topic, one.partition, one.offset, one.records) == ("on_order", "orders", 3, 0, 1)
             assert one.key == "b'a'"
             assert one.state == "running"
@@ -50,7 +50,7 @@ def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None
     run(scenario())
 
 
-def test_the_deepest_shards_come_first_with_what_holds_them() -> None:
+def test_the_deepest_shards_come_first_with_their_blocker() -> None:
     app = App("workload")
     over = asyncio.Event()
 
@@ -65,12 +65,12 @@ def test_the_deepest_shards_come_first_with_what_holds_them() -> None:
             for key, depth, value in (("cold", 1, b""), ("warm", 3, b""), ("hot", 6, b"halts")):
                 for _ in range(depth):
                     await client.publish("orders", value, key=key, partition=0)
-            await until(lambda: looked_at(app).deep == 2 and looked_at(app).failing)
-            hot, warm = looked_at(app).shards
+            await until(lambda: workload_of(app).deep == 2 and workload_of(app).failing)
+            hot, warm = workload_of(app).shards
             assert (hot.waiting, hot.state, hot.offset) == (5, "halted", 4)
             assert (warm.waiting, warm.state, warm.offset) == (2, "running", 1)
             assert hot.key != warm.key
-            assert hot.key == looked_at(app).failed[0].key, "the same key has the same name"
+            assert hot.key == workload_of(app).failed[0].key, "the same key has the same name"
             over.set()
 
     run(scenario())
@@ -88,8 +88,8 @@ def test_fixed_shards_are_shown_by_their_number() -> None:
         async with TestClient(app) as client:
             for number in range(5):
                 await client.publish("orders", b"", key=str(number), partition=0)
-            await until(lambda: looked_at(app).deep)
-            (hot,) = looked_at(app).shards
+            await until(lambda: workload_of(app).deep)
+            (hot,) = workload_of(app).shards
             assert (hot.shard, hot.waiting, hot.state) == ("0", 4, "running")
             (handler,) = app.statistics().handlers
             assert (handler.shards, handler.queued) == (1, 4)
@@ -110,15 +110,15 @@ def test_a_batch_is_one_run_of_many_records() -> None:
         async with TestClient(app) as client:
             for number in range(4):
                 await client.publish("orders", b"", key=str(number), partition=0)
-            await until(lambda: looked_at(app).busy)
-            (one,) = looked_at(app).workers
+            await until(lambda: workload_of(app).busy)
+            (one,) = workload_of(app).workers
             assert (one.offset, one.records) == (0, 4)
             over.set()
 
     run(scenario())
 
 
-def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
+def test_failed_records_are_shown_with_halted_ones_first() -> None:
     app = App("workload")
 
     @app.consume("orders", retry=Retry(attempts=2, initial=20.0, jitter=0.0))
@@ -131,15 +131,15 @@ def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
     async def scenario() -> None:
         async with TestClient(app) as client:
             await client.publish("orders", b"", key="a", partition=0)
-            await until(lambda: looked_at(app).failing)
-            (retrying,) = looked_at(app).failed
+            await until(lambda: workload_of(app).failing)
+            (retrying,) = workload_of(app).failed
             assert (retrying.state, retrying.attempt, retrying.attempts) == ("retrying", 2, 2)
             assert retrying.error == "ValueError: no such order"
             assert retrying.due == pytest.approx(20, abs=1)
             await asyncio.sleep(25)
             await client.publish("orders", b"", key="b", partition=1)
-            await until(lambda: looked_at(app).failing == 2, timeout=10)
-            halted, retrying = looked_at(app).failed
+            await until(lambda: workload_of(app).failing == 2, timeout=10)
+            halted, retrying = workload_of(app).failed
             assert (halted.state, halted.partition, halted.attempt, halted.due) == ("halted", 0, 2, None)
             assert (retrying.state, retrying.partition) == ("retrying", 1)
             policies = [(handler.name, handler.on_failure) for handler in app.statistics().handlers]
@@ -150,7 +150,7 @@ def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
     run(scenario())
 
 
-def test_what_is_paused_by_hand_is_told() -> None:
+def test_manual_pauses_are_shown() -> None:
     app = App("workload")
 
     @app.consume("orders")
@@ -162,14 +162,14 @@ def test_what_is_paused_by_hand_is_told() -> None:
             await client.settle()
             app.pause("orders", 2, why="the ledger moves house")
             app.pause_handler("on_order")
-            partition, handler = looked_at(app).pauses
+            partition, handler = workload_of(app).pauses
             assert (partition.topic, partition.partition, partition.why) == ("orders", 2, "the ledger moves house")
             assert (handler.topic, handler.handler) == (None, "on_order")
 
     run(scenario())
 
 
-def test_each_kind_is_bounded_and_counted() -> None:
+def test_every_list_is_bounded_and_counted() -> None:
     app = App("workload")
     over = asyncio.Event()
 
@@ -181,9 +181,9 @@ def test_each_kind_is_bounded_and_counted() -> None:
         async with TestClient(app) as client:
             for number in [*range(80), *range(80), 79]:
                 await client.publish("orders", b"", key=str(number), partition=0)
-            await until(lambda: looked_at(app).deep == 80, timeout=10)
-            await until(lambda: [one.waiting for one in looked_at(app).shards[:2]] == [2, 1], timeout=10)
-            found = looked_at(app)
+            await until(lambda: workload_of(app).deep == 80, timeout=10)
+            await until(lambda: [one.waiting for one in workload_of(app).shards[:2]] == [2, 1], timeout=10)
+            found = workload_of(app)
             assert (found.busy, len(found.workers), len(found.shards)) == (80, 50, 50)
             over.set()
 
@@ -207,7 +207,7 @@ def parking(broken: set[bytes], done: list[tuple[bytes, int]], **options: Any) -
 
 
 @pytest.mark.parametrize("options", [{}, {"shards": 2}], ids=["on demand", "fixed"])
-def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[str, Any]) -> None:
+def test_a_parked_key_is_shown_and_runs_once_released(options: dict[str, Any]) -> None:
     broken, done = {b"a"}, list[tuple[bytes, int]]()
     app = parking(broken, done, **options)
 
@@ -216,13 +216,13 @@ def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[
             for key in ("a", "b", "a"):
                 await client.publish("orders", b"", key=key, partition=1)
             await client.settle()
-            (parked,) = looked_at(app).parked
+            (parked,) = workload_of(app).parked
             assert (parked.topic, parked.partition, parked.offset) == ("orders", 1, 0)
             assert parked.stored_in == "orders.parked"
             assert parked.error == "ConnectionError: the account is locked"
             assert parked.key == shown(b"a", show_keys=False), "named as everywhere else"
             assert not parked.running
-            assert looked_at(app).parked_keys == 1
+            assert workload_of(app).parked_keys == 1
             assert [handler.on_failure for handler in app.statistics().handlers] == ["parks in orders.parked"]
 
             broken.clear()
@@ -230,12 +230,12 @@ def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[
             await until(lambda: len(done) == 3, timeout=60)
             assert done == [(b"b", 1), (b"a", 0), (b"a", 2)], "in order"
             await client.settle()
-            assert looked_at(app).parked_keys == 0
+            assert workload_of(app).parked_keys == 0
 
     run(scenario())
 
 
-def test_what_is_not_parked_cannot_be_released() -> None:
+def test_an_unparked_key_cannot_be_released() -> None:
     app = parking(set(), [])
 
     @app.consume("clicks")
@@ -256,7 +256,7 @@ def test_what_is_not_parked_cannot_be_released() -> None:
     run(scenario())
 
 
-async def test_it_is_read_while_the_loop_goes_on() -> None:
+async def test_the_workload_can_be_read_while_the_event_loop_runs() -> None:
     """From another thread, thousands of times, while everything in it changes."""
     app = App("workload")
 
@@ -271,7 +271,7 @@ async def test_it_is_read_while_the_loop_goes_on() -> None:
     def look() -> int:
         looks = 0
         while not stopped:
-            looked_at(app)
+            workload_of(app)
             looks += 1
         return looks
 
@@ -285,6 +285,6 @@ async def test_it_is_read_while_the_loop_goes_on() -> None:
         stopped = True
         assert await looking > 20
         for partition in app.statistics().partitions:
-            for one in looked_at(app).failed:
+            for one in workload_of(app).failed:
                 if one.partition == partition.partition and one.state == "halted":
                     app.skip("orders", one.partition, one.offset)

@@ -1,4 +1,4 @@
-"""A user of the guarded listener that may do nothing until a test allows it."""
+"""A user of the guarded listener without any permissions until a test grants some."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.shared_kafka import SharedKafka
 
 
 async def consuming_user(kafka: SharedKafka, scenario: Scenario) -> tuple[Credentials, dict[str, Any]]:
-    """A user that may consume the scenario's topic in its group and no more, and the settings to log in as it."""
+    """A user that may consume the scenario's topic in its group and nothing else, and the settings to log in as it."""
     user = Credentials(f"user-{scenario.group[-8:]}", "a-secret")
     await create_scram_user(kafka, user)
     await allow(kafka, user, "group", scenario.group)

@@ -1,4 +1,4 @@
-"""What a member process of a scenario does; the test chooses, `member` obeys."""
+"""The behavior of a member process in a scenario, chosen by the test."""
 
 import dataclasses
 import json
@@ -14,16 +14,16 @@ VARIABLE = "GUARANTEES_MEMBER"
 """Environment variable with the JSON of a `Behaviour`."""
 
 HANG = b"hang"
-"""What the value of a record begins with on which a member hangs, if it does."""
+"""Prefix of the value of a record on which a member hangs, if any."""
 
 POISON = b"{not json"
-"""What the value of a record begins with that cannot be decoded."""
+"""Prefix of a value that cannot be decoded."""
 
 BAD = b"bad"
-"""What a key begins with for which every attempt raises, until it is healed."""
+"""Prefix of a key whose every attempt raises until it is healed."""
 
 HANGING = b"hangs"
-"""What a key begins with for which every attempt hangs until it is cancelled, until it is healed."""
+"""Prefix of a key whose every attempt hangs until it is cancelled, until it is healed."""
 
 Recourse = Any
 """`on_failure` as JSON has it: "halt", "skip", or what `dead_letter` and `parking` make; see `Behaviour.policy`."""
@@ -133,7 +133,7 @@ class Behaviour:
         return self.hangs_once > 0 and attempt == 1 and _chance(record) * 1000 % 1 < self.hangs_once
 
     def fail(self, record: Record, attempt: int) -> None:
-        """Raises for a record whose key is not healed, that cannot be decoded, or while the back end is down.
+        """Raises for a record whose key is not healed, that cannot be decoded, or while the backend is down.
 
         And at the first attempt, for a share of the records.
         """
@@ -147,7 +147,7 @@ class Behaviour:
             raise ConnectionError("the back end is down")
 
     def healed(self, key: bytes | None) -> bool:
-        """Whether a key fails no more."""
+        """Whether a key no longer fails."""
         names = ("healed", f"healed-{(key or b'').decode()}")
         return any(Path(self.directory, name).exists() for name in names)
 

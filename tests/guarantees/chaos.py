@@ -1,4 +1,4 @@
-"""Events that happen to the members of a scenario, drawn by chance."""
+"""Random events for the members of a scenario."""
 
 import asyncio
 import itertools
@@ -75,11 +75,11 @@ class Fleet:
 
     async def stop(self, name: str) -> None:
         member = self._ends(name)
-        member.ask_to_end()
+        member.terminate()
         self._leaving.append(member)
 
     async def freeze(self, name: str) -> None:
-        """Let a member stand still for longer than its session."""
+        """Freeze a member for longer than its session."""
         member = self._ends(name)
         self.apart.append(Apart(member.process))
         member.freeze()

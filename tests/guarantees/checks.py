@@ -1,7 +1,7 @@
-"""The guarantees as objects: each looks at the story of a run and says whether it was kept.
+"""The guarantees as objects: each checks whether the history of a run kept it.
 
 A scenario names the guarantees that it claims and passes them to `verify`. The numbers (I1 to I12) are
-those of the documentation. Every check has tests in which a tampered story makes it fail.
+those of the documentation. Every check has tests in which a tampered history makes it fail.
 """
 
 import functools
@@ -34,7 +34,7 @@ class CommitsAt(NamedTuple):
     side_ends: Mapping[int, int] = {}
     """The ends of the partitions of the side topic, where there is one; asked for after that."""
     noted: Mapping[int, Sequence[Run]] = {}
-    """What the commits noted as finished beyond them."""
+    """The completions stored beyond the committed offsets."""
 
 
 class Apart(NamedTuple):
@@ -51,7 +51,7 @@ class Apart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Story:
+class History:
     """All that is known of a run once it is over.
 
     Attributes:
@@ -82,7 +82,7 @@ class Story:
             times.setdefault(seen.place, seen.at)
         return times
 
-    def first_settled(self) -> dict[Place, int]:
+    def first_terminal(self) -> dict[Place, int]:
         """When each record has finished, or was let go, whichever was first."""
         return _earliest(self.first_finished(), self.let_go)
 
@@ -105,17 +105,17 @@ def _earliest(one: Mapping[Place, int], other: Mapping[Place, int]) -> dict[Plac
 
 
 class Guarantee(Protocol):
-    """Something that a story keeps or breaks."""
+    """Something that a history keeps or breaks."""
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Sentences, one for each time that it was broken."""
 
 
-def verify(story: Story, *guarantees: Guarantee) -> None:
-    """Fails with everything that the story breaks."""
+def verify(history: History, *guarantees: Guarantee) -> None:
+    """Fails with everything that the history breaks."""
     found = []
     for guarantee in guarantees:
-        breaches = list(guarantee.breaches(story))
+        breaches = list(guarantee.breaches(history))
         if breaches:
             name = type(guarantee).__name__
             found += [f"{name} was broken {len(breaches)} time(s):", *(f"  - {text}" for text in breaches[:SHOWN])]
@@ -127,13 +127,13 @@ def verify(story: Story, *guarantees: Guarantee) -> None:
 class NothingLost:
     """I3: every record was processed, or let go as its handler's policy has it, and nothing else was."""
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Records that never finished, and observations of records that were not produced."""
-        for place in sorted(story.produced.keys() - story.first_settled().keys()):
-            runs = sum(1 for seen in story.seen if seen.place == place and seen.kind is Kind.STARTED)
-            yield f"record {_name(place)} (key {story.produced[place]}) never finished; it was started {runs} time(s)"
-        for seen in story.of(Kind.STARTED):
-            expected = story.produced.get(seen.place)
+        for place in sorted(history.produced.keys() - history.first_terminal().keys()):
+            runs = sum(1 for seen in history.seen if seen.place == place and seen.kind is Kind.STARTED)
+            yield f"record {_name(place)} (key {history.produced[place]}) never finished; it was started {runs} time(s)"
+        for seen in history.of(Kind.STARTED):
+            expected = history.produced.get(seen.place)
             if expected is None:
                 yield f"{seen.process} started {_name(seen.place)}, which is no record that it should have had"
             elif expected != seen.key:
@@ -158,33 +158,33 @@ class KeyOrder:
         1 2 3 2         broken: a rewind without a change of owner
     """
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Starts that came too early, or went back."""
-        yield from self._too_early(story)
-        yield from self._going_back(story)
+        yield from self._too_early(history)
+        yield from self._going_back(history)
 
-    def _too_early(self, story: Story) -> Iterator[str]:
-        finished = story.first_settled()
+    def _too_early(self, history: History) -> Iterator[str]:
+        finished = history.first_terminal()
         ready: dict[Place, tuple[int, Place | None]] = {}
         """When all earlier records of the key had finished, and which was the last of them."""
         latest: dict[tuple[int, str], tuple[int, Place | None]] = {}
-        for place in sorted(place for place, key in story.produced.items() if key):
-            lane = place[0], story.produced[place]
+        for place in sorted(place for place, key in history.produced.items() if key):
+            lane = place[0], history.produced[place]
             ready[place] = latest.get(lane, (0, None))
             latest[lane] = max(ready[place], (finished.get(place, FOREVER), place), key=lambda entry: entry[0])
-        for seen in story.of(Kind.STARTED):
+        for seen in history.of(Kind.STARTED):
             at, before = ready.get(seen.place, (0, None))
             if before is not None and seen.at < at:
-                when = "has never finished" if at == FOREVER else f"finished at {story.after(at)}"
+                when = "has never finished" if at == FOREVER else f"finished at {history.after(at)}"
                 yield (
-                    f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {story.after(seen.at)} although "
+                    f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {history.after(seen.at)} although "
                     f"{_name(before)} of the same key {when}"
                 )
 
-    def _going_back(self, story: Story) -> Iterator[str]:
+    def _going_back(self, history: History) -> Iterator[str]:
         reached: dict[tuple[str, int, int, str], int] = {}
         counted: set[tuple[str, int, Place]] = set()
-        for seen in sorted(story.seen):
+        for seen in sorted(history.seen):
             ownership = seen.process, seen.epoch, seen.place
             if seen.kind is Kind.FINISHED:
                 counted.add(ownership)
@@ -203,18 +203,18 @@ class KeyOrder:
 class OneAtATimePerKey:
     """I4: in a process never two runs of one key at once, also across ownerships and cancelled runs."""
 
-    def breaches(self, story: Story) -> Iterator[str]:
-        """Runs that began while another one of their key went on."""
+    def breaches(self, history: History) -> Iterator[str]:
+        """Runs that began during another run of their key."""
         running: dict[tuple[str, str], Seen] = {}
-        for seen in sorted(story.seen):
+        for seen in sorted(history.seen):
             lane = seen.process, seen.key
             if not seen.key:
                 continue
             if seen.kind is Kind.STARTED:
                 if (other := running.get(lane)) is not None:
                     yield (
-                        f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {story.after(seen.at)} while "
-                        f"{_name(other.place)} of the same key ran, since {story.after(other.at)}"
+                        f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {history.after(seen.at)} "
+                        f"while {_name(other.place)} of the same key ran, since {history.after(other.at)}"
                     )
                 running[lane] = seen
             elif seen.kind in ENDS and running.get(lane, seen).place == seen.place:
@@ -231,11 +231,11 @@ class OneProcessPerKey:
 
     apart: Collection[Apart] = ()
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Runs that began while another process ran the key."""
         running: dict[tuple[str, Place], int] = {}
         runs: dict[tuple[int, str], list[tuple[int, int, str, Place]]] = defaultdict(list)
-        for seen in sorted(story.seen):
+        for seen in sorted(history.seen):
             if seen.kind is Kind.STARTED:
                 running[seen.process, seen.place] = seen.at
             elif seen.kind in ENDS and seen.key:
@@ -249,8 +249,8 @@ class OneProcessPerKey:
                     until = min(until, ended)  # noqa: PLW2901
                     if process != other and began < until and not self._excuse(process, other, began, until):
                         yield (
-                            f"{process} started {_name(place)} at {story.after(began)} while {other} ran "
-                            f"{_name(before)} of the same key, until {story.after(until)}"
+                            f"{process} started {_name(place)} at {history.after(began)} while {other} ran "
+                            f"{_name(before)} of the same key, until {history.after(until)}"
                         )
                 last[process] = run
 
@@ -266,34 +266,34 @@ class NeverAhead:
     was noted as finished beyond it.
     """
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Committed offsets that had passed a record that was not finished, and notes of such a record."""
-        finished = story.first_passable()
-        yield from _noted_ahead(story, finished)
+        finished = history.first_passable()
+        yield from _stored_ahead(history, finished)
         offsets: dict[int, list[int]] = defaultdict(list)
         slowest: dict[int, list[tuple[int, int]]] = defaultdict(list)
         """For each record of a partition: which of it and those before it finished last, and when."""
-        for partition, offset in sorted(story.produced):
+        for partition, offset in sorted(history.produced):
             latest = slowest[partition][-1:] or [(0, -1)]
             offsets[partition].append(offset)
             slowest[partition].append(max(*latest, (finished.get((partition, offset), FOREVER), offset)))
         told: set[tuple[int, int]] = set()
-        for commits in story.commits:
+        for commits in history.commits:
             for partition, committed in commits.offsets.items():
                 below = bisect_left(offsets[partition], committed)
                 at, offset = slowest[partition][below - 1] if below else (0, -1)
                 if at > commits.answered and (partition, committed) not in told:
                     told.add((partition, committed))
-                    when = "never finished" if at == FOREVER else f"finished only at {story.after(at)}"
+                    when = "never finished" if at == FOREVER else f"finished only at {history.after(at)}"
                     yield (
-                        f"partition {partition} was committed at {committed} by {story.after(commits.answered)}, and "
+                        f"partition {partition} was committed at {committed} by {history.after(commits.answered)}, and "
                         f"record {_name((partition, offset))} {when}"
                     )
 
 
-def _noted_ahead(story: Story, finished: Mapping[Place, int]) -> Iterator[str]:
+def _stored_ahead(history: History, finished: Mapping[Place, int]) -> Iterator[str]:
     looked_at: set[tuple[int, Run]] = set()
-    for commits in story.commits:
+    for commits in history.commits:
         for partition, runs in commits.noted.items():
             for run in runs:
                 if (partition, run) in looked_at:
@@ -301,25 +301,26 @@ def _noted_ahead(story: Story, finished: Mapping[Place, int]) -> Iterator[str]:
                 looked_at.add((partition, run))
                 for offset in range(*run):
                     place = (partition, offset)
-                    if place in story.produced and finished.get(place, FOREVER) > commits.answered:
+                    if place in history.produced and finished.get(place, FOREVER) > commits.answered:
                         yield (
-                            f"record {_name(place)} was noted as finished by {story.after(commits.answered)}, too early"
+                            f"record {_name(place)} was noted as finished by "
+                            f"{history.after(commits.answered)}, too early"
                         )
 
 
 @dataclass(frozen=True)
 class CommitsOnlyAdvance:
-    """I9: nothing is committed by whoever does not own a partition: committed offsets never go back."""
+    """I9: only owners of a partition commit for it: committed offsets never go back."""
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Committed offsets below those of an earlier sample."""
-        for earlier, later in itertools.pairwise(story.commits):
+        for earlier, later in itertools.pairwise(history.commits):
             for partition, before in earlier.offsets.items():
                 after = later.offsets.get(partition, -1)
                 if after < before:
                     yield (
                         f"partition {partition} was committed at {before} and then at {after}, by "
-                        f"{story.after(later.answered)}"
+                        f"{history.after(later.answered)}"
                     )
 
 
@@ -335,28 +336,28 @@ class OnlyUncommittedAgain:
     apart_from: Collection[Place] = ()
     apart: Collection[Apart] = ()
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Starts below an offset that was committed before them, or noted with it."""
         known: dict[int, list[tuple[int, int]]] = defaultdict(list)
         noted: dict[int, list[Sequence[Run]]] = defaultdict(list)
-        for commits in story.commits:
+        for commits in history.commits:
             for partition, offset in commits.offsets.items():
                 known[partition].append((commits.answered, offset))
                 noted[partition].append(commits.noted.get(partition, ()))
-        for seen in story.of(Kind.STARTED):
+        for seen in history.of(Kind.STARTED):
             if seen.place in self.apart_from or any(one.excuses(seen.process, seen.at, seen.at) for one in self.apart):
                 continue
             told = known[seen.partition]
             before = bisect_left(told, (seen.at, -1)) - 1
             if before >= 0 and seen.offset < told[before][1]:
                 yield (
-                    f"{seen.process} started {_name(seen.place)} at {story.after(seen.at)}, after the commit of "
-                    f"{told[before][1]} at {story.after(told[before][0])}"
+                    f"{seen.process} started {_name(seen.place)} at {history.after(seen.at)}, after the commit of "
+                    f"{told[before][1]} at {history.after(told[before][0])}"
                 )
             elif before >= 0 and holds(noted[seen.partition][before], seen.offset):
                 yield (
-                    f"{seen.process} started {_name(seen.place)} at {story.after(seen.at)}, after it was noted as "
-                    f"finished at {story.after(told[before][0])}"
+                    f"{seen.process} started {_name(seen.place)} at {history.after(seen.at)}, after it was noted as "
+                    f"finished at {history.after(told[before][0])}"
                 )
 
 
@@ -372,16 +373,16 @@ class NoDuplicates:
     budget: int = 0
     apart_from: Collection[Place] = ()
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """All starts beyond the first, when there are more than the budget allows."""
         first: dict[Place, Seen] = {}
         again: list[str] = []
-        for seen in story.of(Kind.STARTED):
+        for seen in history.of(Kind.STARTED):
             before = first.setdefault(seen.place, seen)
             if before is not seen and seen.place not in self.apart_from:
                 again.append(
-                    f"{_name(seen.place)} (key {seen.key}) was started in {before.process} at {story.after(before.at)} "
-                    f"and again in {seen.process} at {story.after(seen.at)}"
+                    f"{_name(seen.place)} (key {seen.key}) was started in {before.process} "
+                    f"at {history.after(before.at)} and again in {seen.process} at {history.after(seen.at)}"
                 )
         if len(again) > self.budget:
             yield from again
@@ -399,10 +400,10 @@ class TakenInOnce:
     process: str
     partitions: Collection[int]
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Offsets that came in after one that was not below them, and partitions of which nothing came in."""
         reached: dict[int, int] = {}
-        for seen in story.seen:
+        for seen in history.seen:
             if seen.kind is not Kind.TAKEN_IN or seen.process != self.process or seen.partition not in self.partitions:
                 continue
             before = reached.get(seen.partition, -1)
@@ -417,10 +418,10 @@ class TakenInOnce:
 class LagZero:
     """I10, and the end of every scenario: the last committed offsets are the ends of the logs."""
 
-    def breaches(self, story: Story) -> Iterator[str]:
+    def breaches(self, history: History) -> Iterator[str]:
         """Partitions that are not committed to their end."""
-        last: Mapping[int, int] = story.commits[-1].offsets if story.commits else {}
-        for partition, end in sorted(story.ends.items()):
+        last: Mapping[int, int] = history.commits[-1].offsets if history.commits else {}
+        for partition, end in sorted(history.ends.items()):
             committed = last.get(partition)
             if committed != end and not (committed is None and end == 0):
                 yield f"partition {partition} ends at {end} and is committed at {committed}"
@@ -444,10 +445,10 @@ SAFE: tuple[Guarantee, ...] = (
     OnlyUncommittedAgain(),
     LagZero(),
 )
-"""What every scenario keeps, crashes included."""
+"""Guarantees of every scenario, crashes included."""
 
 DEPLOYED: tuple[Guarantee, ...] = (*SAFE, NoDuplicates())
-"""What a clean deploy keeps."""
+"""Guarantees of a clean deploy."""
 
 
 def safe_when_parked(parked: Collection[Place]) -> tuple[Guarantee, ...]:

@@ -1,4 +1,4 @@
-"""The scenario that each of these tests fills with members."""
+"""The scenario that these tests fill with members."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ FIXED = 16
 
 @pytest.fixture
 def client() -> Client:
-    """What members read with; a test that is for several clients is parametrised with it."""
+    """The client of the members; a test for several clients is parametrized with it."""
     return "aiokafka"
 
 
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def argument_names(mark: pytest.Mark) -> list[str]:
-    """What a mark `parametrize` gives values to."""
+    """Return the argument names of a `parametrize` mark."""
     names: str | Sequence[str] = mark.args[0]
     return names.split(",") if isinstance(names, str) else list(names)
 

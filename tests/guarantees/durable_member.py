@@ -1,4 +1,4 @@
-"""A member some of whose records cannot be finished: `python -m tests.guarantees.durable_member`, see `Member`.
+"""A member with records that never finish: `python -m tests.guarantees.durable_member`, see `Member`.
 
 Each run of the handler that ended well is 8 bytes in a file, its offset, written before the record is complete.
 """
@@ -27,7 +27,7 @@ _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """What a member does; its only argument, as JSON.
+    """The behavior of a member; its only argument, as JSON.
 
     Attributes:
         bootstrap: The broker's address.

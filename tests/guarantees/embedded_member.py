@@ -1,4 +1,4 @@
-"""The order service of the examples, which also notes each run: `uvicorn tests.guarantees.embedded_member:api`.
+"""The order service of the examples, recording every run: `uvicorn tests.guarantees.embedded_member:api`.
 
 `RUNS` is the file of the notes: a line per attempt, with partition and offset. `PACE` is how many seconds an attempt
 takes beside its transaction.

@@ -1,4 +1,4 @@
-"""Groups of processes that process exactly once, and the comparison of what they published with what they read."""
+"""Groups of exactly-once processes, and the comparison of their input and output."""
 
 import asyncio
 import itertools
@@ -261,7 +261,7 @@ async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Fi
 
 
 class Parked(NamedTuple):
-    """What a reader of the side topic sees: how often each record was parked, retried in vain and removed."""
+    """Counts per record of the side topic: parked, retried without success and removed."""
 
     stored: Counter[Coordinates]
     attempts: Counter[tuple[Coordinates, int]]

@@ -1,4 +1,4 @@
-"""A member of a group that processes exactly once: `python -m aioshard run tests.guarantees.exactly_once_member:app`.
+"""A member with exactly-once processing: `python -m aioshard run tests.guarantees.exactly_once_member:app`.
 
 Each record produces as many messages as its number modulo 4, in `TOPIC.out` under the same key. Records whose number
 has an ending listed in `POISON`, such as `13,63`, fail; they go to `TOPIC.dlt`. With `PARK` they fail seven times in

@@ -1,4 +1,4 @@
-"""The app that the scenarios run in processes of their own: `python -m aioshard run tests.guarantees.member:app`.
+"""The app of the scenarios' processes: `python -m aioshard run tests.guarantees.member:app`.
 
 What it does is chosen by the environment; see `behaviour`. It reports each step of each record; see
 `observations`. And it reports its statistics all the time; see `Report`.
@@ -26,7 +26,7 @@ RELEASE_INTERVAL = 0.02
 
 
 class Ownerships:
-    """Numbers the ownerships of partitions: each has one `Context.revoked` of its own."""
+    """Numbers the ownerships of partitions: each has its own `Context.revoked`."""
 
     def __init__(self) -> None:
         self._numbers: dict[asyncio.Event, int] = {}
@@ -37,7 +37,7 @@ class Ownerships:
 
 
 class Orders:
-    """What the test asks of a process: files `<process>.<number>.order`, each answered by one that ends in `.answer`.
+    """Orders of the test: files `<process>.<number>.order`, each answered by one that ends in `.answer`.
 
     An order is the name of a method of the app and its arguments; the answer is what it raised, or null.
     """

@@ -1,7 +1,7 @@
-"""What member processes report of the records they handle: written by them, read by the test.
+"""Observations of records by member processes: written by them, read by the test.
 
-Each process appends one line per observation to a file of its own. A line is one `write` call made
-before the handler goes on, so what was reported is there after `kill -9`. Times are of the machine's
+Each process appends one line per observation to its own file. A line is one `write` call made
+before the handler continues, so what was reported is there after `kill -9`. Times are of the machine's
 monotonic clock, which all processes share.
 """
 
@@ -19,7 +19,7 @@ Place = tuple[int, int]
 
 
 class Kind(enum.StrEnum):
-    """What happened to a record."""
+    """The kind of an event of a record."""
 
     TAKEN_IN = "I"
     """The engine gave it a shard key."""

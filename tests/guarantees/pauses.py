@@ -1,4 +1,4 @@
-"""How long something stood still that need not: measured from what the members have reported."""
+"""Unnecessary pauses of a partition, measured from the observations of members."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple

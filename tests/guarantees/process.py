@@ -1,4 +1,4 @@
-"""A member of the group in a process of its own: started, asked, stopped, frozen, killed."""
+"""A member process: started, queried, stopped, frozen, killed."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def explanation(self) -> str:
-        """What `App.explain` said in the latest sample; empty where it does not sample that."""
+        """The result of `App.explain` in the latest sample; empty if that is not sampled."""
         return str(self.sample.get("explanation", ""))
 
     @property
@@ -107,7 +107,7 @@ class Member:
         refusal: str | None = json.loads(answer.read_text())
         return refusal
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM."""
         self._popen.send_signal(signal.SIGTERM)
 
@@ -117,15 +117,15 @@ class Member:
 
     async def stop(self, timeout: float = 30.0) -> int:
         """SIGTERM, and waits; returns the exit code."""
-        self.ask_to_end()
+        self.terminate()
         return await self.ended(timeout)
 
     def freeze(self) -> None:
-        """Lets the process stand still, until `thaw`."""
+        """Freezes the process until `thaw`."""
         self._popen.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets a frozen process go on."""
+        """Resumes a frozen process."""
         self._popen.send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:

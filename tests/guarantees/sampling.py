@@ -1,4 +1,4 @@
-"""What a group has committed and written beside its topic, asked from the broker all the time."""
+"""Continuous samples of a group's commits and side topics from the broker."""
 
 import asyncio
 import time
@@ -78,7 +78,7 @@ class Sampling:
         while True:
             try:
                 sample = await self._sample()
-                if not self.survives or await self._is_believed():
+                if not self.survives or await self._is_trusted():
                     self.commits.append(sample)
                     return sample
             except (KafkaError, TimeoutError):
@@ -105,7 +105,7 @@ class Sampling:
                 },
             )
 
-    async def _is_believed(self) -> bool:
+    async def _is_trusted(self) -> bool:
         """Whether the coordinator is not new: a new one answers with older offsets until replicas confirm the last."""
         node = await self._admin.find_coordinator(self._group)
         if node != self._coordinator:

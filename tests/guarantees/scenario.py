@@ -1,4 +1,4 @@
-"""A scenario: a topic, a group, member processes that come and go, and the story of it all."""
+"""A scenario: a topic, a group, member processes that join and leave, and the history of it all."""
 
 import asyncio
 import itertools
@@ -12,11 +12,11 @@ from typing import Any, Literal, Self
 from aioshard import Record
 from aioshard.core.sharding import shard_number
 from tests.guarantees.behaviour import BAD, HANGING, Behaviour
-from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
+from tests.guarantees.checks import CommitsAt, Guarantee, History, verify
 from tests.guarantees.observations import Kind, Observations, Place
 from tests.guarantees.process import Member
 from tests.guarantees.sampling import Sampling
-from tests.guarantees.sides import live, parkings, places_of_letters, requests, there
+from tests.guarantees.side_topics import live, parkings, places_of_dead_letters, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
 SHORT: Mapping[str, Any] = {
@@ -103,7 +103,7 @@ class Scenario:
 
     @property
     def commits(self) -> list[CommitsAt]:
-        """What the group had committed, in order of time."""
+        """The commits of the group, in order of time."""
         return self.sampling.commits
 
     async def __aenter__(self) -> Self:
@@ -137,7 +137,7 @@ class Scenario:
             config: Of the topic.
             recourse: What becomes of a record that has failed for good.
             side: Configuration of the topic for dead letters or parked records.
-            side_partitions: How many that has, if others; 0 leaves it to whoever creates it.
+            side_partitions: How many that has, if others; 0 leaves it to its creator.
         """
         await self.kafka.create_topic(self.topic, partitions, config)
         self._recourse = recourse
@@ -237,7 +237,7 @@ class Scenario:
         self.tell("release")
 
     def heal(self, key: str | None = None) -> None:
-        """Lets a key fail no more; None is every key."""
+        """Makes a key succeed from now on; None means every key."""
         self.tell("healed" if key is None else f"healed-{key}")
 
     def tell(self, what: str, *, holds: bool = True) -> None:
@@ -316,11 +316,11 @@ class Scenario:
             await self.stop_feeding()
             await self.until_all_committed()
         except AssertionError:
-            verify(await self.story(), *guarantees)
+            verify(await self.history(), *guarantees)
             raise
-        verify(await self.story(), *guarantees)
+        verify(await self.history(), *guarantees)
 
-    # The story ------------------------------------------------------------------------
+    # The history ------------------------------------------------------------------------
 
     async def sample_commits(self) -> CommitsAt:
         """Asks the broker once for the group's committed offsets and the ends of the side topic, and notes them."""
@@ -335,7 +335,7 @@ class Scenario:
         return await self.kafka.read(self.side_topic) if self.side_topic else []
 
     def figures(self) -> dict[str, object]:
-        """What happened, in numbers."""
+        """Return the events in numbers."""
         seen = Counter(seen.kind for seen in self.observations.refresh().seen)
         return {
             "records": len(self.produced),
@@ -348,18 +348,18 @@ class Scenario:
             **self.notes,
         }
 
-    async def story(self) -> Story:
+    async def history(self) -> History:
         """All that happened; the sampling has ended."""
         await self.sampling.end()
-        return await self.story_so_far()
+        return await self.history_so_far()
 
-    async def story_so_far(self) -> Story:
+    async def history_so_far(self) -> History:
         """All that has happened up to now."""
         await self.sample_commits()
         ends = await self.kafka.end_offsets(self.topic)
         seen = tuple(self.observations.refresh().seen)
         passed, let_go = await self._diverted()
-        return Story(dict(self.produced), seen, tuple(self.commits), ends, passed, let_go)
+        return History(dict(self.produced), seen, tuple(self.commits), ends, passed, let_go)
 
     async def _diverted(self) -> tuple[dict[Place, int], dict[Place, int]]:
         """When records that have not finished could be passed by a commit, and by others of their key."""
@@ -369,7 +369,7 @@ class Scenario:
                 if seen.kind is Kind.EXHAUSTED:
                     passed[seen.place] = let_go[seen.place] = min(seen.at, passed.get(seen.place, seen.at))
         records, when = await self.side_records(), there(self.commits)
-        found = parkings(records) if self._recourse == "parked" else places_of_letters(records)
+        found = parkings(records) if self._recourse == "parked" else places_of_dead_letters(records)
         for place, record in found:
             sampled = when(record.partition, record.offset)
             if sampled is None:
@@ -381,7 +381,7 @@ class Scenario:
 
 
 def skewed_keys(seed: int, keys: int = 100) -> Iterator[bytes]:
-    """Keys without end, of which the n-th is n times as rare as the first."""
+    """Endless keys, the n-th n times as rare as the first."""
     chance = random.Random(seed)
     names = [b"k%02d" % number for number in range(keys)]
     weights = list(itertools.accumulate(1 / (number + 1) for number in range(keys)))
@@ -390,14 +390,14 @@ def skewed_keys(seed: int, keys: int = 100) -> Iterator[bytes]:
 
 
 def even_keys(seed: int, keys: int) -> Iterator[bytes]:
-    """Keys without end, none more frequent than another."""
+    """Endless keys, all equally frequent."""
     chance = random.Random(seed)
     while True:
         yield b"k%d" % chance.randrange(keys)
 
 
 def failing_keys(seed: int, keys: int, failing: int) -> Iterator[bytes]:
-    """Keys without end, none more frequent than another, of which *failing* are BAD ones."""
+    """Endless keys, all equally frequent, of which *failing* are BAD ones."""
     chance = random.Random(seed)
     names = [b"%s%d" % (BAD if number < failing else b"k", number) for number in range(keys)]
     while True:

@@ -1,4 +1,4 @@
-"""Web servers in processes of their own, who is told which of them are ready, and clients that go by that."""
+"""Web server processes, their readiness, and clients behind a load balancer."""
 
 import asyncio
 import contextlib
@@ -124,7 +124,7 @@ class Balancer:
         self._every = every
         self._last_ready: dict[Server, float] = {}
         self._ready: set[Server] = set()
-        """Who was in the last probe."""
+        """The servers in the last probe."""
         self._choice = random.Random(1)
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""The circuit breaker of dead letters: poison flows at full speed, and a wrong schema stops."""
+"""The circuit breaker of dead letters: poison messages flow at full speed, and a wrong schema stops the topic."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ class Order:
 
 @dataclass
 class Run:
-    """What a run of an app came to."""
+    """The result of a run of an app."""
 
     app: App
     letters: str
@@ -67,7 +67,7 @@ async def fill(kafka: SharedKafka, topic: str, values: list[bytes]) -> None:
         *(pytest.param(share, 5, marks=pytest.mark.chaos) for share in (2, 5, 20)),
     ],
 )
-async def test_poison_flows_at_full_speed(
+async def test_poison_messages_are_dead_lettered_at_full_speed(
     kafka: SharedKafka, topic: str, share: int, pairs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of it is refused by the handler, and half cannot be decoded. Of several runs in turn, the best count."""

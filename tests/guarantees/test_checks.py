@@ -1,4 +1,4 @@
-"""The checks can fail: each accepts a story that keeps its guarantee, and finds what was tampered with."""
+"""The checks can fail: each accepts a correct history and finds a tampered one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.guarantees.checks import (
     CommitsAt,
     CommitsOnlyAdvance,
     Guarantee,
+    History,
     KeyOrder,
     LagZero,
     NeverAhead,
@@ -19,7 +20,6 @@ from tests.guarantees.checks import (
     OneAtATimePerKey,
     OneProcessPerKey,
     OnlyUncommittedAgain,
-    Story,
     TakenInOnce,
     verify,
 )
@@ -31,17 +31,17 @@ KEYS = {(0, 0): "a", (0, 1): "b", (0, 2): "a", (0, 4): "b", (1, 0): "c"}
 """The offset 3 is a hole."""
 
 
-def story(
+def history(
     *steps: tuple[int, str, Kind, int, int, int],
     commits: tuple[tuple[int, dict[int, int]], ...] = (),
     produced: dict[tuple[int, int], str] = KEYS,
-) -> Story:
+) -> History:
     """Steps are time, process, what happened, partition, offset, epoch."""
     seen = tuple(Seen(*step, KEYS.get((step[3], step[4]), "?")) for step in steps)
-    return Story(produced, seen, tuple(CommitsAt(at - 1, at, offsets) for at, offsets in commits), {0: 5, 1: 1})
+    return History(produced, seen, tuple(CommitsAt(at - 1, at, offsets) for at, offsets in commits), {0: 5, 1: 1})
 
 
-GOOD = story(
+GOOD = history(
     (10, "p", S, 0, 0, 1),
     (11, "p", S, 0, 1, 1),
     (12, "p", F, 0, 0, 1),
@@ -71,30 +71,30 @@ ALL: tuple[Guarantee, ...] = (
 )
 
 
-def with_steps(*steps: tuple[int, str, Kind, int, int, int]) -> Story:
-    return replace(GOOD, seen=(*GOOD.seen, *story(*steps).seen))
+def with_steps(*steps: tuple[int, str, Kind, int, int, int]) -> History:
+    return replace(GOOD, seen=(*GOOD.seen, *history(*steps).seen))
 
 
-def without(*kept_out: tuple[int, Kind]) -> Story:
+def without(*kept_out: tuple[int, Kind]) -> History:
     return replace(GOOD, seen=tuple(seen for seen in GOOD.seen if (seen.at, seen.kind) not in kept_out))
 
 
-def with_commits(*commits: tuple[int, dict[int, int]]) -> Story:
-    return replace(GOOD, commits=story(commits=commits).commits)
+def with_commits(*commits: tuple[int, dict[int, int]]) -> History:
+    return replace(GOOD, commits=history(commits=commits).commits)
 
 
-def broken(guarantee: Guarantee, told: Story) -> str:
-    """What the check says of a story that must not pass."""
+def broken(guarantee: Guarantee, told: History) -> str:
+    """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
         verify(told, guarantee)
     return str(failure.value)
 
 
-def test_a_story_that_keeps_everything_passes() -> None:
+def test_a_run_that_keeps_every_guarantee_passes() -> None:
     verify(GOOD, *ALL)
 
 
-def test_every_broken_guarantee_is_reported_with_its_name_and_its_number_of_breaches() -> None:
+def test_every_broken_guarantee_is_reported_with_its_breach_count() -> None:
     message = broken(NothingLost(), replace(GOOD, seen=()))
 
     assert "NothingLost was broken 5 time(s):" in message
@@ -134,15 +134,15 @@ def test_the_order_holds_across_processes() -> None:
     assert "q started 0/4 (key b)" in broken(KeyOrder(), early)
 
 
-def test_a_start_after_one_that_was_skipped_breaks_the_order() -> None:
+def test_a_start_after_a_skipped_record_breaks_the_order() -> None:
     skipped = without((10, S), (12, F))
 
     assert "p started 0/2 (key a) at +0.000 s although 0/0 of the same key has never" in broken(KeyOrder(), skipped)
 
 
-def test_a_run_that_was_cancelled_does_not_let_the_next_record_start() -> None:
+def test_a_cancelled_run_does_not_let_the_next_record_start() -> None:
     cancelled = without((14, F))
-    cancelled = replace(cancelled, seen=(*cancelled.seen, *story((14, "p", E, 0, 1, 1)).seen))
+    cancelled = replace(cancelled, seen=(*cancelled.seen, *history((14, "p", E, 0, 1, 1)).seen))
 
     assert "q started 0/4" in broken(KeyOrder(), cancelled)
 
@@ -155,7 +155,7 @@ def test_going_back_in_a_new_ownership_keeps_the_order() -> None:
     verify(with_steps((60, "p", S, 0, 2, 2)), KeyOrder())
 
 
-def test_the_same_record_again_in_the_same_ownership_must_not_have_finished() -> None:
+def test_a_record_repeated_in_one_ownership_must_not_have_finished() -> None:
     assert "p started 1/0 again" in broken(
         KeyOrder(), with_steps((60, "p", S, 1, 0, 3), (61, "p", F, 1, 0, 3), (62, "p", S, 1, 0, 3))
     )
@@ -165,14 +165,14 @@ def test_the_same_record_again_in_the_same_ownership_must_not_have_finished() ->
 # OneAtATimePerKey -------------------------------------------------------------------------
 
 
-def test_two_runs_of_a_key_at_once_in_a_process_are_found() -> None:
+def test_concurrent_runs_of_a_key_in_a_process_are_found() -> None:
     overlapping = with_steps((11, "p", S, 0, 2, 1))
 
     assert "p started 0/2 (key a) at +0.000 s while 0/0 of the same key ran" in broken(OneAtATimePerKey(), overlapping)
 
 
 def test_a_run_that_outlives_its_ownership_still_occupies_its_key() -> None:
-    outliving = replace(without((30, E)), seen=(*without((30, E)).seen, *story((60, "p", S, 0, 2, 2)).seen))
+    outliving = replace(without((30, E)), seen=(*without((30, E)).seen, *history((60, "p", S, 0, 2, 2)).seen))
 
     assert "while 0/2 of the same key ran" in broken(OneAtATimePerKey(), outliving)
 
@@ -181,7 +181,7 @@ def test_the_same_key_may_run_in_two_processes() -> None:
     verify(without((30, E)), OneAtATimePerKey())
 
 
-def test_a_key_in_two_processes_at_once_is_found_unless_one_is_apart_all_that_time() -> None:
+def test_concurrent_runs_of_a_key_in_two_connected_processes_are_found() -> None:
     both = with_steps((41, "r", S, 0, 2, 1), (45, "r", F, 0, 2, 1))
 
     assert "r started 0/2 at +0.000 s while q ran 0/2 of the same key" in broken(OneProcessPerKey(), both)
@@ -190,7 +190,7 @@ def test_a_key_in_two_processes_at_once_is_found_unless_one_is_apart_all_that_ti
     assert "q ran 0/2" in broken(OneProcessPerKey(apart=[Apart("p")]), both)
 
 
-def test_a_run_that_a_kill_ended_is_beside_no_other() -> None:
+def test_a_killed_run_does_not_count_as_concurrent() -> None:
     verify(with_steps((41, "r", S, 0, 2, 1)), OneProcessPerKey())
 
 
@@ -198,23 +198,23 @@ def test_records_without_a_key_have_no_order() -> None:
     steps = [(10, S, 1), (11, S, 0), (12, F, 0), (13, F, 1), (14, S, 0)]
     seen = tuple(Seen(at, "p", kind, 0, offset, 1, "") for at, kind, offset in steps)
 
-    verify(Story({(0, 0): "", (0, 1): ""}, seen, (), {}), KeyOrder(), OneAtATimePerKey())
+    verify(History({(0, 0): "", (0, 1): ""}, seen, (), {}), KeyOrder(), OneAtATimePerKey())
 
 
 # Commits ----------------------------------------------------------------------------------
 
 
-def test_a_commit_that_passed_a_record_before_it_finished_is_found() -> None:
+def test_a_commit_past_an_unfinished_record_is_found() -> None:
     ahead = with_commits((25, {0: 3}), (50, {0: 5, 1: 1}))
 
     assert "partition 0 was committed at 3 by +0.000 s, and record 0/2 finished only" in broken(NeverAhead(), ahead)
 
 
-def test_a_commit_beyond_a_hole_is_ahead_of_nothing() -> None:
+def test_a_commit_beyond_a_hole_is_allowed() -> None:
     verify(with_commits((45, {0: 4}), (46, {0: 5})), NeverAhead())
 
 
-def test_a_commit_that_passed_a_record_that_never_finished_is_found() -> None:
+def test_a_commit_past_a_record_that_never_finished_is_found() -> None:
     assert "and record 0/4 never finished" in broken(NeverAhead(), without((42, F)))
 
 
@@ -224,35 +224,35 @@ def test_a_commit_that_went_back_is_found() -> None:
     assert "partition 0 was committed at 4 and then at 2" in broken(CommitsOnlyAdvance(), back)
 
 
-def test_a_commit_that_vanished_went_back() -> None:
+def test_a_commit_that_vanished_counts_as_going_back() -> None:
     assert "and then at -1" in broken(CommitsOnlyAdvance(), with_commits((45, {0: 4}), (46, {})))
 
 
-def test_a_start_of_what_was_committed_is_found() -> None:
+def test_a_start_of_a_committed_record_is_found() -> None:
     again = with_steps((60, "p", S, 0, 2, 2))
 
     assert "p started 0/2 at +0.000 s, after the commit of 5" in broken(OnlyUncommittedAgain(), again)
 
 
-def test_a_start_before_the_commit_was_told_is_nothing_again() -> None:
+def test_a_start_before_the_commit_was_acknowledged_is_allowed() -> None:
     verify(with_steps((49, "p", S, 0, 2, 2)), OnlyUncommittedAgain())
 
 
-def test_a_note_of_what_had_not_finished_is_found() -> None:
+def test_a_stored_completion_of_an_unfinished_record_is_found() -> None:
     early = CommitsAt(13, 13, {0: 0}, noted={0: (Run(2, 5),)})
 
     assert "record 0/4 was noted as finished by" in broken(NeverAhead(), replace(GOOD, commits=(early, *GOOD.commits)))
 
 
-def test_a_start_of_what_was_noted_as_finished_is_found_unless_the_process_stood_still() -> None:
+def test_a_start_of_a_stored_completion_is_found_unless_the_process_was_frozen() -> None:
     noted = CommitsAt(43, 43, {0: 2}, noted={0: (Run(4, 5),)})
-    again = replace(GOOD, seen=(*GOOD.seen, *story((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
+    again = replace(GOOD, seen=(*GOOD.seen, *history((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
 
     assert "p started 0/4 at +0.000 s, after it was noted as finished" in broken(OnlyUncommittedAgain(), again)
     verify(again, OnlyUncommittedAgain(apart=[Apart("p")]))
 
 
-def test_a_partition_that_is_not_committed_to_its_end_lags() -> None:
+def test_a_partition_not_committed_to_its_end_lags() -> None:
     lagging = with_commits((50, {0: 4}))
 
     message = broken(LagZero(), lagging)
@@ -264,7 +264,7 @@ def test_a_partition_that_is_not_committed_to_its_end_lags() -> None:
 # Duplicates -------------------------------------------------------------------------------
 
 
-def test_a_start_beyond_the_first_is_a_duplicate_also_when_its_run_was_cancelled() -> None:
+def test_every_start_after_the_first_is_a_duplicate_even_if_cancelled() -> None:
     message = broken(NoDuplicates(), GOOD)
 
     assert "0/2 (key a) was started in p at +0.000 s and again in q" in message
@@ -272,28 +272,28 @@ def test_a_start_beyond_the_first_is_a_duplicate_also_when_its_run_was_cancelled
     verify(GOOD, NoDuplicates(apart_from=[(0, 2)]))
 
 
-def test_a_budget_is_for_all_records_together() -> None:
+def test_a_budget_covers_all_records_together() -> None:
     twice = with_steps((60, "p", S, 1, 0, 2))
 
     assert "NoDuplicates was broken 2 time(s)" in broken(NoDuplicates(budget=1), twice)
 
 
-def test_an_offset_that_was_taken_in_twice_is_found() -> None:
-    once = story((1, "p", I, 0, 0, 0), (2, "p", I, 0, 1, 0), (3, "q", I, 0, 1, 0))
-    twice = replace(once, seen=(*once.seen, *story((4, "p", I, 0, 1, 0)).seen))
+def test_an_offset_taken_in_twice_is_found() -> None:
+    once = history((1, "p", I, 0, 0, 0), (2, "p", I, 0, 1, 0), (3, "q", I, 0, 1, 0))
+    twice = replace(once, seen=(*once.seen, *history((4, "p", I, 0, 1, 0)).seen))
 
     verify(once, TakenInOnce("p", [0]))
     assert "p took in 0/1 after offset 1" in broken(TakenInOnce("p", [0]), twice)
 
 
-def test_having_taken_in_nothing_shows_nothing() -> None:
+def test_a_partition_without_intake_proves_nothing() -> None:
     assert "p took in nothing of partition 1" in broken(TakenInOnce("p", [1]), GOOD)
 
 
 # Observations -----------------------------------------------------------------------------
 
 
-def test_what_a_member_notes_is_read_as_it_was_and_only_once(tmp_path: Path) -> None:
+def test_recorded_observations_are_read_back_once(tmp_path: Path) -> None:
     recorder, observations = Recorder(tmp_path, "a.1"), Observations(tmp_path)
     recorder.note(S, (3, 41), 2, b"with space")
     recorder.note(F, (3, 41), 2, None)
@@ -309,7 +309,7 @@ def test_what_a_member_notes_is_read_as_it_was_and_only_once(tmp_path: Path) -> 
     assert observations.started == {(3, 41): 1}
 
 
-def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_read_once_complete(tmp_path: Path) -> None:
     file, observations = tmp_path / "a.1.seen", Observations(tmp_path)
     file.write_bytes(b"5 S 0 1 1 k\n7 F 0 ")
 

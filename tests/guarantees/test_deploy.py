@@ -1,4 +1,4 @@
-"""P8, a clean deploy: a member is replaced under load, and not one record runs twice or is lost."""
+"""P8, a clean deploy: a member is replaced under load, and no record is repeated or lost."""
 
 import random
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: s
 
 
 @pytest.mark.chaos
-async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> None:
+async def test_a_new_member_joins_before_an_old_one_leaves(scenario: Scenario) -> None:
     """As Kubernetes deploys with `maxSurge`: the group is four for a while, and rebalances twice in a row."""
     await scenario.create(partitions=8)
     for name in "abc":
@@ -67,7 +67,7 @@ async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
-async def test_versions_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
+async def test_deploys_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
     """Members of both versions are in the group together. What waits in the dropped topic runs once it is back."""
     pace: dict[str, Any] = {"base": 0.005, "spread": 0.05}
     async with scenario.beside("added") as added:
@@ -100,18 +100,18 @@ async def test_versions_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenar
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-async def test_members_that_come_and_go_one_upon_the_other_lose_and_repeat_nothing(scenario: Scenario) -> None:
-    await come_and_go(scenario, seed=6, departures=8)
+async def test_members_joining_and_leaving_in_a_row_lose_and_repeat_nothing(scenario: Scenario) -> None:
+    await join_and_leave(scenario, seed=6, departures=8)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [7, 8, 9])
 async def test_a_long_storm_of_rebalances_loses_and_repeats_nothing(scenario: Scenario, seed: int) -> None:
-    await come_and_go(scenario, seed=seed, departures=50)
+    await join_and_leave(scenario, seed=seed, departures=50)
 
 
-async def come_and_go(scenario: Scenario, *, seed: int, departures: int) -> None:
+async def join_and_leave(scenario: Scenario, *, seed: int, departures: int) -> None:
     """Beside one member that stays, others are started and asked to end, also while the group still rebalances."""
     chance = random.Random(seed)
     await scenario.create(partitions=8)
@@ -127,7 +127,7 @@ async def come_and_go(scenario: Scenario, *, seed: int, departures: int) -> None
             assert member is None or member in leaving, f"nobody had asked it to end\n{member.tail}"
             scenario.start(name, base=0.005, spread=0.1)
         elif member.statistics["state"] == "running" and member not in leaving:
-            member.ask_to_end()
+            member.terminate()
             leaving.append(member)
         reached = len(scenario.observations.finished) + chance.choice((1, 50, 1_000))
         await scenario.until(lambda reached=reached: len(scenario.observations.finished) >= reached, "records move", 60)  # type: ignore[misc]

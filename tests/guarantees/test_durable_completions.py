@@ -1,4 +1,4 @@
-"""What finished beyond records that cannot be finished is not run again after `kill -9` (I12)."""
+"""Records finished beyond stuck ones do not run again after `kill -9` (I12)."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def runs_in(file: Path) -> Counter[int]:
 
 
 class Committed:
-    """What the group has committed, asked from the broker."""
+    """The commits of the group, read from the broker."""
 
     def __init__(self, admin: AIOKafkaAdminClient, group: str, topic: str) -> None:
         self._admin = admin
@@ -88,7 +88,7 @@ async def committed(kafka: SharedKafka, group: str, topic: str) -> AsyncIterator
 
 
 def cases() -> list[Any]:
-    """Pattern, the client of the process that is killed, that of the one that goes on, and how many records finish.
+    """Pattern, the client of the process that is killed, that of its successor, and how many records finish.
 
     Few where a case is about what one client writes and another reads; many with each client in a long run.
     """
@@ -104,8 +104,8 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("pattern", "killed", "goes_on", "finish"), cases())
-async def test_a_kill_repeats_next_to_nothing_of_what_had_finished(
+@pytest.mark.parametrize(("pattern", "killed", "successor", "finish"), cases())
+async def test_a_kill_repeats_almost_no_finished_records(
     kafka: SharedKafka,
     committed: Committed,
     topic: str,
@@ -113,10 +113,10 @@ async def test_a_kill_repeats_next_to_nothing_of_what_had_finished(
     tmp_path: Path,
     pattern: str,
     killed: str,
-    goes_on: str,
+    successor: str,
     finish: int,
 ) -> None:
-    """Where the text is full, nothing more was taken in, and nothing that it tells of runs again."""
+    """With full metadata nothing more was taken in, and none of its records runs again."""
     alternating = pattern == "alternating"
     records = 2 * finish if alternating else finish + 300
     overflows = alternating and finish == MANY
@@ -144,7 +144,7 @@ async def test_a_kill_repeats_next_to_nothing_of_what_had_finished(
         pattern="",
         file=str(tmp_path / "second"),
         until_caught_up=True,
-        settings=settings_for_client(goes_on, SETTINGS),
+        settings=settings_for_client(successor, SETTINGS),
     )
     async with running(second) as process, asyncio.timeout(120):
         assert await process.wait() == 0
@@ -152,7 +152,7 @@ async def test_a_kill_repeats_next_to_nothing_of_what_had_finished(
     after = runs_in(tmp_path / "second")
     again = before.keys() & after.keys()
     print(
-        f"{pattern}, {killed} and then {goes_on}: {len(before):,} finished, {len(text):,} characters noted "
+        f"{pattern}, {killed} and then {successor}: {len(before):,} finished, {len(text):,} characters noted "
         f"{len(noted):,} of them, {len(again):,} ran again after the kill"
     )
     assert set(before) | set(after) == set(range(records)), "none is lost"

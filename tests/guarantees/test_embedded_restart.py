@@ -1,4 +1,4 @@
-"""The order service under uvicorn and load: a rolling restart of two processes that nobody notices (I3, I12)."""
+"""The order service under uvicorn and load: an unnoticed rolling restart of two processes (I3, I12)."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ class Shop:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(enough.wait(), EVERY)
 
-        # The server closes connections that were idle for 5 s: whoever uses one for longer may find it closed.
+        # The server closes connections that were idle for 5 s: a client that reuses one later may find it closed.
         limits = httpx.Limits(keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=30.0, limits=limits) as client, asyncio.TaskGroup() as ordering:
             for number in range(CLIENTS):
@@ -91,7 +91,7 @@ class Shop:
                 enough.set()
 
     async def replace(self, name: str) -> Replacement:
-        """What Kubernetes does: `preStop`, SIGTERM, and another process in its place."""
+        """Replace a process as Kubernetes does: `preStop`, SIGTERM, and a new process."""
         leaving = self.balancer.servers[name]
         began = time.monotonic()
         async with httpx.AsyncClient(timeout=60.0) as client:
@@ -135,8 +135,8 @@ async def shop(own_kafka: KafkaBroker, postgresql_url: str, tmp_path: Path) -> A
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-async def test_two_processes_are_replaced_under_load_and_nobody_notices(shop: Shop) -> None:
-    """What the example's README promises of a restart, with the probes and hooks of Kubernetes."""
+async def test_replacing_two_processes_under_load_goes_unnoticed(shop: Shop) -> None:
+    """The promise of the example's README about restarts, with the probes and hooks of Kubernetes."""
     for name in "ab":
         shop.start(name)
     ready = [await server.until_ready(READY) for server in shop.balancer.servers.values()]

@@ -83,7 +83,7 @@ async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafk
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_a_broker_that_is_killed_and_comes_back_leaves_every_output_exactly_once(
+async def test_a_killed_and_restarted_broker_publishes_every_output_exactly_once(
     own_kafka: KafkaBroker, tmp_path: Path
 ) -> None:
     """It is killed while transactions are open; the members wait for it, and none of them ends."""
@@ -113,7 +113,7 @@ async def restart(broker: KafkaBroker, group: Group, outage: float) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-async def test_members_that_come_and_go_under_kip_848_publish_everything_exactly_once(
+async def test_members_joining_and_leaving_under_kip_848_publish_exactly_once(
     kafka: SharedKafka, tmp_path: Path
 ) -> None:
     """The member epoch rises with each of them, also where the assignment stays as it is."""
@@ -133,7 +133,7 @@ async def test_members_that_come_and_go_under_kip_848_publish_everything_exactly
 
 
 @pytest.mark.timeout(180)
-async def test_nothing_of_a_process_frozen_beyond_its_session_becomes_visible(
+async def test_outputs_of_a_process_frozen_beyond_its_session_stay_invisible(
     kafka: SharedKafka, tmp_path: Path
 ) -> None:
     group, records = Group(kafka, tmp_path), 10_000
@@ -152,7 +152,7 @@ async def test_nothing_of_a_process_frozen_beyond_its_session_becomes_visible(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_a_kill(
+async def test_records_finished_beyond_a_stuck_one_are_not_republished_after_a_kill(
     kafka: SharedKafka, tmp_path: Path
 ) -> None:
     """More than 10,000 records have finished beyond the only committed offset."""
@@ -174,7 +174,7 @@ async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("park", ["0", "0.5"])
-async def test_everything_is_published_exactly_once_whatever_happens_to_processes_and_the_broker(
+async def test_chaos_publishes_everything_exactly_once(
     own_kafka: KafkaBroker, tmp_path: Path, request: pytest.FixtureRequest, park: str
 ) -> None:
     """20 kills; with each comes a broker restart, a freeze beyond the session, a deploy, or a kill of all at once.

@@ -1,4 +1,4 @@
-"""Keys that fail and records that hang, under each policy, while processes are killed: nothing lost, and in order."""
+"""Failing keys and hanging records under each policy, while processes are killed: nothing lost, and in order."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from tests.guarantees.behaviour import HANGING, dead_letter, parking
 from tests.guarantees.checks import SAFE, safe_when_parked, verify
 from tests.guarantees.observations import Kind, Place
 from tests.guarantees.scenario import Scenario, failing_keys
-from tests.guarantees.sides import LettersExact, OneLetterPerOwnership, ParkedExactly, live
+from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership, ParkedExactly, live
 
 PARTITIONS = 6
 KEYS, FAILING = 200, 10
@@ -28,14 +28,14 @@ TROUBLED: Mapping[str, Any] = {
 }
 """Handlers that raise for 5 % of the keys, and hang on 1 % of the records until their attempt has timed out."""
 ROOM_TO_HALT: Mapping[str, Any] = {**KILLABLE, "max_buffered_records": 100_000}
-"""What waits behind halted records fits into the hundredth that a partition keeps which cannot advance."""
+"""Records behind halted ones fit into the hundredth that a stuck partition keeps."""
 
 DEFAULT = pytest.param(1_000, 1, marks=pytest.mark.timeout(300), id="1000 records, 1 kill")
 FULL = pytest.param(20_000, 10, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)], id="20000 records, 10 kills")
 SIZES = pytest.mark.parametrize(("records", "kills"), [DEFAULT, FULL])
 
 
-async def endure(
+async def run_with_kills(
     scenario: Scenario, settings: Mapping[str, Any] = KILLABLE, *, records: int, kills: int, **behaviour: Any
 ) -> None:
     """Feeds three members while they are killed one by one, until every record of a healthy key has finished."""
@@ -65,7 +65,7 @@ def heads(scenario: Scenario) -> dict[str, Place]:
     return first
 
 
-def says_why(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> bool:
+def has_reason(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> bool:
     """Whether the headers of a dead letter or a parked record name the group, the handler and the failure."""
     key = (letter.original.key or b"").decode()
     error, message = letter.failure.error, letter.failure.message
@@ -82,9 +82,9 @@ def says_why(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> boo
 @pytest.mark.parametrize(
     "shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)]
 )  # a halted key halts those of its shard
-async def test_halted_keys_hold_the_commit_and_nobody_else(scenario: Scenario, records: int, kills: int) -> None:
+async def test_halted_keys_hold_the_commit_but_no_other_key(scenario: Scenario, records: int, kills: int) -> None:
     await scenario.create(PARTITIONS)
-    await endure(scenario, ROOM_TO_HALT, records=records, kills=kills)
+    await run_with_kills(scenario, ROOM_TO_HALT, records=records, kills=kills)
 
     ends = await scenario.kafka.end_offsets(scenario.topic)
     oldest = {at: min((o for p, o in scenario.failing if p == at), default=end) for at, end in ends.items()}
@@ -133,9 +133,9 @@ async def let_go(scenario: Scenario) -> None:
 
 @pytest.mark.chaos
 @SIZES
-async def test_skipped_records_let_their_keys_go_on(scenario: Scenario, records: int, kills: int) -> None:
+async def test_skipped_records_let_their_keys_continue(scenario: Scenario, records: int, kills: int) -> None:
     await scenario.create(PARTITIONS, recourse="skip")
-    await endure(scenario, records=records, kills=kills, on_failure="skip")
+    await run_with_kills(scenario, records=records, kills=kills, on_failure="skip")
 
     await scenario.verify(*SAFE)
     assert scenario.observations.finished.isdisjoint(scenario.failing)
@@ -149,14 +149,14 @@ async def test_dead_letters_are_exactly_the_records_of_failing_keys(
     scenario: Scenario, records: int, kills: int
 ) -> None:
     await scenario.create(PARTITIONS, recourse="letters")
-    await endure(scenario, records=records, kills=kills, on_failure=dead_letter(scenario.side_topic))
+    await run_with_kills(scenario, records=records, kills=kills, on_failure=dead_letter(scenario.side_topic))
     await scenario.until_all_committed(timeout=120)
 
     letters, originals = await scenario.side_records(), await scenario.originals()
     scenario.notes["letters"] = len(letters)
     await scenario.verify(
         *SAFE,
-        LettersExact(letters, originals, scenario.failing, lambda letter: says_why(scenario, letter)),
+        LettersExact(letters, originals, scenario.failing, lambda letter: has_reason(scenario, letter)),
         OneLetterPerOwnership(letters),
     )
     assert scenario.observations.finished.isdisjoint(scenario.failing)
@@ -164,18 +164,18 @@ async def test_dead_letters_are_exactly_the_records_of_failing_keys(
 
 @pytest.mark.chaos
 @SIZES
-async def test_parked_keys_wait_in_the_side_topic_and_go_on_in_order(
+async def test_parked_keys_wait_in_the_side_topic_and_resume_in_order(
     scenario: Scenario, records: int, kills: int
 ) -> None:
     await scenario.create(PARTITIONS, recourse="parked")
     policy = parking(scenario.side_topic, delay=3.0)
-    await endure(scenario, records=records, kills=kills - 1, on_failure=policy)
+    await run_with_kills(scenario, records=records, kills=kills - 1, on_failure=policy)
     await scenario.until_all_committed(timeout=120)
 
     originals = await scenario.originals()
-    verify(await scenario.story_so_far(), ParkedExactly(await scenario.side_records(), originals, scenario.failing))
+    verify(await scenario.history_so_far(), ParkedExactly(await scenario.side_records(), originals, scenario.failing))
     assert scenario.observations.finished.isdisjoint(scenario.failing)
-    assert all(says_why(scenario, parked) for parked in live(await scenario.side_records()).values())
+    assert all(has_reason(scenario, parked) for parked in live(await scenario.side_records()).values())
 
     scenario.heal()
     half = len(scenario.produced) - len(scenario.failing) // 2

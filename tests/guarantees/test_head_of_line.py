@@ -1,4 +1,4 @@
-"""One record that hangs: the others go on as fast as without it, and the doctor names it (I6, I11)."""
+"""One hanging record delays no other, and the doctor names it (I6, I11)."""
 
 import asyncio
 import logging
@@ -50,9 +50,9 @@ class Consumption:
         self._is_hanging = asyncio.Event()
         self._app.consume(topic, concurrency=WORKERS)(self.handle)
         self.explained = ""
-        """What the doctor said in words, soon after the record began to hang."""
+        """The doctor's explanation soon after the record began to hang."""
         self.told: PartitionDiagnosis | None = None
-        """What it said soon before that ended."""
+        """The doctor's explanation shortly before that ended."""
 
     async def handle(self, record: Record) -> None:
         if self._hangs and (record.partition, record.offset) == HANGING:
@@ -102,7 +102,7 @@ async def fill(kafka: SharedKafka, topic: str, records: int) -> None:
         pytest.param(200_000, 60.0, 60.0, marks=pytest.mark.timeout(900), id="60 s among 200,000"),
     ],
 )
-async def test_one_record_that_hangs_costs_the_others_nothing_and_is_named(
+async def test_a_hanging_record_is_named_and_delays_no_other(
     kafka: SharedKafka,
     topic: str,
     group: str,
@@ -120,13 +120,13 @@ async def test_one_record_that_hangs_costs_the_others_nothing_and_is_named(
         consumption = Consumption(kafka, topic, f"{group}-{number}-hangs", records, hangs, stuck_after)
         with caplog.at_level(logging.WARNING, "aioshard"):
             disturbed.append(await consumption.rate())
-        check_what_was_told(consumption, topic, caplog)
+        check_reports(consumption, topic, caplog)
         if max(disturbed) >= KEPT * max(undisturbed):
             return
     pytest.fail(f"records/s without: {undisturbed}, with one that hangs: {disturbed}")
 
 
-def check_what_was_told(consumption: Consumption, topic: str, caplog: pytest.LogCaptureFixture) -> None:
+def check_reports(consumption: Consumption, topic: str, caplog: pytest.LogCaptureFixture) -> None:
     place = f"{__file__}:{line_of('the await that hangs')} in Consumption.handle"
     (sentence,) = [text for text in consumption.explained.splitlines() if text.startswith(f"{topic}/{HANGING[0]} ")]
     assert f"the oldest is offset {HANGING[1]} " in sentence

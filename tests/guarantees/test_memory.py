@@ -1,4 +1,4 @@
-"""I6: the bound of what is held in memory, whatever the handler does and however large the records are."""
+"""I6: bounded buffer memory for any handler and any record size."""
 
 import random
 
@@ -13,7 +13,7 @@ from tests.support.cluster import Message
 
 MIB = 1024 * 1024
 OVERHEAD = 500
-"""What a record costs beyond its bytes."""
+"""Overhead of a record beyond its bytes."""
 
 SMALL, LARGE = 100, 100 * 1024
 PATIENCE = 60
@@ -22,7 +22,7 @@ PATIENCE = 60
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
-async def test_a_handler_that_hangs_on_a_large_topic_holds_no_more_than_the_bound(scenario: Scenario) -> None:
+async def test_a_hanging_handler_on_a_large_topic_buffers_no_more_than_the_bound(scenario: Scenario) -> None:
     bound, partitions, total = 16 * MIB, 16, 256 * MIB
     await scenario.create(partitions)
     await fill(scenario, total)
@@ -30,7 +30,7 @@ async def test_a_handler_that_hangs_on_a_large_topic_holds_no_more_than_the_boun
     settings = {"max_buffered_bytes": bound, "max_buffered_records": 100_000}
     member = scenario.start("a", settings, hangs="until cancelled", hangs_on="all")
     await scenario.until_settled("a")
-    await until_nothing_is_taken_in(scenario, member)
+    await until_intake_stops(scenario, member)
 
     sample = member.sample
     statistics = sample["statistics"]
@@ -54,7 +54,7 @@ async def fill(scenario: Scenario, total: int) -> None:
         await scenario.kafka.produce(scenario.topic, chunk)
 
 
-async def until_nothing_is_taken_in(scenario: Scenario, member: Member) -> None:
+async def until_intake_stops(scenario: Scenario, member: Member) -> None:
     """Returns when each partition is paused and none has moved for a while."""
     seen: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""Offsets that others move, with what is noted there or without: no record is skipped, and none runs that need not."""
+"""Offsets moved by others, with or without stored metadata: no record is skipped or needlessly repeated."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,7 @@ class Group:
     async def commits(self) -> dict[int, Committed]:
         return {one.partition: found for one, found in (await self._brokers.all_commits(self._group)).items()}
 
-    async def until_noted(self, partitions: int) -> dict[int, Committed]:
+    async def until_stored(self, partitions: int) -> dict[int, Committed]:
         """Return when all that is not stuck is noted as finished."""
         async with asyncio.timeout(DEADLINE):
             while True:
@@ -90,10 +90,10 @@ class Group:
         app = self.app()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(app)
-            await self.until_noted(partitions)
+            await self.until_stored(partitions)
             with pytest.raises(NotDrainedError):
                 await stack.aclose()
-        found = await self.until_noted(partitions)
+        found = await self.until_stored(partitions)
         assert {one.offset for one in found.values()} == {STUCK[0]}
         self.ledger.release()
         self.ledger.finished.clear()
@@ -144,7 +144,7 @@ async def world(kafka: SharedKafka, topic: str, group: str, client: str) -> Asyn
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_what_was_moved_while_nobody_ran_runs_from_there(
+async def test_an_offset_moved_while_the_group_is_stopped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """Each partition is moved in another way; the policy would skip to the end wherever it was asked."""
@@ -174,10 +174,12 @@ async def test_what_was_moved_while_nobody_ran_runs_from_there(
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_a_group_that_runs_cannot_be_moved(world: Group, kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_offsets_of_a_running_group_cannot_be_moved(
+    world: Group, kafka: SharedKafka, topic: str, group: str
+) -> None:
     await world.create(1)
     async with world.app():
-        before = await world.until_noted(1)
+        before = await world.until_stored(1)
 
         for attempt in (world.alter({0: 1}), world.alter({0: 40}), world.delete_group()):
             with pytest.raises(KafkaException) as refused:
@@ -192,15 +194,15 @@ async def test_a_group_that_runs_cannot_be_moved(world: Group, kafka: SharedKafk
 
 
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
-async def test_what_was_moved_while_the_group_had_dropped_us_runs_from_there(
+async def test_an_offset_moved_while_a_member_is_dropped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
-    """As after a process has hung for longer than its session: it goes on, and does not know yet."""
+    """As after a process has hung for longer than its session: it continues and does not know yet."""
     lower, higher, carried = range(3)
     await world.create(3)
     app = world.app()
     async with app:
-        before = await world.until_noted(3)
+        before = await world.until_stored(3)
         world.ledger.finished.clear()
         member = str(app.statistics().member_id)
 

@@ -1,4 +1,4 @@
-"""What failing records depend on is gone: the dead-letter topic cannot be written to, the back end is down."""
+"""Outages of the dead-letter topic and of the backend while records fail."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -15,7 +15,7 @@ from tests.guarantees.behaviour import dead_letter
 from tests.guarantees.checks import SAFE
 from tests.guarantees.observations import Kind, Place
 from tests.guarantees.scenario import Scenario, even_keys, failing_keys
-from tests.guarantees.sides import LettersExact, places_of_letters
+from tests.guarantees.side_topics import LettersExact, places_of_dead_letters
 from tests.support.access import allow
 from tests.support.kafka import KafkaBroker
 from tests.support.shared_kafka import SharedKafka
@@ -64,7 +64,7 @@ async def produce_some(scenario: Scenario, *, size: int = 10) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_dead_letter_topic_that_may_not_be_written_to_holds_failed_keys_until_it_may(
+async def test_an_unwritable_dead_letter_topic_holds_failed_keys_until_granted(
     scenario: Scenario, kafka: SharedKafka
 ) -> None:
     await scenario.create(PARTITIONS, recourse="letters")
@@ -79,7 +79,7 @@ async def test_a_dead_letter_topic_that_may_not_be_written_to_holds_failed_keys_
 
 
 @pytest.mark.timeout(240)
-async def test_dead_letters_that_are_too_large_hold_their_keys_until_the_topic_takes_them(scenario: Scenario) -> None:
+async def test_oversized_dead_letters_hold_their_keys_until_the_topic_accepts_them(scenario: Scenario) -> None:
     await scenario.create(PARTITIONS, recourse="letters", side={"max.message.bytes": "2000"})
     await produce_some(scenario, size=5_000)
     scenario.start("a", on_failure=dead_letter(scenario.side_topic), retry=ONCE, explains=True)
@@ -106,9 +106,7 @@ async def alone(own_kafka: KafkaBroker, topic: str, group: str, tmp_path: Path) 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
-    alone: Scenario, own_kafka: KafkaBroker
-) -> None:
+async def test_a_broker_outage_loses_no_dead_letters_in_flight(alone: Scenario, own_kafka: KafkaBroker) -> None:
     await alone.create(PARTITIONS, recourse="letters")
     member = alone.start("a", on_failure=dead_letter(alone.side_topic), retry=ONCE, base=0.01, explains=True)
     await alone.until_settled("a")
@@ -125,7 +123,7 @@ async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
     assert left > 0
     await own_kafka.start()
 
-    # What was not acknowledged may have been stored, and is sent again; no more of them were in flight than workers. A
+    # Unacknowledged letters may have been stored and are sent again; at most one per worker was in flight. A
     # broker that has just come back may store that and not answer in time, once more.
     await exact(alone, alone.failing, repeated=2 * 64)
     await alone.until(lambda: member.statistics["trouble"] is None, "the trouble is over", 60)
@@ -139,7 +137,7 @@ async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
         pytest.param(30.0, marks=pytest.mark.timeout(400), id="30 s"),
     ],
 )
-async def test_a_back_end_that_is_down_diverts_no_more_than_a_window_and_all_goes_on_by_itself(
+async def test_a_backend_outage_diverts_at_most_a_window_and_recovers_by_itself(
     scenario: Scenario, seconds: float
 ) -> None:
     window, concurrency = 100, 16
@@ -183,7 +181,7 @@ async def test_a_back_end_that_is_down_diverts_no_more_than_a_window_and_all_goe
 
     assert after > before / 2, f"{before:.0f} a second before, {after:.0f} after"
     await scenario.stop_feeding()
-    places = {place for place, _ in places_of_letters(await scenario.side_records())}
+    places = {place for place, _ in places_of_dead_letters(await scenario.side_records())}
     assert len(places) <= most
     scenario.failing |= places  # nobody waits for them to finish
     assert places.isdisjoint(scenario.observations.refresh().finished)

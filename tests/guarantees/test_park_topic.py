@@ -1,4 +1,4 @@
-"""A park topic that cannot be written to, is missing, or is not what it has to be: what is said, and done."""
+"""A park topic that is unwritable, missing or misconfigured: errors and recovery."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from tests.guarantees.access import consuming_user
 from tests.guarantees.behaviour import parking
 from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.scenario import Scenario
-from tests.guarantees.sides import ParkedExactly
+from tests.guarantees.side_topics import ParkedExactly
 from tests.support.access import allow
 from tests.support.shared_kafka import SharedKafka
 
@@ -25,11 +25,11 @@ def behaviour(scenario: Scenario) -> dict[str, Any]:
     return {"on_failure": parking(scenario.side_topic, delay=1.0), "retry": ONCE, "explains": True}
 
 
-async def park_and_go_on(scenario: Scenario) -> None:
+async def park_and_resume(scenario: Scenario) -> None:
     """Looks whether the records of failing keys are parked, heals them, and waits until all is done."""
     await scenario.until_all_committed()
     parked = ParkedExactly(await scenario.side_records(), await scenario.originals(), scenario.failing)
-    verify(await scenario.story_so_far(), parked)
+    verify(await scenario.history_so_far(), parked)
     scenario.heal()
     await scenario.until_finished(len(scenario.produced))
     await scenario.until_nothing_is_parked()
@@ -45,9 +45,7 @@ async def produce_some(scenario: Scenario) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_park_topic_that_may_not_be_written_to_holds_failed_keys_until_it_may(
-    scenario: Scenario, kafka: SharedKafka
-) -> None:
+async def test_an_unwritable_park_topic_holds_failed_keys_until_granted(scenario: Scenario, kafka: SharedKafka) -> None:
     await scenario.create(PARTITIONS, recourse="parked")
     user, login = await consuming_user(kafka, scenario)
     may = (AclOperation.READ, AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS)
@@ -66,11 +64,11 @@ async def test_a_park_topic_that_may_not_be_written_to_holds_failed_keys_until_i
     assert await scenario.side_records() == []
     await allow(kafka, user, "topic", scenario.side_topic, AclOperation.WRITE)
 
-    await park_and_go_on(scenario)
+    await park_and_resume(scenario)
 
 
 @pytest.mark.timeout(240)
-async def test_a_park_topic_that_is_missing_is_created_as_it_has_to_be(scenario: Scenario) -> None:
+async def test_a_missing_park_topic_is_created_with_the_right_settings(scenario: Scenario) -> None:
     await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)
     scenario.start("a", **behaviour(scenario))
     await scenario.until_settled("a")
@@ -79,11 +77,11 @@ async def test_a_park_topic_that_is_missing_is_created_as_it_has_to_be(scenario:
     assert await cleanup_policy(scenario) == "compact"
     await scenario.watch_side_topic()
     await produce_some(scenario)
-    await park_and_go_on(scenario)
+    await park_and_resume(scenario)
 
 
 async def cleanup_policy(scenario: Scenario) -> str:
-    """What the broker does with old records of the side topic."""
+    """Return the cleanup policy of the side topic."""
     admin = AIOKafkaAdminClient(bootstrap_servers=scenario.kafka.bootstrap)
     await admin.start()
     try:
@@ -126,7 +124,7 @@ async def test_a_park_topic_that_would_lose_records_ends_the_start(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-async def test_a_park_topic_that_may_not_be_created_or_seen_ends_the_start_with_what_to_grant(
+async def test_a_park_topic_without_permissions_ends_the_start_and_names_them(
     scenario: Scenario, kafka: SharedKafka
 ) -> None:
     await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)

@@ -1,4 +1,4 @@
-"""Parked keys that move, by a rebalance, a restart and a kill; that are released meanwhile; and very many of them."""
+"""Parked keys across a rebalance, a restart, a kill and a release; and very many of them."""
 
 import time
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tests.guarantees.behaviour import parking
 from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.observations import Place
 from tests.guarantees.scenario import Scenario
-from tests.guarantees.sides import ParkedExactly, live
+from tests.guarantees.side_topics import ParkedExactly, live
 
 LONG = 100_000.0
 """Seconds after which a key is run again: nobody waits for that."""
@@ -24,10 +24,10 @@ async def until_parked(scenario: Scenario) -> None:
     """Waits until all is committed, and looks whether exactly the records of failing keys are parked."""
     await scenario.until_all_committed(timeout=120)
     parked = ParkedExactly(await scenario.side_records(), await scenario.originals(), scenario.failing)
-    verify(await scenario.story_so_far(), parked)
+    verify(await scenario.history_so_far(), parked)
 
 
-async def ask_to_release(scenario: Scenario, *places: Place) -> None:
+async def request_release(scenario: Scenario, *places: Place) -> None:
     """Publishes the requests that `aioshard park release` publishes."""
     for partition in {partition for partition, _ in places}:
         coordinates = [Coordinates(scenario.topic, partition, offset) for at, offset in places if at == partition]
@@ -36,7 +36,7 @@ async def ask_to_release(scenario: Scenario, *places: Place) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_released_during_a_rebalance(
+async def test_a_parked_key_survives_rebalance_restart_and_kill_until_its_release(
     scenario: Scenario,
 ) -> None:
     await scenario.create(partitions=4, recourse="parked")
@@ -82,7 +82,7 @@ async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_rel
     await scenario.until(lambda: joining.statistics["state"] == "starting", "c is about to join")
     heads = {scenario.produced[place]: place for place in sorted(scenario.failing, reverse=True)}
     assert len(heads) == len(bad)
-    await ask_to_release(scenario, *heads.values())
+    await request_release(scenario, *heads.values())
     await scenario.until_settled("a", "b", "c", timeout=60)
     await scenario.until_finished(len(scenario.produced), timeout=120)
     await scenario.until_nothing_is_parked()
@@ -93,7 +93,7 @@ async def test_a_parked_key_survives_a_rebalance_a_restart_and_a_kill_and_is_rel
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("keys", [2_000, 10_000])
 @pytest.mark.parametrize("how", ["released", "after their delay"])
-async def test_very_many_parked_keys_are_restored_and_go_on(scenario: Scenario, keys: int, how: str) -> None:
+async def test_very_many_parked_keys_are_restored_and_resume(scenario: Scenario, keys: int, how: str) -> None:
     """Two records of each key: what is second waits for the first one."""
     await scenario.create(partitions=4, recourse="parked")
     behaviour: dict[str, Any] = {
@@ -119,7 +119,7 @@ async def test_very_many_parked_keys_are_restored_and_go_on(scenario: Scenario, 
     began = time.monotonic()
     if how == "released":
         heads = {scenario.produced[place]: place for place in sorted(scenario.failing, reverse=True)}
-        await ask_to_release(scenario, *heads.values())
+        await request_release(scenario, *heads.values())
     await scenario.until_finished(len(scenario.produced), timeout=300)
     note(scenario, "all of them had run after", began)
     await scenario.until_nothing_is_parked()

@@ -1,4 +1,4 @@
-"""What measures standing still can see it."""
+"""The measurement of pauses detects them."""
 
 import pytest
 
@@ -17,14 +17,14 @@ def seen(*steps: tuple[float, str, Kind, int, int]) -> list[Seen]:
     ]
 
 
-def test_a_partition_pauses_from_when_a_record_is_there_or_the_one_before_it_started() -> None:
+def test_a_pause_counts_from_arrival_or_the_previous_start() -> None:
     available = {(0, 0): 0, (0, 1): 1 * SECOND, (0, 2): 9 * SECOND, (1, 0): 0}
     found = pauses(seen((2, "a", S, 0, 0), (3, "a", S, 1, 0), (5, "a", S, 0, 1), (9.5, "a", S, 0, 2)), available)
 
     assert [(one.seconds, one.place, one.moved) for one in found] == [(3, (0, 1), False), (0.5, (0, 2), False)]
 
 
-def test_a_partition_that_goes_on_in_another_process_has_moved() -> None:
+def test_a_partition_that_continues_in_another_process_has_moved() -> None:
     (found,) = pauses(seen((1, "a", S, 0, 0), (2, "b", S, 0, 1)), {(0, 0): 0, (0, 1): 0})
 
     assert (found.seconds, found.process, found.moved) == (1, "b", True)
@@ -36,7 +36,7 @@ def test_a_worker_idles_while_a_record_waits() -> None:
     assert max(idle_workers(steps, 2)).seconds == 2
 
 
-def test_a_record_that_waits_while_every_worker_runs_idles_nobody() -> None:
+def test_a_record_that_waits_while_every_worker_is_busy_is_not_idle_time() -> None:
     steps = [
         *seen((0, "a", T, 0, 0), (0, "a", T, 0, 1), (0, "a", S, 0, 0)),
         *seen((5, "a", F, 0, 0), (5.25, "a", S, 0, 1), (5.5, "a", F, 0, 1)),
@@ -45,7 +45,7 @@ def test_a_record_that_waits_while_every_worker_runs_idles_nobody() -> None:
     assert max(idle_workers(steps, 1)).seconds == pytest.approx(0.25)
 
 
-def test_what_was_taken_in_and_handed_over_does_not_wait() -> None:
+def test_a_record_handed_over_after_intake_does_not_count_as_waiting() -> None:
     steps = seen(
         (0, "a", T, 0, 0), (0, "a", T, 1, 0), (0, "a", S, 1, 0), (1, "a", F, 1, 0), (9, "a", T, 0, 0), (9, "a", S, 0, 0)
     )

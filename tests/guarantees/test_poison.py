@@ -1,4 +1,4 @@
-"""Records that nobody can handle: a throwing sharding function, a throwing key, a payload that cannot be decoded."""
+"""Unprocessable records: a raising sharding function, a raising key, an undecodable payload."""
 
 import contextlib
 from typing import Any
@@ -10,7 +10,7 @@ from tests.guarantees.behaviour import POISON, dead_letter, parking
 from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.observations import Place
 from tests.guarantees.scenario import Recourse, Scenario
-from tests.guarantees.sides import LettersExact, ParkedExactly
+from tests.guarantees.side_topics import LettersExact, ParkedExactly
 
 ILLS = {
     "payload": "key",
@@ -18,7 +18,7 @@ ILLS = {
     "hash": "cannot be hashed",
     "comparison": "cannot be compared",
 }
-"""What goes wrong, and how the sharding function of its handler behaves then."""
+"""The fault, and the behavior of the sharding function with it."""
 
 
 def on_failure(lane: Scenario, recourse: Recourse) -> Any:
@@ -36,7 +36,7 @@ def on_failure(lane: Scenario, recourse: Recourse) -> Any:
     "shards", [pytest.param(None, id="on demand"), pytest.param(3, marks=pytest.mark.chaos, id="fixed shards")]
 )
 @pytest.mark.parametrize("recourse", ["halt", "skip", "letters", "parked"])
-async def test_a_record_that_cannot_be_handled_has_an_outcome_and_ends_no_worker(
+async def test_an_unprocessable_record_has_an_outcome_and_ends_no_worker(
     scenario: Scenario, recourse: Recourse, shards: int | None
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
@@ -46,7 +46,7 @@ async def test_a_record_that_cannot_be_handled_has_an_outcome_and_ends_no_worker
             await lane.create(1, recourse=recourse)
             for number in range(3):
                 await lane.produce([(b"k%d" % key, b"%d" % number) for key in range(10)])
-                # Each with a key of its own: without a shard key they are in no order.
+                # Each with its own key: without a shard key they are in no order.
                 places = await lane.produce([(b"poison%d" % number, POISON)])
                 poison.setdefault(name, []).extend(places)
             lane.failing.update(poison[name])
@@ -82,9 +82,9 @@ async def outcome(lane: Scenario, recourse: Recourse, poison: list[Place]) -> No
     originals = await lane.originals()
     if recourse == "letters":
         letters = LettersExact(await lane.side_records(), originals, poison, lambda _: True)
-        verify(await lane.story_so_far(), letters)
+        verify(await lane.history_so_far(), letters)
     elif recourse == "parked":
-        verify(await lane.story_so_far(), ParkedExactly(await lane.side_records(), originals, poison))
+        verify(await lane.history_so_far(), ParkedExactly(await lane.side_records(), originals, poison))
         lane.heal()
         asked = [release(lane.side_topic, Coordinates(lane.topic, *place)) for place in poison]
         await lane.kafka.produce(lane.side_topic, [(one.key, one.value) for one in asked], 0)

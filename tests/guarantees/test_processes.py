@@ -1,4 +1,4 @@
-"""Three processes that are restarted, killed and joined by others: nothing lost, and in order."""
+"""Three processes are restarted, killed and joined by others: nothing lost, and in order."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ async def test_a_rolling_restart_under_load_loses_repeats_and_reorders_nothing(s
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-async def test_rolling_restarts_one_after_the_other_lose_repeat_and_reorder_nothing(scenario: Scenario) -> None:
+async def test_repeated_rolling_restarts_lose_repeat_and_reorder_nothing(scenario: Scenario) -> None:
     await roll(scenario, records=400_000, restarts=8)
 
 
@@ -59,7 +59,7 @@ async def roll(scenario: Scenario, *, records: int, restarts: int) -> None:
     for name in "abc":
         scenario.start(name, settings, spread=0.008)
     await scenario.until_settled("a", "b", "c")
-    # What is left unfinished is mostly of the most frequent key, one after the other: it has to fit into a drain.
+    # The remaining records mostly have the most frequent key and run one by one: they have to fit into a drain.
     scenario.start_feeding(skewed_keys(seed=1), backlog=500, chunk=250, least=records)
 
     for turn in range(restarts):
@@ -82,7 +82,7 @@ async def test_kill_9_at_any_moment_loses_and_reorders_nothing(scenario: Scenari
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [3, 4, 5])
-async def test_kill_9_again_and_again_loses_and_reorders_nothing(scenario: Scenario, seed: int) -> None:
+async def test_repeated_kill_9_loses_and_reorders_nothing(scenario: Scenario, seed: int) -> None:
     await kill_at_random(scenario, seed=seed, rounds=40)
 
 
@@ -141,7 +141,7 @@ async def test_a_member_joins_while_handlers_run_and_nothing_runs_twice(scenario
 
 
 @on_the_second_too
-async def test_what_came_between_the_first_position_and_a_crash_is_not_lost_under_latest(scenario: Scenario) -> None:
+async def test_under_latest_a_crash_before_the_first_commit_loses_nothing(scenario: Scenario) -> None:
     await scenario.create(partitions=4)
     await scenario.kafka.produce(scenario.topic, [(b"old-%d" % number, None) for number in range(100)])
     begin = await scenario.kafka.end_offsets(scenario.topic)
@@ -162,7 +162,7 @@ async def test_what_came_between_the_first_position_and_a_crash_is_not_lost_unde
 
 
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
-async def test_a_kill_in_the_middle_repeats_no_more_than_a_few_thousand_records(scenario: Scenario) -> None:
+async def test_a_kill_repeats_at_most_a_few_thousand_records(scenario: Scenario) -> None:
     """The commit interval alone would repeat all that was done in it."""
     await scenario.create(partitions=8)
     await scenario.produce([(b"k%d" % (number % 1000), None) for number in range(20_000)])
@@ -177,7 +177,7 @@ async def test_a_kill_in_the_middle_repeats_no_more_than_a_few_thousand_records(
 
 
 @on_all_clients
-async def test_a_member_that_stood_still_beyond_its_session_commits_nothing_of_what_others_have(
+async def test_a_frozen_member_commits_nothing_for_partitions_it_lost(
     scenario: Scenario,
 ) -> None:
     settings = {"session_timeout": 2, "commit_interval": 0.1}
@@ -196,13 +196,13 @@ async def test_a_member_that_stood_still_beyond_its_session_commits_nothing_of_w
     thawed = time.monotonic_ns()
     await scenario.until_settled("a", "b")
 
-    # What it had taken in may begin until it hears that it was dropped; that is at its next word with the broker.
+    # Buffered records may start until it learns at its next request that it was dropped.
     stale = [
         seen.at - thawed
         for seen in scenario.observations.of("a.1", Kind.STARTED)
         if seen.at > thawed and (seen.partition, seen.epoch) in ownerships
     ]
-    assert max(stale, default=0) < 2e9, f"it went on for {max(stale) / 1e9:.1f} s"
+    assert max(stale, default=0) < 2e9, f"it continued for {max(stale) / 1e9:.1f} s"
     now = {(number, found["epoch"]) for number, found in first.partitions.items()}
     assert now.isdisjoint(ownerships), "it kept what others have had"
     await scenario.verify(NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), CommitsOnlyAdvance(), LagZero())

@@ -1,4 +1,4 @@
-"""P8, a rolling deploy: every member is replaced, and what stays where it is hardly notices (I7, I12)."""
+"""P8, a rolling deploy: every member is replaced, and kept partitions hardly pause (I7, I12)."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ EVERY = 0.05
 
 @dataclass(frozen=True)
 class Membership:
-    """One way to be a member of the group, and for how long what stays may stand still in it, in seconds."""
+    """One way to be a member of the group, and how long a kept partition may pause in it, in seconds."""
 
     client: Client
     idle: float
@@ -70,7 +70,7 @@ MEMBERSHIPS = {
     ("membership", "client"),
     [pytest.param(one, one.client, id=name) for name, one in MEMBERSHIPS.items()],
 )
-async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
+async def test_replacing_three_members_in_turn_leaves_kept_partitions_running(
     scenario: Scenario, membership: Membership
 ) -> None:
     """Two handlers: one has more to do than it can, so records wait in memory; the other one waits for records."""
@@ -101,7 +101,7 @@ async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
 
 
 KEPT = 0.5
-"""Seconds for which a partition that stays may stand still."""
+"""Seconds for which a kept partition may pause."""
 DELAY, SESSION = 2.0, 3.0
 
 
@@ -109,7 +109,7 @@ DELAY, SESSION = 2.0, 3.0
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["incremental"])
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])
-async def test_partitions_that_stay_hardly_pause_while_a_member_joins_and_another_one_dies(scenario: Scenario) -> None:
+async def test_kept_partitions_hardly_pause_when_members_join_and_die(scenario: Scenario) -> None:
     """Two members have four partitions. A third one joins, in two rounds; one is killed, and its partitions wait."""
     settings = {"session_timeout": SESSION, "reassignment_delay": DELAY, "assignor": "cooperative-lag"}
     await scenario.create(partitions=4)
@@ -137,7 +137,7 @@ async def test_partitions_that_stay_hardly_pause_while_a_member_joins_and_anothe
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured."""
+    """The measurements."""
 
     idle: Pause
     """The longest time in which a worker idled while a record that stayed was in memory."""

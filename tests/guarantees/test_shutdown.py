@@ -1,4 +1,4 @@
-"""How a process ends at a signal: drained, committed and clean; or in time, saying what did not end."""
+"""The end of a process at a signal: drained and committed, or in time with a report of unfinished runs."""
 
 import time
 
@@ -15,7 +15,7 @@ CLEAN = (NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), LagZero())
 @pytest.mark.parametrize(
     "form", ["context", *(pytest.param(form, marks=pytest.mark.chaos) for form in ("record", "thread"))]
 )
-async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenario, form: str) -> None:
+async def test_sigterm_finishes_and_commits_started_records(scenario: Scenario, form: str) -> None:
     await scenario.create(partitions=4)
     rarely = {"commit_interval": 600, "commit_records": None}
     first = scenario.start("a", rarely, form=form, concurrency=32, base=0.05, spread=0.4)
@@ -43,13 +43,13 @@ async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenar
 @pytest.mark.parametrize(
     ("form", "hangs"),
     [
-        pytest.param("context", "until cancelled", marks=pytest.mark.chaos, id="awaits for ever"),
+        pytest.param("context", "until cancelled", marks=pytest.mark.chaos, id="awaits forever"),
         pytest.param("context", "until released", id="swallows its cancellation"),
         pytest.param("thread", "until released", marks=pytest.mark.chaos, id="is a thread"),
     ],
 )
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])  # keys wait behind no other key
-async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_ends_in_time(
+async def test_a_handler_that_outlasts_shutdown_is_named_and_the_process_exits_in_time(
     scenario: Scenario, form: str, hangs: str
 ) -> None:
     await scenario.create(partitions=2)
@@ -89,4 +89,4 @@ async def test_an_idle_member_ends_at_once_and_leaves_its_partitions_to_the_othe
     assert code == 0, leaving.tail
     await scenario.until_settled("b", timeout=20)
     took = time.monotonic() - asked
-    assert took < 5.0, f"the group took {took:.1f} s, which is the session time-out rather than a good-bye"
+    assert took < 5.0, f"the group took {took:.1f} s, which is the session timeout rather than a good-bye"

@@ -1,4 +1,4 @@
-"""One app with every policy side by side, whose handlers publish, while processes are killed."""
+"""One app with all policies side by side and publishing handlers, while processes are killed."""
 
 import contextlib
 import random
@@ -10,7 +10,7 @@ import pytest
 from tests.guarantees.behaviour import dead_letter, parking
 from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.scenario import Recourse, Scenario, failing_keys
-from tests.guarantees.sides import LettersExact, ParkedExactly
+from tests.guarantees.side_topics import LettersExact, ParkedExactly
 
 RECOURSES: tuple[Recourse, ...] = ("halt", "skip", "letters", "parked")
 SETTINGS: Mapping[str, Any] = {
@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, Any] = {
         pytest.param(5_000, 10, marks=pytest.mark.timeout(1200), id="5000 of each, 10 kills"),
     ],
 )
-async def test_handlers_with_all_policies_keep_theirs_and_publish_for_every_record_that_they_process(
+async def test_handlers_side_by_side_keep_their_policies_and_publish_every_result(
     scenario: Scenario, records: int, kills: int
 ) -> None:
     chance = random.Random(records)
@@ -63,7 +63,7 @@ async def test_handlers_with_all_policies_keep_theirs_and_publish_for_every_reco
         for lane in lanes.values():
             await lane.stop_feeding()
             await lane.until_healthy_finished(timeout=180)
-        await look_at_what_was_diverted(lanes)
+        await check_diverted_records(lanes)
 
         lanes["halt"].heal()
         lanes["parked"].heal()
@@ -74,10 +74,10 @@ async def test_handlers_with_all_policies_keep_theirs_and_publish_for_every_reco
         await lanes["parked"].until_nothing_is_parked()
         for name, lane in lanes.items():
             await lane.verify(*safe_when_parked(lane.failing if name == "parked" else ()))
-        await look_at_the_output(scenario, output, lanes)
+        await check_output(scenario, output, lanes)
 
 
-async def look_at_what_was_diverted(lanes: Mapping[Recourse, Scenario]) -> None:
+async def check_diverted_records(lanes: Mapping[Recourse, Scenario]) -> None:
     """Each policy has done with the records of failing keys what it should, and only with its own."""
     halted, letters, parked = lanes["halt"], lanes["letters"], lanes["parked"]
     for lane in (lanes["skip"], letters, parked):
@@ -88,17 +88,17 @@ async def look_at_what_was_diverted(lanes: Mapping[Recourse, Scenario]) -> None:
     for lane in lanes.values():
         assert lane.observations.finished.isdisjoint(lane.failing)
     verify(
-        await letters.story_so_far(),
+        await letters.history_so_far(),
         LettersExact(await letters.side_records(), await letters.originals(), letters.failing, lambda _: True),
     )
     verify(
-        await parked.story_so_far(),
+        await parked.history_so_far(),
         ParkedExactly(await parked.side_records(), await parked.originals(), parked.failing),
     )
 
 
-async def look_at_the_output(scenario: Scenario, output: str, lanes: Mapping[Recourse, Scenario]) -> None:
-    """What was processed has its output; what was only skipped or dead-lettered has none."""
+async def check_output(scenario: Scenario, output: str, lanes: Mapping[Recourse, Scenario]) -> None:
+    """Check that processed records have their output, and that skipped or dead-lettered ones have none."""
     published = {(record.key or b"").decode() for record in await scenario.kafka.read(output)}
     processed = {
         f"{lane.topic}/{partition}/{offset}"

@@ -1,4 +1,4 @@
-"""The checks on what failed can fail: each accepts what is right, and finds what was tampered with."""
+"""The checks on failed records can fail: each accepts a correct history and finds a tampered one."""
 
 from dataclasses import replace
 
@@ -19,16 +19,16 @@ from aioshard.serde.side_records import (
 from tests.guarantees.checks import (
     CommitsAt,
     Guarantee,
+    History,
     KeyOrder,
     NeverAhead,
     NothingLost,
     OneAtATimePerKey,
     OnlyUncommittedAgain,
-    Story,
     verify,
 )
 from tests.guarantees.observations import Kind, Seen
-from tests.guarantees.sides import LettersExact, OneLetterPerOwnership, ParkedExactly, live, requests, there
+from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership, ParkedExactly, live, requests, there
 
 S, F, X = Kind.STARTED, Kind.FINISHED, Kind.EXHAUSTED
 KEYS = {(0, 0): "bad", (0, 1): "bad", (0, 2): "good"}
@@ -57,14 +57,14 @@ def letters(*offsets: int) -> list[Record]:
     return stored(*(dead_letter("dlt", ORIGINALS[0, offset], WHY) for offset in offsets))
 
 
-def broken(guarantee: Guarantee, told: Story) -> str:
-    """What the check says of a story that must not pass."""
+def broken(guarantee: Guarantee, told: History) -> str:
+    """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
         verify(told, guarantee)
     return str(failure.value)
 
 
-DIVERTED = Story(
+DIVERTED = History(
     KEYS,
     seen(
         (10, "p", S, 0, 1),
@@ -82,15 +82,15 @@ DIVERTED = Story(
 """Both records of the key fail, and are skipped or dead-lettered; the other one finishes."""
 
 
-def test_what_was_let_go_is_not_lost_and_may_be_passed_by_its_key_and_by_a_commit() -> None:
+def test_a_diverted_record_is_not_lost_and_may_be_passed() -> None:
     verify(DIVERTED, NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), OnlyUncommittedAgain())
 
 
-def test_a_record_that_failed_and_was_not_let_go_is_lost() -> None:
+def test_a_failed_record_that_was_not_diverted_is_lost() -> None:
     assert "0/1 (key bad) never finished" in broken(NothingLost(), replace(DIVERTED, let_go={(0, 0): 15}))
 
 
-def test_a_follower_that_starts_before_its_predecessor_was_let_go_breaks_the_order() -> None:
+def test_a_follower_that_starts_before_the_diversion_breaks_the_order() -> None:
     early = replace(DIVERTED, let_go={(0, 0): 21, (0, 1): 25})
 
     assert "p started 0/1 (key bad)" in broken(KeyOrder(), early)
@@ -101,13 +101,13 @@ def test_a_follower_of_a_parked_record_that_starts_breaks_the_order() -> None:
     assert "0/0 of the same key has never finished" in broken(KeyOrder(), replace(DIVERTED, let_go={}))
 
 
-def test_an_attempt_that_failed_for_good_has_ended() -> None:
+def test_a_permanently_failed_attempt_has_ended() -> None:
     still = replace(DIVERTED, seen=tuple(one for one in DIVERTED.seen if one.at != 11))
 
     assert "while 0/0 of the same key ran" in broken(OneAtATimePerKey(), still)
 
 
-def test_a_commit_past_a_record_before_it_was_in_the_side_topic_is_ahead() -> None:
+def test_a_commit_before_the_record_reached_the_side_topic_is_ahead() -> None:
     late = replace(DIVERTED, passed={(0, 0): 35, (0, 1): 35})
 
     assert "partition 0 was committed at 1" in broken(NeverAhead(), late)
@@ -124,7 +124,7 @@ def test_a_parked_record_may_run_after_it_was_committed() -> None:
 # When something was there -----------------------------------------------------------------
 
 
-def test_a_record_of_the_side_topic_was_there_between_two_samples() -> None:
+def test_a_side_topic_record_appeared_between_two_samples() -> None:
     samples = [CommitsAt(10 * n, 10 * n + 1, {}, {0: end}) for n, end in enumerate([0, 0, 2, 2, 3])]
     when = there(samples)
 
@@ -133,7 +133,7 @@ def test_a_record_of_the_side_topic_was_there_between_two_samples() -> None:
     assert when(0, 3) is None
 
 
-def test_a_side_topic_that_came_later_was_not_there_before() -> None:
+def test_a_side_topic_created_later_was_not_there_before() -> None:
     samples = [CommitsAt(0, 1, {}), CommitsAt(10, 11, {}), CommitsAt(20, 21, {}, {0: 1})]
 
     assert there(samples)(0, 0) == (11, 21)
@@ -146,11 +146,11 @@ def exact(found: list[Record]) -> LettersExact:
     return LettersExact(found, ORIGINALS, {(0, 0), (0, 1)}, lambda letter: letter.failure == WHY)
 
 
-def test_each_failed_record_has_a_letter_and_no_other_one_has() -> None:
+def test_exactly_the_failed_records_have_dead_letters() -> None:
     verify(DIVERTED, exact(letters(0, 1)))
     verify(DIVERTED, exact(letters(0, 1, 1)))
-    assert "1 record(s) have no dead letter: 0/1" in broken(exact(letters(0)), DIVERTED)
-    assert "1 record(s) were dead-lettered that should not be: 0/2" in broken(exact(letters(0, 1, 2)), DIVERTED)
+    assert "records without a dead letter: 1: 0/1" in broken(exact(letters(0)), DIVERTED)
+    assert "records dead-lettered by mistake: 1: 0/2" in broken(exact(letters(0, 1, 2)), DIVERTED)
 
 
 @pytest.mark.parametrize(
@@ -163,21 +163,21 @@ def test_each_failed_record_has_a_letter_and_no_other_one_has() -> None:
     ],
     ids=["value", "key", "timestamp", "headers"],
 )
-def test_a_letter_that_differs_from_its_original_is_found(tampered: object) -> None:
+def test_a_dead_letter_that_differs_from_its_original_is_found(tampered: object) -> None:
     assert callable(tampered)
     first, second = letters(0, 1)
 
     assert "the dead letter of 0/0" in broken(exact([tampered(first), second]), DIVERTED)
 
 
-def test_a_letter_with_another_reason_is_found() -> None:
+def test_a_dead_letter_with_another_reason_is_found() -> None:
     def says_otherwise(letter: DeadLetterRecord) -> bool:
         return letter.failure.attempts == 5
 
     assert "says Failure" in broken(replace(exact(letters(0, 1)), says=says_otherwise), DIVERTED)
 
 
-def test_a_second_letter_needs_a_second_owner() -> None:
+def test_a_second_dead_letter_needs_a_second_owner() -> None:
     verify(DIVERTED, OneLetterPerOwnership(letters(0, 1)))
     assert "record 0/0 has 2 dead letters" in broken(OneLetterPerOwnership(letters(0, 0, 1)), DIVERTED)
     moved = replace(DIVERTED, seen=(*DIVERTED.seen, *seen((40, "q", S, 0, 1), (41, "q", X, 0, 1))))
@@ -193,7 +193,7 @@ def parked(offset: int, generation: int = 3) -> Message:
     return park("parked", ORIGINALS[0, offset], WHY, due=1.0, generation=generation)
 
 
-def test_what_is_parked_is_what_was_not_taken_out_since() -> None:
+def test_parked_records_are_those_not_removed_since() -> None:
     first = Coordinates("orders", 0, 0)
     records = stored(parked(0), parked(1), tombstone("parked", Place(first, 3)), release("parked", first))
 
@@ -203,11 +203,11 @@ def test_what_is_parked_is_what_was_not_taken_out_since() -> None:
     verify(DIVERTED, ParkedExactly(records, ORIGINALS, {(0, 1)}))
 
 
-def test_records_that_should_or_should_not_be_parked_are_found() -> None:
+def test_missing_and_surplus_parked_records_are_found() -> None:
     records = stored(parked(0))
 
-    assert "1 record(s) are not parked: 0/1" in broken(ParkedExactly(records, ORIGINALS, {(0, 0), (0, 1)}), DIVERTED)
-    assert "1 record(s) are parked that should not be: 0/0" in broken(ParkedExactly(records, ORIGINALS, ()), DIVERTED)
+    assert "records not parked: 1: 0/1" in broken(ParkedExactly(records, ORIGINALS, {(0, 0), (0, 1)}), DIVERTED)
+    assert "records parked by mistake: 1: 0/0" in broken(ParkedExactly(records, ORIGINALS, ()), DIVERTED)
     twice = ParkedExactly(stored(parked(0), parked(0, generation=4)), ORIGINALS, {(0, 0)})
     assert "2 parked records are stored for 1 records" in broken(twice, DIVERTED)
     other = {**ORIGINALS, (0, 0): ORIGINALS[0, 0]._replace(value=b"w")}

@@ -1,4 +1,4 @@
-"""What the death of one of twenty members costs its neighbours, with and without a standby (measured, I3)."""
+"""The load that one dead member of twenty moves to others, with and without a standby (measured, I3)."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ SETTINGS = {"start_timeout": 200, "session_timeout": 10, "heartbeat_interval": 1
 
 
 class Load(NamedTuple):
-    """What a member did."""
+    """The work of a member."""
 
     rate: float
     """Records that finished per second."""
@@ -65,7 +65,7 @@ async def until_each_is_owned(scenario: Scenario, names: list[str]) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])
 @pytest.mark.parametrize("standby", [False, True], ids=["no standby", "a standby"])
-async def test_the_load_of_a_dead_member_lands_on_one_neighbour_unless_there_is_a_standby(
+async def test_a_dead_members_load_goes_to_one_member_unless_there_is_a_standby(
     scenario: Scenario, standby: bool
 ) -> None:
     names = [f"m{number}" for number in range(MEMBERS + standby)]

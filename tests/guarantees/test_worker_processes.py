@@ -1,4 +1,4 @@
-"""Handlers that run in worker processes, when the whole app is killed: no process is left, and no record is lost."""
+"""Handlers in worker processes when the app is killed: no process is left, and no record is lost."""
 
 import asyncio
 import os
@@ -14,14 +14,14 @@ from tests.guarantees.scenario import Scenario, even_keys
 
 
 @pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
-async def test_kill_9_of_the_app_leaves_no_process_and_loses_nothing(scenario: Scenario) -> None:
-    """One of its processes computes for ever, and nobody is left to end it."""
+async def test_kill_9_of_the_app_leaves_no_worker_process_and_loses_nothing(scenario: Scenario) -> None:
+    """One of its processes computes forever, and no parent is left to end it."""
     settings = {"processes": 2, "session_timeout": 3, "rebalance_timeout": 8}
     await scenario.create(partitions=4)
     first = scenario.start("a", settings, form="process", base=0.002, hangs="until cancelled")
     await scenario.until_settled("a")
     await scenario.produce([(b"stuck", HANG)])
-    await scenario.until(lambda: len(scenario.observations.of("a.1", Kind.STARTED)) == 1, "a run computes for ever")
+    await scenario.until(lambda: len(scenario.observations.of("a.1", Kind.STARTED)) == 1, "a run computes forever")
     scenario.start_feeding(even_keys(seed=5, keys=200), backlog=1_000, chunk=500)
     await scenario.until_finished(300)
     workers = [os.pidfd_open(pid) for pid in _children(first.pid)]

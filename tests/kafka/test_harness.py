@@ -1,4 +1,4 @@
-"""The harness itself: a broker that lies about the tests' results is worse than none."""
+"""The test broker itself: it must not falsify the results of the tests."""
 
 import asyncio
 import ssl
@@ -23,7 +23,7 @@ from tests.support.kafka_properties import PLAIN_USER, SCRAM_USER, SUPER_USER, C
 from tests.support.shared_kafka import SharedKafka
 
 
-async def test_what_is_produced_is_read_back(kafka: SharedKafka, topic: str) -> None:
+async def test_produced_records_are_read_back(kafka: SharedKafka, topic: str) -> None:
     await kafka.create_topic(topic, partitions=3)
     messages: list[Message] = [(b"key-%d" % (number % 7), b"value-%d" % number) for number in range(1000)]
 
@@ -36,7 +36,7 @@ async def test_what_is_produced_is_read_back(kafka: SharedKafka, topic: str) -> 
     assert sum((await kafka.end_offsets(topic)).values()) == len(messages)
 
 
-async def test_many_large_records_come_in_order(kafka: SharedKafka, topic: str) -> None:
+async def test_many_large_records_are_read_in_order(kafka: SharedKafka, topic: str) -> None:
     """More than one batch for each partition, so that a mix-up of batches would show."""
     await kafka.create_topic(topic, partitions=2)
     messages: list[Message] = [(None, b"%07d" % number + bytes(10_000)) for number in range(300)]
@@ -72,7 +72,7 @@ async def test_an_open_transaction_holds_the_last_stable_offset(kafka: SharedKaf
         await producer.abort_transaction()
 
 
-async def test_committed_offsets_and_lag_are_the_groups_own(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_committed_offsets_and_lag_are_per_group(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, [(None, b"x")] * 10)
     assert await kafka.committed(group, topic) == {}
@@ -88,7 +88,7 @@ async def test_committed_offsets_and_lag_are_the_groups_own(kafka: SharedKafka, 
         await kafka.wait_for_lag(group, topic, most=5, timeout=0.1)
 
 
-async def test_topics_grow_lose_records_and_go(kafka: SharedKafka, topic: str) -> None:
+async def test_topics_can_grow_lose_records_and_be_deleted(kafka: SharedKafka, topic: str) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"x")] * 5)
 
@@ -184,7 +184,7 @@ async def test_guarded_listener_refuses_a_wrong_password(kafka: SharedKafka) -> 
     await reader.stop()
 
 
-async def test_guarded_listener_is_refused_by_who_trusts_another_authority(kafka: SharedKafka) -> None:
+async def test_a_client_with_another_ca_refuses_the_guarded_listener(kafka: SharedKafka) -> None:
     host, port = kafka.secure_bootstrap.split(":")
     trusting = ssl.create_default_context(cafile=str(kafka.certificates.stranger_file))
 

@@ -1,4 +1,4 @@
-"""What goes wrong, and what each of the places where somebody may look says of it: one row for each."""
+"""Every failure situation and what each health surface reports, one row each."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ STUCK_AFTER = 5.0
 
 @dataclasses.dataclass
 class Found:
-    """What was asked while it was wrong."""
+    """The reports during a situation."""
 
     live: int
     ready: int
@@ -206,7 +206,7 @@ async def _hangs(scene: Scene, call: str, *, during_an_outage: bool = False) -> 
             if during_an_outage:
                 scene.broker.available = True
                 await asyncio.sleep(5.0)
-                assert app.statistics().restart_cures == (), "what waited for the brokers has its time anew"
+                assert app.statistics().restart_cures == (), "the wait for the brokers has restarted its time"
         finally:
             Silent.hangs = None
         await asyncio.sleep(5.0)
@@ -397,7 +397,7 @@ FAILED: Sample = ("engine_state", {"state": "failed"}, is_1)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is promised of a situation. Texts are patterns, which have to be somewhere in what is told."""
+    """The expected reports of a situation. Texts are patterns to search in the reports."""
 
     situation: Situation
     live: Literal[200, 503]
@@ -572,7 +572,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.situation.__name__)
-def test_each_situation_is_told_as_promised(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_situation_is_reported_as_documented(row: Row, caplog: pytest.LogCaptureFixture) -> None:
     found: Found | None = None
 
     async def test() -> None:
@@ -620,7 +620,7 @@ def check(row: Row, found: Found, logged: Collection[str]) -> None:
 
 
 @pytest.mark.chaos
-async def test_a_lost_broker_is_told_as_promised(
+async def test_a_lost_broker_is_reported_as_documented(
     own_kafka: KafkaBroker, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = Row(

@@ -59,7 +59,7 @@ async def test_a_record_is_followed_from_its_producer_to_its_dead_letter(
     sent = {span.name: span for span in spans.of("send")}
     assert parent_of(sent[f"send {invoices}"]) == span_id(good)
     assert parent_of(sent[f"send {letters}"]) == span_id(bad)
-    # Whoever reads the dead letter is led to who made the record.
+    # A dead letter leads its reader to the producer of the record.
     (origin,) = bad.links
     assert [link.context.span_id for link in letter.links] == [origin.context.span_id]
     assert [link.context.span_id for link in sent[f"send {letters}"].links] == [origin.context.span_id]

@@ -1,4 +1,4 @@
-"""What holds for every module: where it stands, and what it says of itself."""
+"""Rules for every module: its layer, its size and its docstrings."""
 
 import ast
 import json

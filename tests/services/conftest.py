@@ -1,4 +1,4 @@
-"""A browser, where there is one."""
+"""A browser, if one is installed."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""An app in FastAPI that notes what runs: `uvicorn tests.services.fastapi_member:api`.
+"""A FastAPI app that records its runs: `uvicorn tests.services.fastapi_member:api`.
 
 What it does is chosen by the environment: `MEMBER` is a JSON object with `group`, `topic`, `seconds` (of a run),
 `notes` (a file: a line at the begin and at the end of each run) and `stop_server`.

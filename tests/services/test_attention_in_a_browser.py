@@ -1,4 +1,4 @@
-"""What needs attention, in a real browser: equal causes are one card, with the buttons of the records that it names."""
+"""The attention section in a real browser: one card per cause, with buttons for the named records."""
 
 import logging
 import re
@@ -111,7 +111,7 @@ async def lose_nothing_by_a_reload(watched: Watched, shop: Shop) -> None:
 
 
 @pytest.mark.chaos
-async def test_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_dashboard_shows_what_needs_attention(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
     shop = Shop()
     async with (

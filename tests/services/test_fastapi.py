@@ -1,4 +1,4 @@
-"""FastAPI around an app: start, end, forced end and failure under uvicorn, each in a process of its own (I3, I11)."""
+"""FastAPI around an app: start, stop, forced exit and failure under uvicorn, in separate processes (I3, I11)."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class Api:
         self._exit = contextlib.ExitStack()
 
     async def start(self, *, seconds: float, records: int = RECORDS, stop_server: bool = False) -> Server:
-        """Starts a process that has its first records in hand when this returns."""
+        """Starts a process and returns once its first records are in flight."""
         number = next(self._numbers)
         if number == 1:
             await self._kafka.create_topic(self._topic, partitions=2)
@@ -76,7 +76,7 @@ class Api:
         return sum((await self._kafka.committed(self._group, self._topic)).values())
 
     async def finish(self) -> None:
-        """What is left is done by another process; each record has ended then (I3)."""
+        """Another process finishes the remaining records; each one has ended then (I3)."""
         await self.start(seconds=0.0)
         await self._kafka.wait_for_lag(self._group, self._topic, timeout=60.0)
         assert len(self.times("ended")) == RECORDS
@@ -98,11 +98,11 @@ def api(kafka: SharedKafka, topic: str, group: str, tmp_path: Path) -> Iterator[
 async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Waits for what another process does."""
     async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - nobody tells us
+        while not condition():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 
-async def test_the_socket_closes_requests_end_and_then_the_app_drains_without_the_servers_bound(api: Api) -> None:
+async def test_the_app_drains_after_the_server_has_closed(api: Api) -> None:
     server = await api.start(seconds=GRACE + 2.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client:
         request = asyncio.create_task(client.get("/greeting?seconds=0.7"))
@@ -124,7 +124,7 @@ async def test_the_socket_closes_requests_end_and_then_the_app_drains_without_th
 
 
 @pytest.mark.chaos
-async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None:
+async def test_a_kill_during_the_drain_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     server.send(signal.SIGTERM)
     await until(lambda: "Waiting for application shutdown" in server.log)
@@ -136,7 +136,7 @@ async def test_a_kill_in_the_middle_of_the_drain_loses_nothing(api: Api) -> None
 
 
 @pytest.mark.chaos
-async def test_a_forced_end_skips_the_drain_and_loses_nothing(api: Api) -> None:
+async def test_a_forced_exit_skips_the_drain_and_loses_nothing(api: Api) -> None:
     server = await api.start(seconds=30.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=60.0) as client:
         request = asyncio.create_task(client.get("/greeting?seconds=60"))
@@ -154,7 +154,7 @@ async def test_a_forced_end_skips_the_drain_and_loses_nothing(api: Api) -> None:
     await api.finish()
 
 
-async def test_a_failed_app_is_seen_and_the_server_goes_on(api: Api) -> None:
+async def test_a_failed_app_is_visible_and_the_server_continues(api: Api) -> None:
     server = await api.start(seconds=0.0)
     async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client:
         await client.post("/fail")
@@ -170,7 +170,7 @@ async def test_a_failed_app_is_seen_and_the_server_goes_on(api: Api) -> None:
     assert "Application shutdown complete" in server.log
 
 
-async def test_a_failed_app_stops_the_server_where_that_is_asked_for(api: Api) -> None:
+async def test_a_failed_app_stops_the_server_on_request(api: Api) -> None:
     server = await api.start(seconds=1.0, stop_server=True)
     async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client:
         request = asyncio.create_task(client.get("/greeting?seconds=0.5"))

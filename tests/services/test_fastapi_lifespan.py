@@ -1,4 +1,4 @@
-"""The lifespan of an app within FastAPI and Starlette, without a server: what is open when, and what is refused."""
+"""The lifespan of an app in FastAPI and Starlette, without a server: open resources and refusals."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ def client_of(api: Starlette) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("framework", [FastAPI, Starlette])
-async def test_in_one_line_readiness_follows_the_lifespan(shop: Shop, framework: type[Starlette]) -> None:
+async def test_app_lifespan_sets_readiness(shop: Shop, framework: type[Starlette]) -> None:
     api = framework(lifespan=shop.app.lifespan, routes=health_routes(shop.app))
 
     async with client_of(api) as client:
@@ -76,7 +76,7 @@ async def test_in_one_line_readiness_follows_the_lifespan(shop: Shop, framework:
 
 
 @pytest.mark.parametrize("enter", [lambda app: app, lambda app: app.lifespan(None)], ids=["app", "lifespan"])
-async def test_within_a_lifespan_of_ones_own_the_app_runs_inside(enter: Callable[[App], Any], shop: Shop) -> None:
+async def test_the_app_runs_inside_a_custom_lifespan(enter: Callable[[App], Any], shop: Shop) -> None:
     @contextlib.asynccontextmanager
     async def lifespan(api: FastAPI) -> AsyncIterator[Any]:
         async with shop.lifespan(api) as state, enter(shop.app):
@@ -89,7 +89,7 @@ async def test_within_a_lifespan_of_ones_own_the_app_runs_inside(enter: Callable
     assert shop.said == ["FastAPI begins", "resources", "no resources", "ends"]
 
 
-async def test_an_app_that_does_not_start_lets_the_own_lifespan_end(shop: Shop) -> None:
+async def test_a_custom_lifespan_ends_cleanly_if_the_app_does_not_start(shop: Shop) -> None:
     async with shop.app:
         with pytest.raises(StateError, match="already running"):
             async with shop.lifespan(FastAPI()), shop.app.lifespan(None):
@@ -120,9 +120,7 @@ async def test_a_test_client_runs_the_app_and_the_lifespan_uses_it() -> None:
 
 
 @pytest.mark.parametrize("stop_server", [False, True])
-async def test_a_failure_stops_a_server_that_handles_the_signal_and_only_when_asked_to(
-    shop: Shop, stop_server: bool
-) -> None:
+async def test_a_failure_stops_a_server_only_on_request(shop: Shop, stop_server: bool) -> None:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     try:
@@ -138,7 +136,7 @@ async def test_a_failure_stops_a_server_that_handles_the_signal_and_only_when_as
     assert told.is_set() == stop_server
 
 
-async def test_a_process_that_handles_no_sigterm_is_left_alive(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_without_a_sigterm_handler_is_not_stopped(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with caplog.at_level(logging.ERROR):
         async with shop.app.lifespan(None, stop_server=True):
@@ -148,7 +146,7 @@ async def test_a_process_that_handles_no_sigterm_is_left_alive(shop: Shop, caplo
     assert "the server is not stopped: nothing in this process handles SIGTERM" in caplog.messages
 
 
-async def test_a_server_that_stops_already_is_not_told_to(shop: Shop) -> None:
+async def test_a_stopping_server_gets_no_second_signal(shop: Shop) -> None:
     told: list[int] = []
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: told.append(1))
     try:

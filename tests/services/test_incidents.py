@@ -1,4 +1,4 @@
-"""Alerts in incidents: those in the repository's recording, and those of incidents that are played again."""
+"""Alerts in the recorded incidents of the repository and in replayed ones."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def test_each_alert_fires_in_its_recorded_incident_and_none_in_a_deploy() -> Non
     assert "SUCCESS" in promtool("test", "rules", RECORDED)
 
 
-def test_stalls_during_which_the_partitions_have_no_series_fire_the_same_alerts(tmp_path: Path) -> None:
+def test_stalls_without_partition_series_fire_the_same_alerts(tmp_path: Path) -> None:
     """As after the group membership was lost; in the recording the partitions keep their series in a rebalance."""
     shutil.copy(RULES, tmp_path)
     (stalls,) = re.findall(r"(?ms)^  - name: stalls\n.*?(?=^  # )", RECORDED.read_text())
@@ -58,9 +58,7 @@ def samples_of(written: str) -> list[str]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-async def test_the_alerts_fire_in_incidents_that_are_played_again(
-    kafka: SharedKafka, topic: str, tmp_path: Path
-) -> None:
+async def test_the_alerts_fire_in_replayed_incidents(kafka: SharedKafka, topic: str, tmp_path: Path) -> None:
     shutil.copy(RULES, tmp_path)
     (tmp_path / RECORDED.name).write_text(await record(kafka, topic))
     assert "SUCCESS" in promtool("test", "rules", tmp_path / RECORDED.name)

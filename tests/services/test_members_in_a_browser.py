@@ -1,4 +1,4 @@
-"""The whole group on one page: processes that answer, and those that do not."""
+"""The whole group on one dashboard: reachable and unreachable processes."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def group() -> AsyncIterator[tuple[str, list[str]]]:
         yield await stack.enter_async_context(served(dashboard(apps[0], members=urls))), urls
 
 
-async def test_all_processes_of_a_group_are_asked() -> None:
+async def test_all_processes_of_a_group_are_queried() -> None:
     async with group() as (address, (gone, *urls)), httpx.AsyncClient(base_url=address) as client:
         assert (await client.get("/dashboard.json")).json()["group"] is True
         members = {found["url"]: found for found in (await client.get("/members.json")).json()["members"]}
@@ -59,14 +59,14 @@ async def test_all_processes_of_a_group_are_asked() -> None:
     assert sum(owned) == 6
 
 
-async def test_without_members_there_is_no_such_path() -> None:
+async def test_without_members_the_path_does_not_exist() -> None:
     app = make_app()
     async with TestClient(app), served(dashboard(app)) as address, httpx.AsyncClient(base_url=address) as client:
         assert (await client.get("/dashboard.json")).json()["group"] is False
         assert (await client.get("/members.json")).status_code == 404
 
 
-def test_a_name_stands_for_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_is_expanded_to_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = [
         (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::2", 8080, 0, 0)),
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.2", 8080)),
@@ -92,7 +92,7 @@ def test_an_invalid_url_is_shown_with_the_reason(url: str) -> None:
     assert ask(url)["error"]
 
 
-async def test_an_answer_that_is_not_http_is_shown_with_the_reason() -> None:
+async def test_a_response_that_is_not_http_is_shown_with_the_reason() -> None:
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0\r\n")
         writer.close()
@@ -102,14 +102,14 @@ async def test_an_answer_that_is_not_http_is_shown_with_the_reason() -> None:
         assert (await asyncio.to_thread(ask, f"http://127.0.0.1:{port}"))["error"]
 
 
-async def test_what_is_no_health_server_is_shown_as_such() -> None:
+async def test_a_url_that_is_not_a_health_server_is_shown_as_such() -> None:
     app = make_app()
     async with TestClient(app), served(dashboard(app)) as address:
         assert "404" in (await asyncio.to_thread(ask, address))["error"]
 
 
 @pytest.mark.chaos
-async def test_three_processes_on_one_page(browser: Browser) -> None:
+async def test_one_dashboard_shows_three_processes(browser: Browser) -> None:
     async with group() as (address, (gone, *urls)):
         watched = Watched(await browser.new_page(viewport={"width": 1280, "height": 900}), f"{address}/")
         page = watched.page

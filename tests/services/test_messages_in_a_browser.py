@@ -1,4 +1,4 @@
-"""Dead letters and parked records on the dashboard, in a real browser: read from a real broker when somebody asks."""
+"""Dead letters and parked records on the dashboard in a real browser, read from a real broker on request."""
 
 import logging
 
@@ -47,7 +47,7 @@ async def read(browser: Browser, address: str) -> Watched:
 
 
 @pytest.mark.chaos
-async def test_messages(
+async def test_the_dashboard_shows_messages(
     browser: Browser, kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard")

@@ -1,4 +1,4 @@
-"""The page in a real browser, of an app on a real broker: it moves, names what is stuck, acts with the token alone."""
+"""The dashboard in a real browser with a real broker: it updates, names stuck records, acts only with the token."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,11 @@ HANGS, HALTS, SLOW, MENDED = 0, 1, 2, 3
 
 
 class Shop:
-    """Handlers of which one record hangs until the test is over, and some fail until the cause is mended."""
+    """Handlers of which one record hangs until the test is over, and some fail until the cause is fixed."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        self.mended = False
+        self.fixed = False
 
     async def charged(self) -> None:
         await self.over.wait()
@@ -39,7 +39,7 @@ class Shop:
             await self.charged()
         if record.value == b"halts":
             raise LookupError(SCRIPT)
-        if record.value == b"down" and not self.mended:
+        if record.value == b"down" and not self.fixed:
             raise ConnectionError("the ledger is down")
         await asyncio.sleep(0.005)
 
@@ -142,7 +142,7 @@ async def act_with_the_token_alone(watched: Watched, app: App, shop: Shop, topic
     assert (
         await page.evaluate("(({ scrollWidth: a, clientWidth: b }) => a - b)(document.querySelector('#handlers'))") <= 0
     )
-    shop.mended = True
+    shop.fixed = True
     await watched.row("failed", f"{topic}/{MENDED}/0").get_by_role("button", name="Retry").click()
     await expect(watched.row("failed", f"{topic}/{MENDED}/0")).to_have_count(0)
     await watched.row("parked", f"{topic}.invoices/0/0").get_by_role("button", name="Release").click()
@@ -156,7 +156,7 @@ async def act_with_the_token_alone(watched: Watched, app: App, shop: Shop, topic
 
 
 async def see_that_it_is_of_then(watched: Watched) -> None:
-    """When the server does not answer, the page says so and since when, and goes on when it does."""
+    """When the server does not answer, the page says so and since when, and resumes when it does."""
     page = watched.page
     await page.route("**/dashboard.json", lambda route: route.abort())
     await expect(page.locator("#stale")).to_contain_text("cannot be reached")
@@ -213,7 +213,7 @@ TOO_PALE = """() => {
 }"""
 
 
-async def test_the_page_in_a_browser(
+async def test_the_dashboard_works_in_a_browser(
     kafka: SharedKafka, topic: str, group: str, browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")

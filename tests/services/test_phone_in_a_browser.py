@@ -1,4 +1,4 @@
-"""The page on a phone, in a real browser: short enough to scroll through, with the plots first."""
+"""The dashboard on a phone, in a real browser: short enough to scroll, with the plots first."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ HIGHEST = 4_000
 
 
 @pytest.mark.chaos
-async def test_the_page_on_a_phone(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_dashboard_works_on_a_phone(browser: Browser, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
     app = shop()
     with contextlib.suppress(NotDrainedError):  # one of its records never ends

@@ -1,4 +1,4 @@
-"""The PostgreSQL server of the tests: it goes with its owner, and where there is none that is said aloud."""
+"""The PostgreSQL server of the tests: it ends with its owner, and its absence is reported."""
 
 import asyncio
 import shutil
@@ -17,7 +17,7 @@ from tests.support.kafka_libs import PROJECT
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 
 
-def test_databases_are_apart_and_go(postgresql: PostgresqlServer) -> None:
+def test_databases_are_isolated_and_removed(postgresql: PostgresqlServer) -> None:
     one, other = postgresql.create_database(), postgresql.create_database()
 
     with psycopg.connect(one) as connection:
@@ -88,7 +88,7 @@ def test_without_a_server_tests_are_skipped_and_fail_in_ci(
     (tmp_path / "without_postgresql.py").write_text(plugin)
     command = [sys.executable, "-m", "pytest", "-p", "without_postgresql", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, f"{__file__}::test_databases_are_apart_and_go"],
+        [*command, f"{__file__}::test_databases_are_isolated_and_removed"],
         cwd=PROJECT,
         env={**environment, "PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)},
         capture_output=True,
@@ -102,7 +102,7 @@ def test_without_a_server_tests_are_skipped_and_fail_in_ci(
 
 
 @pytest.mark.parametrize(("ci", "code"), [("", 0), ("true", 1)])
-def test_what_cannot_be_installed_is_said_and_is_an_error_only_in_ci(
+def test_a_failed_installation_is_reported_and_fails_only_in_ci(
     ci: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> Path:

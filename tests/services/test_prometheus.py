@@ -1,4 +1,4 @@
-"""A real Prometheus on a real app: alerts fire, every panel shows something, the lag of what is paused grows."""
+"""A real Prometheus with a real app: alerts fire, every panel has data, lag of paused partitions grows."""
 
 import json
 import re
@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from aioshard.telemetry.metrics import AppCollector
 from tests.engine.telemetry.test_metrics import STATISTICS
+from tests.support.fake_app import FakeApp
 from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hurried, programs, promtool
 from tests.support.provision import skip_or_fail
 from tests.support.running import PROJECT, Running
 from tests.support.shared_kafka import SharedKafka
-from tests.support.told import Told
 
 RULES = PROJECT / "deploy/prometheus/aioshard.rules.yml"
 DASHBOARD = PROJECT / "deploy/grafana/aioshard.json"
@@ -57,14 +57,14 @@ def test_each_alert_has_a_test() -> None:
     assert [name for name in names if tested.count(f"alertname: {name}\n") != 2] == []
 
 
-def test_the_page_follows_the_rules_of_prometheus() -> None:
+def test_the_metrics_page_follows_the_prometheus_rules() -> None:
     registry = CollectorRegistry()
-    AppCollector(Told(STATISTICS), registry=registry)
+    AppCollector(FakeApp(STATISTICS), registry=registry)
     promtool("check", "metrics", page=generate_latest(registry))
 
 
 @pytest.mark.chaos
-async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_grows(
+async def test_alerts_fire_panels_have_data_and_paused_lag_grows(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, partitions=3)
@@ -130,7 +130,7 @@ async def check_panels(prometheus: Prometheus, group: str, topic: str) -> None:
 
 
 async def check_variables(prometheus: Prometheus, group: str, topic: str) -> None:
-    """What the dashboard offers to choose from: Grafana asks for the values of a label."""
+    """Check the variables of the dashboard: Grafana queries the values of a label."""
     offered = {}
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":

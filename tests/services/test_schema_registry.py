@@ -1,4 +1,4 @@
-"""Decoders on the async client of a schema registry: what they read, and what is tried again."""
+"""Decoders on the async client of a schema registry: decoded payloads and retries."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from aioshard.testing import TestClient, run
 
 
 def order_class() -> Any:
-    """What protoc makes of `message Order { string item = 1; }`."""
+    """The output of protoc for `message Order { string item = 1; }`."""
     file = descriptor_pb2.FileDescriptorProto(name="aioshard_test_order.proto", package="shop", syntax="proto3")
     field = descriptor_pb2.FieldDescriptorProto
     message = file.message_type.add(name="Order")
@@ -47,7 +47,7 @@ class Protobuf:
         return await self._read(record.value, CONTEXT)
 
 
-def test_protobuf_is_read_and_a_registry_that_was_away_is_asked_again() -> None:
+def test_protobuf_is_decoded_after_a_schema_registry_outage() -> None:
     registry = AsyncSchemaRegistryClient.new_client({"url": "mock://orders"})
     decode = Protobuf(registry, away=2)
     app = App("billing")

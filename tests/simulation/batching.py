@@ -1,4 +1,4 @@
-"""Worlds whose handlers take batches: each record has to fare as it would by itself."""
+"""Worlds with batch handlers: every record must end as it would alone."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ class BatchWorld(World):
             self.failed_in(list(error.errors))
             raise
         except BaseException:
-            self.failed_in(records)  # a cancellation may be that of a time-out
+            self.failed_in(records)  # a cancellation may be that of a timeout
             raise
         finally:
             for key, record in running.items():

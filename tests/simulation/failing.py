@@ -1,4 +1,4 @@
-"""Worlds in which attempts are used up: what each policy has to do then, checked after every step."""
+"""Worlds with exhausted attempts: the effect of each policy, checked after every step."""
 
 import asyncio
 import contextlib
@@ -25,16 +25,16 @@ POLICIES: dict[str, OnFailure] = {
 
 
 class FailingWorld(World):
-    """A world whose handlers have two attempts, time out, and go on as their policy says."""
+    """A world whose handlers have two attempts, time out, and continue as their policy says."""
 
     def __init__(self, seed: int, policy: str, **options: Any) -> None:
         super().__init__(seed, **options)
         self.policy = policy
         self.failed: set[tuple[TopicPartition, int]] = set()
         self.side_records: dict[Place, int] = {}
-        """What is parked: under which key the side topic holds it, and at which offset."""
+        """Parked records: their key in the side topic, and their offset."""
         self.ever_sent: set[tuple[TopicPartition, int]] = set()
-        """What the side topic ever held."""
+        """Every record that was ever in the side topic."""
         self._read: dict[int, int] = {}
 
     def consume_options(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class FailingWorld(World):
                 self.failed.add((record.topic_partition, record.offset))
             raise
 
-    # What is true -----------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------
 
     def read_side(self) -> None:
         """Take note of what was written to the side topic since the last time."""
@@ -99,7 +99,7 @@ class FailingWorld(World):
             return (topic_partition, offset) in self.ever_sent
         return self.is_terminal(topic_partition, offset)
 
-    # What happens -----------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------
 
     async def something_happens(self) -> None:
         match self.rng.randrange(12):
@@ -109,7 +109,7 @@ class FailingWorld(World):
             case 1 if self.living:
                 self._pause_or_resume(self.rng.choice(self.living))
             case 2 if self.policy.startswith("park"):
-                self._ask_for_releases()
+                self._request_releases()
             case 3 if self.policy.startswith("park"):
                 self.read_side()
                 if SIDE in self.broker.topics():
@@ -123,7 +123,7 @@ class FailingWorld(World):
         with contextlib.suppress(StateError):  # it does not run, or has no such partition
             act(TOPIC, partition)
 
-    def _ask_for_releases(self) -> None:
+    def _request_releases(self) -> None:
         self.read_side()
         for place in sorted(self.side_records):
             if self.rng.random() < 0.5:
@@ -148,11 +148,11 @@ class FailingWorld(World):
                     for delivery in shards.halted:
                         process.app.retry_now(TOPIC, delivery.record.partition, delivery.record.offset)
         if self.policy == "park for good":
-            self._ask_for_releases()
+            self._request_releases()
 
     @property
     def left_parked(self) -> list[Place]:
-        """What is in the side topic and has to leave it, sorted; it cannot while the leader is away."""
+        """Return the records that still have to leave the side topic, sorted; those without a leader cannot."""
         self.read_side()
         if not self.policy.startswith("park"):
             return []
@@ -181,7 +181,7 @@ class FailingWorld(World):
         return "\n".join(lines)
 
     def _known_of(self, place: Place) -> str:
-        """What the living processes have in mind of it."""
+        """Return the view of the living processes."""
         lots = [
             (process, lot)
             for process in self.living

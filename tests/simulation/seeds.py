@@ -1,4 +1,4 @@
-"""How many seeds each simulation has: few, and thousands in a long run."""
+"""The number of seeds per simulation: few by default, thousands in a long run."""
 
 import itertools
 import os

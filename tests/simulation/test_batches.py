@@ -1,4 +1,4 @@
-"""Handlers of batches under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
+"""Batch handlers under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
 
 import pytest
 
@@ -37,14 +37,14 @@ def test_guarantees_hold_after_every_step(seeds: range) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @with_seeds(4)
-def test_guarantees_hold_when_attempts_are_used_up(seeds: range, policy: str) -> None:
+def test_guarantees_hold_when_attempts_are_exhausted(seeds: range, policy: str) -> None:
     for seed in seeds:
         world = simulate(seed, policy=policy)
         assert world.runs > 0
 
 
 @with_seeds(4)
-def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> None:
+def test_nothing_runs_twice_when_drains_fit_their_deadline(seeds: range) -> None:
     """I12: a batch that was waiting for more when its partition left ran once, here or there."""
     for seed in seeds:
         world = simulate(seed, clean=True)

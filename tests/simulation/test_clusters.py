@@ -1,4 +1,4 @@
-"""Faults of a cluster: the coordinator moves, a member is cut off from it, a partition has no leader.
+"""Cluster faults: the coordinator moves, a member is cut off from it, a partition has no leader.
 
 Each is a scenario here, and an event that all worlds choose. Clients with the mistakes that were found on a real
 cluster show that the worlds notice.
@@ -136,7 +136,7 @@ def test_guarantees_hold(scenario: type[Scenario], reset: str) -> None:
 
 @pytest.mark.parametrize("reset", ["earliest", "latest"])
 @pytest.mark.parametrize(("scenario", "mistake"), MISTAKES)
-def test_the_scenario_notices_a_client_with_the_mistake(
+def test_the_scenario_detects_a_faulty_client(
     scenario: type[Scenario], mistake: type[ClusterTransport], reset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(World, "transport_class", mistake)
@@ -146,9 +146,7 @@ def test_the_scenario_notices_a_client_with_the_mistake(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [Credulous, AllOrNothing, pytest.param(Unaware, marks=pytest.mark.chaos)])
-def test_the_random_worlds_notice_a_client_with_the_mistake(
-    mistake: type[ClusterTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_worlds_detect_a_faulty_client(mistake: type[ClusterTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate_many() -> None:
         for seed in range(500):
             simulate(seed)

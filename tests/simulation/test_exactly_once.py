@@ -115,7 +115,7 @@ class ParkingWorld(ExactlyOnceWorld):
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__(seed, **options)
         self.parked: set[Place] = set()
-        """What a reader of the side topic sees as parked now."""
+        """Return the records that a reader of the side topic sees as parked now."""
         self.ever_parked: set[tuple[TopicPartition, int]] = set()
 
     def consume_options(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_guarantees_hold_after_every_step(seeds: range) -> None:
 
 
 @with_seeds(10)
-def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> None:
+def test_nothing_runs_twice_when_drains_fit_their_deadline(seeds: range) -> None:
     """I12, with limits under which a drain is soon done."""
     for seed in seeds:
         world = simulate(seed, clean=True)

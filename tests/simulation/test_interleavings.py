@@ -38,20 +38,20 @@ def test_guarantees_hold_after_every_step(seeds: range) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @with_seeds(2)
-def test_guarantees_hold_when_attempts_are_used_up(seeds: range, policy: str) -> None:
+def test_guarantees_hold_when_attempts_are_exhausted(seeds: range, policy: str) -> None:
     for seed in seeds:
         world = simulate(seed, policy=policy)
         assert world.runs > 0
 
 
 @pytest.mark.parametrize("seed", [515, 1226])
-def test_a_partition_without_a_leader_leaves_the_others_room(seed: int) -> None:
+def test_a_partition_without_a_leader_leaves_room_for_the_others(seed: int) -> None:
     """It was revoked with a record in the buffer that is larger than the bound, or with its oldest record evicted."""
     simulate(seed, policy="halt")
 
 
 @with_seeds(4)
-def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> None:
+def test_nothing_runs_twice_when_drains_fit_their_deadline(seeds: range) -> None:
     """I12: members come, go and rebalance; no handler fails or outlasts a drain."""
     for seed in seeds:
         world = simulate(seed, clean=True)
@@ -59,14 +59,14 @@ def test_nothing_runs_twice_where_drains_fit_their_deadline(seeds: range) -> Non
 
 
 def digest(*seeds: int) -> str:
-    """What tells one run of some seeds from another."""
+    """Return a digest that distinguishes the runs of some seeds."""
     worlds = [simulate(seed, policy=policy) for seed in seeds for policy in (None, "breaker", "park for good")]
     commits = [(request.applied, list(request.offsets.items())) for world in worlds for request in world.broker.commits]
     return hashlib.sha256(repr(([world.runs for world in worlds], commits)).encode()).hexdigest()
 
 
 @pytest.mark.slow
-def test_a_seed_repeats_its_run_whatever_the_hashes_of_strings_are() -> None:
+def test_a_seed_repeats_its_run_under_any_hash_seed() -> None:
     program = "import logging; from tests.simulation.test_interleavings import digest; logging.disable(); "
     found = [
         subprocess.check_output(

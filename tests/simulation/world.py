@@ -47,7 +47,7 @@ MARGIN = 1.0
 
 
 class TimedListener:
-    """Notes when `revoked` takes longer than the time-outs of the group allow (I7)."""
+    """Notes when `revoked` takes longer than the timeouts of the group allow (I7)."""
 
     def __init__(self, listener: GroupListener, breaches: list[str]) -> None:
         self._listener = listener
@@ -258,7 +258,7 @@ class World:
         self.latest: dict[TopicPartition, tuple[Committed, Sequence[Run]]] = {}
         """The latest commit of each partition, and what it noted."""
         self.breaches: list[str] = []
-        """What was found where raising would not end the test: in tasks of the engine or the transport."""
+        """Breaches found in tasks of the engine or transport, where raising would not end the test."""
         self._checked: dict[TopicPartition, int] = defaultdict(int)
         self._checked_commits = 0
         self._number = 0
@@ -267,13 +267,13 @@ class World:
         """How the handlers of all processes are registered."""
         return {"retry": Retry(attempts=1000, initial=0.05, maximum=1.0)}
 
-    # What handlers do ------------------------------------------------------------------
+    # Handlers --------------------------------------------------------------------------
 
     async def handle(self, process: Process, record: Record, context: Context) -> None:  # noqa: ARG002 - the other form is tested too
         """Run one attempt, of a length that chance decides, and check what may be running beside it."""
         self.runs += 1
         self._check_start(process, record)
-        self._check_not_noted(process, record)
+        self._check_not_stored(process, record)
         key = record.key
         if key is not None:
             process.running[key] = record
@@ -343,8 +343,8 @@ class World:
                     f"I4: {record} starts in process {process.number} while {rival} of its key runs in {other.number}"
                 )
 
-    def _check_not_noted(self, process: Process, record: Record) -> None:
-        """What the group's latest commit notes as finished is not run again by whoever goes on there.
+    def _check_not_stored(self, process: Process, record: Record) -> None:
+        """Check that the next owner does not rerun completions of the group's latest commit.
 
         A process that the group has dropped, and that has not heard of it, may run what its successor has finished.
         """
@@ -374,7 +374,7 @@ class World:
         """Whether a commit may pass a record that was not processed."""
         return self.is_terminal(topic_partition, offset)
 
-    # What is true at every step ----------------------------------------------------------
+    # Invariants of every step ------------------------------------------------------------
 
     def check(self) -> None:
         """Assert the guarantees; called after every step of the event loop."""
@@ -387,7 +387,7 @@ class World:
                 assert request.owned, f"I9: {request} was accepted for a partition that was not ours"
                 for topic_partition, committed in request.offsets.items():
                     self._check_never_ahead(topic_partition, committed.offset)
-                    self._check_noted(topic_partition, committed)
+                    self._check_stored(topic_partition, committed)
         for process in self.processes:
             if process.alive and process.engine is not None:
                 check_engine(process.engine)
@@ -404,8 +404,8 @@ class World:
             index += 1
         self._checked[topic_partition] = index
 
-    def _check_noted(self, topic_partition: TopicPartition, committed: Committed) -> None:
-        """What a commit says is finished beyond it has to be: nobody runs it again."""
+    def _check_stored(self, topic_partition: TopicPartition, committed: Committed) -> None:
+        """Check that stored completions are finished: nobody runs them again."""
         noted = CommitMetadata.read(committed.metadata, committed.offset)
         assert not noted.ignored, f"{topic_partition}: {noted.ignored}"
         offsets, done = self.offsets[topic_partition], self.done[topic_partition]
@@ -417,7 +417,7 @@ class World:
         self.noted += len(noted.finished)
         self.latest[topic_partition] = committed, noted.finished
 
-    # What happens ------------------------------------------------------------------------
+    # Events ------------------------------------------------------------------------------
 
     def latency(self, operation: str) -> float:
         """Most requests are quick; some take as long as a commit may."""
@@ -613,7 +613,7 @@ def _wall_clock() -> float:
 
 
 async def stop_quietly(process: Process) -> None:
-    """Stop a process whose handlers may outlast its shutdown time-out."""
+    """Stop a process whose handlers may outlast its shutdown timeout."""
     try:
         await process.stop()
     except AioshardError:
@@ -621,7 +621,7 @@ async def stop_quietly(process: Process) -> None:
 
 
 def check_engine(engine: Engine) -> None:
-    """What holds inside one engine between any two steps."""
+    """Check the invariants of one engine between two steps."""
     epochs: list[Epoch] = [*engine.rebalance.epochs]
     for handler in engine.handlers:
         if handler.parking is not None:

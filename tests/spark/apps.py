@@ -1,4 +1,4 @@
-"""Apps in modules of their own, as users write them: a plan names them, and other processes import them."""
+"""Apps in their own modules, as users write them: a plan names them, and other processes import them."""
 
 import asyncio
 import dataclasses

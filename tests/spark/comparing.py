@@ -1,4 +1,4 @@
-"""A program that reads the same with Spark's own Kafka connector and with ours: its jars are those of a new session.
+"""Reads the same data with Spark's own Kafka connector and with ours. A new session is needed for its jars.
 
     python -m tests.spark.comparing JARS BOOTSTRAP TOPIC APP DIRECTORY START END
 

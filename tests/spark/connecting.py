@@ -1,4 +1,4 @@
-"""A program that uses Spark through Spark Connect, for tests: a process has one session of one kind.
+"""Uses Spark through Spark Connect, for tests: a process has one session of one kind.
 
     python -m tests.spark.connecting BOOTSTRAP TOPIC APP DIRECTORY …
 

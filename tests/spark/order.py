@@ -1,4 +1,4 @@
-"""Whether records that belong together were processed one after the other: what tests of order have in common."""
+"""Shared checks that records of a key were processed one after the other."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A plan that nobody has made."""
+"""A plan made without a broker."""
 
 from aioshard.spark.plans import Plan, PlannedHandler, PlannedRange
 

@@ -1,4 +1,4 @@
-"""A run over history of one topic on a real broker, planned, drained and looked at; Spark runs in a thread."""
+"""A backfill of one topic on a real broker: planned, drained and inspected. Spark runs in a thread."""
 
 import asyncio
 import dataclasses

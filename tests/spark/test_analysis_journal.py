@@ -1,4 +1,4 @@
-"""What a journal says on Spark, against the same added up in plain Python."""
+"""The journal analysis on Spark, compared with plain Python."""
 
 import math
 import zlib
@@ -77,7 +77,7 @@ def gini(values: list[int]) -> float:
 
 
 @pytest.mark.chaos
-def test_the_tail_is_that_of_the_rows(journal: Journal, rows: list[Row]) -> None:
+def test_the_tail_matches_the_rows(journal: Journal, rows: list[Row]) -> None:
     found = tail(journal, top=3)
 
     waits = sorted(microseconds(row.started) - microseconds(row.arrived) for row in rows)
@@ -110,7 +110,7 @@ def waited_for_the_slowest(rows: list[Row]) -> int:
 
 
 @pytest.mark.chaos
-def test_lag_counts_what_was_not_finished(journal: Journal, rows: list[Row]) -> None:
+def test_lag_counts_unfinished_records(journal: Journal, rows: list[Row]) -> None:
     found = lag(journal, moments=7)
 
     start = min(microseconds(row.arrived) for row in rows)
@@ -145,7 +145,7 @@ def test_a_shard_has_one_number_in_python_and_in_sql(spark: SparkSession) -> Non
 
 
 @pytest.mark.parametrize(("partitions", "shards"), [(6, 64), (16, 64), (64, 64)])
-def test_each_partition_reaches_nearly_every_shard(partitions: int, shards: int) -> None:
+def test_every_partition_reaches_nearly_every_shard(partitions: int, shards: int) -> None:
     """The partitioner's own hash must not decide the shard, or a partition would reach few of them."""
     reached: dict[int, set[int]] = defaultdict(set)
     for number in range(100_000):

@@ -1,4 +1,4 @@
-"""`aioshard report`: what it prints, the page that it writes, and what it refuses."""
+"""`aioshard report`: its output, its page and its refusals."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 @pytest.mark.chaos
-def test_json_has_everything(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_figure(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spark.version
     skew = answered(capsys, "skew", str(journal), "--top", "1")
     tail = answered(capsys, "tail", str(journal))
@@ -71,7 +71,7 @@ def test_json_has_everything(spark: SparkSession, journal: Path, capsys: pytest.
 
 
 @pytest.mark.chaos
-def test_a_stall_is_told_with_the_rebalance_that_it_was(
+def test_a_stall_is_reported_with_its_rebalance(
     spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert spark.version
@@ -90,7 +90,7 @@ def test_a_stall_is_told_with_the_rebalance_that_it_was(
 
 
 @pytest.mark.chaos
-def test_tables_are_for_people(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_readable(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spark.version
     code, out, _ = asked(capsys, "tail", str(journal))
 
@@ -99,7 +99,7 @@ def test_tables_are_for_people(spark: SparkSession, journal: Path, capsys: pytes
     assert re.search(r"^last:\nby +name +after +records +work$", out, re.MULTILINE)
 
 
-def test_the_page_fetches_nothing(page: Path) -> None:
+def test_the_report_page_loads_no_resources(page: Path) -> None:
     text = page.read_text()
 
     assert set(re.findall(r"https?://[^\"'\s)<]+", text)) <= VOCABULARIES
@@ -109,7 +109,7 @@ def test_the_page_fetches_nothing(page: Path) -> None:
     assert '<rect class="stalls"' in text
 
 
-def test_what_somebody_has_sent_stays_text(page: Path) -> None:
+def test_record_contents_are_escaped(page: Path) -> None:
     assert "&lt;script&gt;" in page.read_text()
     assert "<title>&lt;b&gt;somebody&lt;/b&gt; went</title>" in page.read_text()
     assert "Orders &amp; returns" in page.read_text()
@@ -134,7 +134,9 @@ def test_a_real_browser_opens_the_page_offline(page: Path, tmp_path: Path) -> No
     assert day != night
 
 
-def test_what_is_no_journal_is_refused_before_spark_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_journal_is_refused_before_spark_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     other = tmp_path / "other"
@@ -155,7 +157,7 @@ def test_what_is_no_journal_is_refused_before_spark_starts(tmp_path: Path, capsy
         assert "Starting Spark" not in err
 
 
-def test_usage_is_told_as_a_sentence(journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_a_clear_error(journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = asked(capsys, "html", str(journal), "--out", str(tmp_path / "no" / "page.html"))
 
     assert code == 2

@@ -1,4 +1,4 @@
-"""What does not fit is told before Spark starts."""
+"""Missing requirements are reported before Spark starts."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from aioshard.errors import MissingExtraError, SettingsError
 from aioshard.spark import session
 
 
-def test_no_java(tmp_path: Path) -> None:
+def test_missing_java_is_a_clear_error(tmp_path: Path) -> None:
     script = (
         "from aioshard.errors import SettingsError\n"
         "from aioshard.spark.session import local_session\n"
@@ -25,7 +25,7 @@ def test_no_java(tmp_path: Path) -> None:
     assert "`java -version` is 17 or later" in ended.stdout
 
 
-def test_a_missing_package_is_an_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
 
     with pytest.raises(MissingExtraError, match=r"aioshard\[spark\]"):

@@ -1,4 +1,4 @@
-"""What is done with a micro-batch, without Spark: in which order, and what counts as done after a crash between."""
+"""Processing a micro-batch without Spark: the order of steps, and which count as done after a crash."""
 
 import functools
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Counts:
         return [{"status": status, "count": self._statuses.count(status)} for status in set(self._statuses)]
 
 
-def test_a_batch_that_is_complete_runs_no_handler_again(tmp_path: Path) -> None:
+def test_a_complete_batch_runs_no_handler_again(tmp_path: Path) -> None:
     """The driver was lost after the rows had come to their place, and before Spark had noted that."""
     place, events = RunDirectory(tmp_path), list[str]()
     place.begin(PLAN)
@@ -67,7 +67,7 @@ def test_a_batch_that_is_complete_runs_no_handler_again(tmp_path: Path) -> None:
     assert (place.list("outcomes"), status(place).statuses) == (["batch=0"], {"processed": 1})
 
 
-def test_a_batch_that_had_nothing_to_do_is_not_counted(tmp_path: Path) -> None:
+def test_an_empty_batch_is_not_counted(tmp_path: Path) -> None:
     place = RunDirectory(tmp_path)
     place.begin(PLAN)
     write = functools.partial(write_batch, place, None, lambda rows: rows)
@@ -79,7 +79,7 @@ def test_a_batch_that_had_nothing_to_do_is_not_counted(tmp_path: Path) -> None:
     assert status(place).batches == 1
 
 
-def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:
+def test_a_sink_is_called_before_the_batch_counts_as_done(tmp_path: Path) -> None:
     place, events = RunDirectory(tmp_path), list[str]()
 
     def failing(_: Any, batch: int) -> None:
@@ -93,7 +93,7 @@ def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:
     assert place.list("outcomes") == []
 
 
-def test_no_sink_is_told_of_a_batch_that_halts(tmp_path: Path) -> None:
+def test_a_sink_is_not_called_for_a_halted_batch(tmp_path: Path) -> None:
     place, events = RunDirectory(tmp_path), list[str]()
     write = functools.partial(write_batch, place, lambda *_: events.append("told"), lambda rows: rows)
 
@@ -135,7 +135,7 @@ def _nothing(*_: object, **__: object) -> Any:
     raise LookupError
 
 
-def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, begins: Callable[..., RunDirectory]) -> None:
+def test_a_stop_during_startup_is_honored(tmp_path: Path, begins: Callable[..., RunDirectory]) -> None:
     place = RunDirectory(tmp_path)
     place.write(STOP, "")  # of an earlier drain
     seen = []
@@ -153,7 +153,7 @@ def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, begins:
 
 
 @pytest.mark.parametrize(("trigger", "verified"), [(None, True), ("1 second", False)])
-def test_what_was_verified_is_not_when_the_run_goes_on_behind_it(
+def test_a_continued_run_is_no_longer_verified(
     tmp_path: Path, begins: Callable[..., RunDirectory], trigger: str | None, *, verified: bool
 ) -> None:
     RunDirectory(tmp_path).write_json("verified.json", {})
@@ -161,7 +161,7 @@ def test_what_was_verified_is_not_when_the_run_goes_on_behind_it(
     assert begins(trigger=trigger).exists("verified.json") == verified
 
 
-def test_a_run_that_was_handed_over_is_not_followed(tmp_path: Path) -> None:
+def test_a_run_that_was_handed_over_cannot_follow(tmp_path: Path) -> None:
     place = RunDirectory(tmp_path)
     place.begin(PLAN)
     place.write_json("handover.json", {})

@@ -1,4 +1,4 @@
-"""The borders of a planned range, one offset to each side of them."""
+"""The bounds of a planned range, one offset to each side."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def planned(committed: int, *, start: int | None = None, end: int | None = None)
         (21, "orders/0: offset 21 is committed, and the log ends at 20"),
     ],
 )
-def test_a_loss_starts_with_one_record(committed: int, loss: str | None) -> None:
+def test_a_single_deleted_record_counts_as_loss(committed: int, loss: str | None) -> None:
     if loss is None:
         assert planned(committed) == (committed, max(committed, 18))
         return
@@ -43,7 +43,7 @@ def test_an_end_is_between_the_start_and_the_last_readable_offset(wanted: int | 
     assert planned(12, end=wanted) == (12, end)
 
 
-def test_a_given_start_may_be_the_end_of_the_log_and_no_more() -> None:
+def test_a_start_may_be_at_most_the_end_of_the_log() -> None:
     assert planned(12, start=20) == (20, 20)
     with pytest.raises(PlanError, match="orders/0 starts at 21, and its log ends at 20"):
         planned(12, start=21)

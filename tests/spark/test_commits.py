@@ -1,4 +1,4 @@
-"""What a hand-over writes beside the offsets, at the borders of the format."""
+"""The metadata that a handover commits, at the limits of the format."""
 
 import pytest
 
@@ -14,7 +14,7 @@ BEYOND = CommitMetadata(finished=(Run(5, 7), Run(9, 12))).text(4)
 
 
 @pytest.mark.parametrize(("end", "left"), [(11, ((11, 12),)), (12, ()), (13, ())])
-def test_what_was_finished_before_the_end_is_not_noted_again(end: int, left: tuple[tuple[int, int], ...]) -> None:
+def test_completions_before_the_end_are_not_stored_again(end: int, left: tuple[tuple[int, int], ...]) -> None:
     planned = PlannedRange(topic="orders", partition=0, start=4, end=end, committed=4, metadata=BEYOND)
     assert metadata_of(planned.commit(end)).finished == left
 

@@ -1,4 +1,4 @@
-"""Spark Connect and Declarative Pipelines: the same rows as through a session of the classic kind."""
+"""Spark Connect and Declarative Pipelines: the same rows as through a classic session."""
 
 import asyncio
 import importlib.util
@@ -21,7 +21,7 @@ from tests.support.shared_kafka import SharedKafka
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them
 
 NEEDED = ("grpc", "grpc_status", "google.rpc", "yaml", "zstandard")
-"""What the extra `connect` installs."""
+"""The packages of the extra `connect`."""
 EXAMPLE = PROJECT / "examples" / "sdp"
 TIMEOUT = 1000.0
 RECORDS = 40
@@ -73,7 +73,7 @@ def run(command: list[str], modules: Path, **environment: str) -> str:
     return done.stdout
 
 
-async def test_reads_and_drains_through_spark_connect(
+async def test_spark_connect_can_read_and_drain(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(topic, partitions=2)

@@ -1,4 +1,4 @@
-"""A drain: every offset one row, through crashes, halts and stops; a micro-batch is the most that is done again."""
+"""A drain writes one row per offset through crashes, halts and stops, and repeats at most a micro-batch."""
 
 import asyncio
 import dataclasses
@@ -150,7 +150,7 @@ async def test_every_offset_has_one_row_and_no_batch_is_larger_than_asked(scenar
 
 @pytest.mark.chaos
 @with_handler(PLAIN)
-async def test_it_stops_at_a_border_and_goes_on_without_a_call_twice(scenario: Scenario) -> None:
+async def test_a_drain_stops_after_a_batch_and_resumes_without_repeating_calls(scenario: Scenario) -> None:
     await scenario.run.plan(max_rows_per_batch=BATCH)
 
     def stop(rows: "DataFrame", batch: int) -> None:  # noqa: ARG001 - a sink is given both
@@ -171,7 +171,7 @@ async def test_it_stops_at_a_border_and_goes_on_without_a_call_twice(scenario: S
 
 @pytest.mark.chaos
 @with_handler(PLAIN)
-async def test_a_run_that_follows_takes_later_records_until_it_is_stopped(scenario: Scenario) -> None:
+async def test_a_following_run_processes_later_records_until_stopped(scenario: Scenario) -> None:
     run = scenario.run
     await run.plan(max_rows_per_batch=RECORDS)
 
@@ -205,7 +205,7 @@ async def handle(record: Record) -> None:
 
 @pytest.mark.chaos
 @with_handler(HALTING)
-async def test_a_poison_record_ends_it_by_name_and_after_the_fix_it_goes_on(scenario: Scenario) -> None:
+async def test_a_poison_record_ends_the_drain_by_name_and_it_resumes_after_the_fix(scenario: Scenario) -> None:
     run = scenario.run
     (poison,) = [record for record in await run.kafka.read(run.topic) if record.value == b"200"]  # of the second batch
     await run.plan(max_rows_per_batch=BATCH)
@@ -248,7 +248,7 @@ async def handle(record: Record) -> None:
         ("dead-letter:other", "dead_lettered"),
     ],
 )
-async def test_what_follows_a_failure_can_be_chosen_for_one_run(
+async def test_the_failure_policy_can_be_chosen_for_one_run(
     scenario: Scenario, on_failure: str | None, status: str
 ) -> None:
     await scenario.run.plan(on_failure=on_failure)
@@ -275,7 +275,7 @@ async def handle(record: Record) -> None:
 
 @pytest.mark.chaos
 @with_handler(SPENT)
-async def test_an_open_circuit_breaker_ends_it_as_a_halt_does(scenario: Scenario) -> None:
+async def test_an_open_circuit_breaker_ends_the_drain_like_a_halt(scenario: Scenario) -> None:
     await scenario.run.plan()
     with pytest.raises(HaltedError, match=r"(?s)StuckError: no record completed .* the circuit breaker .* is open"):
         await scenario.run.drain()
@@ -296,7 +296,7 @@ async def handle(record: Record) -> None:
 
 
 @with_handler(DYING)
-async def test_a_worker_that_dies_costs_its_task_and_nothing_else(scenario: Scenario) -> None:
+async def test_a_dead_worker_costs_only_its_task(scenario: Scenario) -> None:
     await scenario.run.plan(max_rows_per_batch=BATCH)
     report = await scenario.run.drain()
 
@@ -316,7 +316,7 @@ async def handle(record: Record) -> None:
 
 @pytest.mark.chaos
 @with_handler(SLOW)
-async def test_a_driver_that_dies_costs_one_micro_batch(scenario: Scenario, spark_modules: Path) -> None:
+async def test_a_dead_driver_costs_one_micro_batch(scenario: Scenario, spark_modules: Path) -> None:
     run = scenario.run
     await run.plan(max_rows_per_batch=BATCH)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT), str(spark_modules)])}
@@ -344,7 +344,7 @@ async def test_a_driver_that_dies_costs_one_micro_batch(scenario: Scenario, spar
 
 @pytest.mark.chaos
 @with_handler(PLAIN)
-async def test_records_that_retention_deletes_meanwhile_end_it_by_name(scenario: Scenario) -> None:
+async def test_records_deleted_by_retention_end_the_drain_by_name(scenario: Scenario) -> None:
     run = scenario.run
     await run.plan(max_rows_per_batch=BATCH)
     ends = await run.kafka.end_offsets(run.topic)
@@ -380,7 +380,7 @@ async def handle(record: Record) -> object:
 
 @pytest.mark.chaos
 @with_handler(COUNTING)
-async def test_the_total_concurrency_is_that_of_the_whole_job(scenario: Scenario) -> None:
+async def test_total_concurrency_applies_to_the_whole_job(scenario: Scenario) -> None:
     await scenario.run.plan(total_concurrency=6)
     await scenario.run.drain()
 
@@ -388,7 +388,7 @@ async def test_the_total_concurrency_is_that_of_the_whole_job(scenario: Scenario
     assert max(most) == 3  # two tasks run at the same time
 
 
-def test_a_trigger_that_is_no_time_is_refused(spark: "SparkSession", tmp_path: Path) -> None:
+def test_an_invalid_trigger_is_refused(spark: "SparkSession", tmp_path: Path) -> None:
     directory = history.RunDirectory(tmp_path)
     directory.begin(dataclasses.replace(PLAN, app="no_such_module:app", bootstrap_servers="127.0.0.1:1"))
 

@@ -1,4 +1,4 @@
-"""From an exactly-once app to Spark and back: what is published, and offsets that a transaction may still move."""
+"""From an exactly-once app to Spark and back: published messages, and offsets of pending transactions."""
 
 import asyncio
 import contextlib
@@ -137,7 +137,7 @@ async def stop(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-async def test_an_app_then_spark_then_the_app_publish_every_record_once(run: Publishing, how: str) -> None:
+async def test_app_spark_and_app_again_publish_every_record_once(run: Publishing, how: str) -> None:
     """The first app ends with records finished beyond the committed offset, the killed one in a transaction."""
     await run.produce(range(FIRST))
     processes = [run.start(STUCK=str(STUCK), LONGEST="0.1")]
@@ -182,7 +182,7 @@ async def test_an_app_then_spark_then_the_app_publish_every_record_once(run: Pub
 
 
 @pytest.mark.chaos
-async def test_a_micro_batch_that_runs_again_publishes_again_under_the_same_id(run: Publishing, tmp_path: Path) -> None:
+async def test_a_repeated_micro_batch_publishes_under_the_same_id(run: Publishing, tmp_path: Path) -> None:
     await run.produce(range(20))
     told: list[str] = []
     (tmp_path / "broken").touch()
@@ -231,7 +231,7 @@ async def produce_and_commit(kafka: SharedKafka, topic: str, group: str) -> None
 
 
 @pytest.mark.parametrize(("how", "start"), [("commit", 7), ("abort", 3)])
-async def test_a_plan_waits_for_the_transaction_that_may_move_its_start(
+async def test_a_plan_waits_for_a_transaction_that_may_move_its_start(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, start: int
 ) -> None:
     await produce_and_commit(kafka, topic, group)
@@ -248,7 +248,7 @@ async def test_a_plan_waits_for_the_transaction_that_may_move_its_start(
 
 
 @pytest.mark.parametrize("how", ["commit", "abort"])
-async def test_a_hand_over_waits_for_the_transaction_that_may_move_the_group(
+async def test_a_handover_waits_for_a_transaction_that_may_move_the_group(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """An app that ran after the plan was made, and was frozen in its transaction."""

@@ -1,4 +1,4 @@
-"""What a script learns from how a command ended."""
+"""Exit codes of the commands, for scripts."""
 
 import pytest
 
@@ -28,11 +28,11 @@ from aioshard.errors import (
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, AioshardError) else "",
 )
-def test_each_refusal_has_its_exit_code(error: AioshardError, code: int) -> None:
+def test_every_refusal_has_its_exit_code(error: AioshardError, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_the_sentences_name_what_was_found_and_what_to_do() -> None:
+def test_error_messages_name_the_finding_and_the_fix() -> None:
     assert "orders/0: offsets 3 to 5. Begin elsewhere" in str(
         DataLossError(["orders/0: offsets 3 to 5"], "Begin elsewhere")
     )

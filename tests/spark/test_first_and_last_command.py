@@ -1,4 +1,4 @@
-"""`aioshard spark plan` and `handover`, which need brokers and no Spark: what scripts build on."""
+"""`aioshard spark plan` and `handover`, which need brokers but not Spark."""
 
 import asyncio
 import json
@@ -39,7 +39,9 @@ def verify(run: str, **found: Any) -> None:
     place.write_json("verified.json", content | found)
 
 
-async def test_from_the_plan_to_the_hand_over(app: AppModule, kafka: SharedKafka, group: str, topic: str) -> None:
+async def test_the_commands_work_from_plan_to_handover(
+    app: AppModule, kafka: SharedKafka, group: str, topic: str
+) -> None:
     run = str(app.path.parent / "run")
 
     code, out, _ = await command(
@@ -69,9 +71,7 @@ def _file(app: AppModule, offsets: Any) -> str:
 
 
 @pytest.mark.chaos
-async def test_a_busy_group_and_one_that_has_moved_end_with_4(
-    app: AppModule, kafka: SharedKafka, group: str, topic: str
-) -> None:
+async def test_a_busy_or_moved_group_exits_4(app: AppModule, kafka: SharedKafka, group: str, topic: str) -> None:
     run = str(app.path.parent / "run")
     code, _, _ = await command(app, "plan", app.target, "--out", run, "--end", _file(app, {topic: {"0": 7}}))
     assert code == 0
@@ -88,9 +88,7 @@ async def test_a_busy_group_and_one_that_has_moved_end_with_4(
 
 
 @pytest.mark.chaos
-async def test_lost_records_end_with_5_and_what_makes_no_sense_with_2(
-    app: AppModule, kafka: SharedKafka, topic: str
-) -> None:
+async def test_lost_records_exit_5_and_bad_arguments_exit_2(app: AppModule, kafka: SharedKafka, topic: str) -> None:
     run = str(app.path.parent / "run")
     await kafka.delete_records(topic, before={0: 4})
 

@@ -1,4 +1,4 @@
-"""The example of the documentation: flights done again with a corrected handler, and handed over to the live app."""
+"""The documented example: flights are backfilled with a fixed handler and handed over to the live app."""
 
 import asyncio
 import importlib
@@ -37,7 +37,7 @@ def app(monkeypatch: pytest.MonkeyPatch, spark_modules: Path) -> App:
     return found
 
 
-async def test_flights_are_done_again_and_the_live_app_goes_on_where_the_run_ended(
+async def test_flights_are_backfilled_and_the_live_app_resumes_at_the_end(
     spark: "SparkSession", own_kafka: KafkaBroker, app: App, tmp_path: Path
 ) -> None:
     flights = read_flights(FLIGHTS + LATER)

@@ -1,4 +1,4 @@
-"""From a live app to a run over history and back, on a real broker; the run itself is only pretended."""
+"""From a live app to a backfill and back on a real broker, with a simulated run."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ class Run7:
             await brokers.commit_without_member(self.group, due)
 
     async def commits(self) -> dict[int, Committed | None]:
-        """What the group has committed, with its metadata."""
+        """Return the commits of the group, with their metadata."""
         partitions = [TopicPartition(self.topic, number) for number in range(2)]
         async with KafkaAdmin(Settings(bootstrap_servers=self.kafka.bootstrap)) as brokers:
             found = await brokers.group_commits(self.group, partitions)
@@ -116,7 +116,7 @@ async def drained(run: Run7) -> Run7:
 # There and back -----------------------------------------------------------------------
 
 
-async def test_from_the_live_app_to_a_run_and_back_nothing_is_left_out_and_nothing_is_done_twice(run: Run7) -> None:
+async def test_from_live_to_backfill_and_back_every_record_runs_once(run: Run7) -> None:
     """A producer writes all the time."""
     stop = asyncio.Event()
 
@@ -146,7 +146,7 @@ async def test_from_the_live_app_to_a_run_and_back_nothing_is_left_out_and_nothi
     assert done.offsets == ends_of(plan.ranges)
 
 
-async def test_the_live_app_goes_on_exactly_at_the_ends(drained: Run7) -> None:
+async def test_the_live_app_resumes_exactly_at_the_ends(drained: Run7) -> None:
     await drained.produce(6)
 
     done = await drained.hand_over()
@@ -157,7 +157,7 @@ async def test_the_live_app_goes_on_exactly_at_the_ends(drained: Run7) -> None:
     assert await drained.consume(6) == [(number, offset) for number in (0, 1) for offset in (10, 11, 12)]
 
 
-async def test_the_ends_are_those_that_were_verified(drained: Run7) -> None:
+async def test_the_handover_commits_the_verified_ends(drained: Run7) -> None:
     drained.verify(ends={drained.topic: {"0": 7, "1": 10}})
 
     assert (await drained.hand_over()).offsets == {drained.topic: {"0": 7, "1": 10}}
@@ -176,14 +176,14 @@ async def test_a_run_is_handed_over_once(drained: Run7) -> None:
     assert await drained.kafka.committed(drained.group, drained.topic) == {0: 12, 1: 12}
 
 
-async def test_a_hand_over_that_died_after_its_commit_is_made_again(drained: Run7) -> None:
+async def test_a_handover_that_died_after_its_commit_can_be_repeated(drained: Run7) -> None:
     await drained.hand_over()
     (drained.directory / "handover.json").unlink()
 
     assert (await drained.hand_over()).state == "handed-over"
 
 
-async def test_nothing_to_read_is_handed_over_too(run: Run7) -> None:
+async def test_an_empty_run_is_handed_over_too(run: Run7) -> None:
     await run.plan()
     run.verify()
 
@@ -191,7 +191,7 @@ async def test_nothing_to_read_is_handed_over_too(run: Run7) -> None:
     assert await run.kafka.committed(run.group, run.topic) == {0: 0, 1: 0}
 
 
-async def test_what_was_handed_over_is_kept_however_long_the_group_has_had_no_member(drained: Run7) -> None:
+async def test_committed_ends_survive_a_long_time_without_members(drained: Run7) -> None:
     """Brokers count a retention from when a group lost its last member: it may be over before the hand-over."""
     before = time.time()
 
@@ -249,7 +249,7 @@ async def test_a_run_that_was_not_verified_is_not_handed_over(drained: Run7) -> 
         await drained.hand_over(force=True)
 
 
-async def test_dead_letters_are_sent_before(drained: Run7) -> None:
+async def test_dead_letters_are_sent_before_the_handover(drained: Run7) -> None:
     drained.verify(dead_lettered=3)
     letters = spark.RunDirectory(drained.directory)
     letters.write_json("letters.json", {"plan": letters.plan().digest, "acknowledged": 2})
@@ -300,7 +300,7 @@ async def consumer(run: Run7, instance: str | None = None) -> AsyncIterator[None
 
 @contextlib.contextmanager
 def newer_member(run: Run7) -> Iterator[None]:
-    """A member under the newer group protocol (KIP-848), with a heartbeat of its own."""
+    """A member under the newer group protocol (KIP-848), with its own heartbeat."""
     assigned, ended = threading.Event(), threading.Event()
     member = Consumer(
         {"bootstrap.servers": run.kafka.bootstrap, "group.id": run.group, "group.protocol": "consumer"}
@@ -372,7 +372,7 @@ async def test_a_live_app_keeps_the_group(drained: Run7) -> None:
     assert (await drained.hand_over()).state == "handed-over"
 
 
-async def test_a_member_of_the_newer_protocol_keeps_the_group_and_is_named(drained: Run7) -> None:
+async def test_a_kip_848_member_keeps_the_group_and_is_named(drained: Run7) -> None:
     with newer_member(drained):
         await assert_refused(drained, "at 127.0.0.1")
 
@@ -380,7 +380,7 @@ async def test_a_member_of_the_newer_protocol_keeps_the_group_and_is_named(drain
 
 
 @pytest.mark.chaos
-async def test_a_static_member_that_stopped_is_named_and_waited_for(drained: Run7) -> None:
+async def test_a_stopped_static_member_is_named_and_waited_for(drained: Run7) -> None:
     """It does not leave the group when it stops."""
     async with consumer(drained, instance="billing-1"):
         await assert_refused(drained, "static member 'billing-1'")
@@ -393,7 +393,7 @@ async def test_a_static_member_that_stopped_is_named_and_waited_for(drained: Run
     assert await drained.kafka.committed(drained.group, drained.topic) == {0: 10, 1: 10}
 
 
-async def test_a_member_that_was_killed_is_named_and_waited_for(drained: Run7) -> None:
+async def test_a_killed_member_is_named_and_waited_for(drained: Run7) -> None:
     await killed_member(drained, **{"session.timeout.ms": "3000", "heartbeat.interval.ms": "200"})
     await assert_refused(drained, "client 'victim'")
 
@@ -404,7 +404,7 @@ async def test_a_member_that_was_killed_is_named_and_waited_for(drained: Run7) -
 
 
 @pytest.mark.chaos
-async def test_a_killed_member_of_the_newer_protocol_is_waited_for(drained: Run7) -> None:
+async def test_a_handover_waits_for_a_killed_kip_848_member(drained: Run7) -> None:
     await _set_session(drained.kafka, drained.group, session=2.0, heartbeat=0.2)
     await killed_member(drained, **{"group.protocol": "consumer"})
     await assert_refused(drained, "client 'victim'")
@@ -430,10 +430,8 @@ async def _set_session(kafka: SharedKafka, group: str, *, session: float, heartb
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1])
-async def test_an_app_that_starts_at_the_same_time_begins_before_the_run_or_behind_it(
-    drained: Run7, delay: float
-) -> None:
-    """Whoever comes first, the app never begins at the old offsets after a hand-over that succeeded."""
+async def test_an_app_starting_concurrently_begins_before_or_after_the_run(drained: Run7, delay: float) -> None:
+    """In any order of events, the app never starts at the old offsets after a successful handover."""
     await drained.produce(4)
 
     async def hand_over() -> bool:
@@ -457,7 +455,7 @@ async def test_an_app_that_starts_at_the_same_time_begins_before_the_run_or_behi
 # Somebody consumed meanwhile ----------------------------------------------------------
 
 
-async def test_a_group_that_has_moved_is_refused_with_what_has(drained: Run7) -> None:
+async def test_a_moved_group_is_refused_with_the_moved_partitions(drained: Run7) -> None:
     await drained.commit({0: (6, "")})
     before = await drained.commits()
 
@@ -473,15 +471,15 @@ async def test_a_group_that_has_moved_is_refused_with_what_has(drained: Run7) ->
     assert await drained.kafka.committed(drained.group, drained.topic) == {0: 10, 1: 10}
 
 
-async def test_records_that_were_finished_meanwhile_count_as_movement(drained: Run7) -> None:
-    """The committed offset stands still while its record does, and what comes after it is done."""
+async def test_records_finished_meanwhile_count_as_movement(drained: Run7) -> None:
+    """The committed offset waits for its record while later ones finish."""
     await drained.commit({0: (3, CommitMetadata(first=FirstCommit(3, 2), finished=(Run(5, 8),)).text(3))})
 
     with pytest.raises(GroupMovedError, match=f"{drained.topic}/0: 3, with other commit metadata"):
         await drained.hand_over()
 
 
-async def test_a_group_without_commits_that_has_some_now_has_moved(run: Run7) -> None:
+async def test_a_group_with_its_first_commits_meanwhile_has_moved(run: Run7) -> None:
     await run.produce(20)
     await run.plan()
     run.verify()
@@ -491,17 +489,17 @@ async def test_a_group_without_commits_that_has_some_now_has_moved(run: Run7) ->
         await run.hand_over()
 
 
-async def test_a_commit_without_an_answer_is_looked_at_before_it_is_sent_again(
+async def test_an_unanswered_commit_is_checked_before_it_is_resent(
     drained: Run7, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was stored; somebody may have gone on from there, and must not be set back."""
+    """It was stored; another member may have continued from there and must not be rewound."""
     sent = _lose_the_first_answer(monkeypatch, lambda: asyncio.sleep(0))
 
     assert (await drained.hand_over()).state == "handed-over"
     assert len(sent) == 2
 
 
-async def test_who_went_on_after_a_commit_without_an_answer_is_not_set_back(
+async def test_a_group_that_advanced_after_an_unanswered_commit_is_not_rewound(
     drained: Run7, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = _lose_the_first_answer(monkeypatch, lambda: drained.commit({0: (25, "")}))
@@ -534,7 +532,7 @@ def _lose_the_first_answer(monkeypatch: pytest.MonkeyPatch, then: Callable[[], A
 # Other programs, other logs -----------------------------------------------------------
 
 
-async def test_records_beyond_the_end_that_were_finished_stay_so(run: Run7) -> None:
+async def test_completions_beyond_the_end_stay_stored(run: Run7) -> None:
     await run.produce(20)
     beyond = CommitMetadata(first=FirstCommit(3, 2), finished=(Run(4, 6), Run(7, 9)))
     await run.commit({0: (3, beyond.text(3)), 1: (5, "")})
@@ -548,14 +546,14 @@ async def test_records_beyond_the_end_that_were_finished_stay_so(run: Run7) -> N
     assert CommitMetadata.read(commit.metadata, commit.offset) == CommitMetadata(finished=(Run(8, 9),))
 
 
-async def test_a_log_that_was_made_anew_is_not_handed_over(drained: Run7) -> None:
+async def test_a_recreated_log_is_not_handed_over(drained: Run7) -> None:
     drained.verify(ends={drained.topic: {"0": 11, "1": 10}})
 
     with pytest.raises(DataLossError, match=f"{drained.topic}/0: the range ends at 11, and the log at 10"):
         await drained.hand_over(force=True)
 
 
-async def test_retention_that_passed_the_end_of_the_run_is_told(drained: Run7) -> None:
+async def test_retention_past_the_end_of_the_run_is_reported(drained: Run7) -> None:
     await drained.produce(20)
     await drained.kafka.delete_records(drained.topic, before={0: 14})
 

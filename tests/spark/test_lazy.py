@@ -1,4 +1,4 @@
-"""Handlers over a DataFrame run once: whatever is done with what became of the records runs none again."""
+"""Handlers over a DataFrame run once, however their outcomes are used."""
 
 import asyncio
 from collections.abc import Callable
@@ -69,7 +69,7 @@ async def frame(spark: "SparkSession", kafka: SharedKafka, topic: str) -> "Calla
     return make
 
 
-async def test_whatever_is_done_with_the_outcomes_no_handler_runs_again(
+async def test_handlers_run_once_however_outcomes_are_used(
     frame: Callable[..., Any], counting: AppModule, calls: Path, tmp_path: Path
 ) -> None:
     records = await frame()
@@ -90,7 +90,7 @@ async def test_whatever_is_done_with_the_outcomes_no_handler_runs_again(
     assert pq.read_table(tmp_path / "one").num_rows == pq.read_table(tmp_path / "out").num_rows == RECORDS
 
 
-async def test_rows_that_exist_are_not_replaced(
+async def test_existing_rows_are_not_overwritten(
     frame: Callable[..., Any], counting: AppModule, calls: Path, tmp_path: Path
 ) -> None:
     records = await frame()
@@ -107,7 +107,7 @@ async def test_rows_that_exist_are_not_replaced(
 
 
 @pytest.mark.chaos
-async def test_a_halted_record_is_named_and_nothing_is_left_that_looks_complete(
+async def test_a_halted_record_is_named_and_leaves_no_complete_output(
     frame: Callable[..., Any], counting: AppModule, tmp_path: Path, topic: str
 ) -> None:
     records = await frame(b"poison")
@@ -122,7 +122,7 @@ async def test_a_halted_record_is_named_and_nothing_is_left_that_looks_complete(
 
 
 @pytest.mark.chaos
-async def test_rows_that_are_no_records_are_refused(
+async def test_rows_that_are_not_records_are_refused(
     frame: Callable[..., Any], counting: AppModule, calls: Path, tmp_path: Path
 ) -> None:
     records = await frame()

@@ -1,4 +1,4 @@
-"""What is left of a run and is not in the log any more is found out before a drain begins, on a real broker."""
+"""Records missing in the log are detected before a drain begins, on a real broker."""
 
 import asyncio
 import dataclasses
@@ -26,9 +26,7 @@ async def check(plan: Plan, reached: Vector | None = None) -> None:
     await asyncio.to_thread(check_logs, plan, reached or starts_of(plan.ranges))
 
 
-async def test_what_retention_has_deleted_is_named_unless_it_was_done(
-    kafka: SharedKafka, topic: str, plan: Plan
-) -> None:
+async def test_records_deleted_by_retention_are_named_unless_done(kafka: SharedKafka, topic: str, plan: Plan) -> None:
     await check(plan)
     await kafka.delete_records(topic, before={0: 6})
 
@@ -41,7 +39,7 @@ async def test_what_retention_has_deleted_is_named_unless_it_was_done(
     await check(plan, {topic: {"0": 10, "1": 10}})
 
 
-async def test_a_topic_that_is_gone_or_was_made_anew_is_named(kafka: SharedKafka, topic: str, plan: Plan) -> None:
+async def test_a_deleted_or_recreated_topic_is_named(kafka: SharedKafka, topic: str, plan: Plan) -> None:
     await kafka.delete_topic(topic)
     with pytest.raises(DataLossError, match=f"topic '{topic}' does not exist any more"):
         await check(plan)
@@ -51,5 +49,5 @@ async def test_a_topic_that_is_gone_or_was_made_anew_is_named(kafka: SharedKafka
         await check(plan)
 
 
-async def test_brokers_that_only_the_tasks_reach_refuse_nothing(plan: Plan) -> None:
+async def test_brokers_reachable_only_from_tasks_are_accepted(plan: Plan) -> None:
     await check(dataclasses.replace(plan, app="no_such_module:app", bootstrap_servers="127.0.0.1:1"))

@@ -1,4 +1,4 @@
-"""`format("aioshard")` gives the rows that Spark's own `format("kafka")` gives, and takes them as its input."""
+"""`format("aioshard")` returns the rows of Spark's own `format("kafka")` and accepts them as input."""
 
 import asyncio
 import datetime as dt
@@ -18,7 +18,7 @@ from tests.support.kafka_libs import PROJECT
 from tests.support.provision import skip_or_fail
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a separate session starts, and jars may be fetched
 
 TIMEOUT = 1000.0
 HANDLER = """
@@ -40,7 +40,7 @@ def jars() -> str:
         skip_or_fail("Spark with its Kafka connector", str(missing))
 
 
-async def test_both_give_the_same_rows_for_offsets_and_for_times(
+async def test_both_connectors_return_the_same_rows(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jars: str
 ) -> None:
     await kafka.create_topic(topic, partitions=3, config={"retention.ms": "-1"})

@@ -1,4 +1,4 @@
-"""The same app over the same topic, live and on Spark: the same outcomes."""
+"""The same app over the same topic, live and on Spark, has the same outcomes."""
 
 import asyncio
 from pathlib import Path
@@ -42,7 +42,7 @@ def skip(record: Record) -> str:
 """
 
 
-async def test_live_and_on_spark_each_record_comes_to_the_same_end(
+async def test_live_and_spark_give_every_record_the_same_outcome(
     spark: "SparkSession",
     kafka: SharedKafka,
     topic: str,

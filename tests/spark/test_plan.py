@@ -1,4 +1,4 @@
-"""What a plan says of a topic on a real broker, and what cannot be planned."""
+"""Plans of topics on a real broker, and topics that cannot be planned."""
 
 import datetime as dt
 import subprocess
@@ -46,7 +46,7 @@ async def commit(kafka: SharedKafka, group: str, topic: str, offsets: dict[int, 
 
 
 async def committed(kafka: SharedKafka, group: str, topic: str, partition: int = 0) -> Committed | None:
-    """What a group has committed, with its metadata."""
+    """Return the commits of a group, with their metadata."""
     at = TopicPartition(topic, partition)
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
         return (await brokers.group_commits(group, [at]))[at]
@@ -60,10 +60,10 @@ async def made(app: AppModule, **options: Any) -> Plan:
     return await spark.plan(app.target, directory=None, **options)
 
 
-# Where ranges start -------------------------------------------------------------------
+# Starts of ranges ---------------------------------------------------------------------
 
 
-async def test_a_plan_goes_from_what_the_group_has_committed_to_the_end_of_the_log(
+async def test_a_plan_covers_from_the_commit_to_the_end_of_the_log(
     kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, partitions=3)
@@ -86,7 +86,7 @@ async def test_a_plan_goes_from_what_the_group_has_committed_to_the_end_of_the_l
 
 
 @pytest.mark.parametrize(("policy", "start"), [("earliest", 0), ("latest", 10)])
-async def test_a_group_without_commits_begins_where_its_app_would(
+async def test_a_group_without_commits_starts_where_its_app_would(
     kafka: SharedKafka, topic: str, write: Write, policy: str, start: int
 ) -> None:
     await kafka.create_topic(topic)
@@ -97,16 +97,14 @@ async def test_a_group_without_commits_begins_where_its_app_would(
     assert ranges_of(plan) == {(topic, 0): (start, 10)}
 
 
-async def test_a_group_without_commits_whose_app_does_not_say_where_is_refused(
-    kafka: SharedKafka, topic: str, write: Write
-) -> None:
+async def test_a_group_without_commits_and_policy_is_refused(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic)
 
     with pytest.raises(PlanError, match=f"{topic}/0.*auto_offset_reset"):
         await made(write(topic, auto_offset_reset=None))
 
 
-async def test_a_partition_that_is_younger_than_the_group_begins_at_its_start(
+async def test_a_partition_newer_than_the_group_starts_at_its_beginning(
     kafka: SharedKafka, topic: str, group: str, write: Write
 ) -> None:
     await kafka.create_topic(topic)
@@ -120,7 +118,9 @@ async def test_a_partition_that_is_younger_than_the_group_begins_at_its_start(
     assert ranges_of(plan) == {(topic, 0): (10, 10), (topic, 1): (0, 3)}
 
 
-async def test_earliest_is_what_is_left_of_the_log(kafka: SharedKafka, topic: str, group: str, write: Write) -> None:
+async def test_earliest_is_the_start_of_the_remaining_log(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"")] * 10)
     await commit(kafka, group, topic, {0: (8, "")})
@@ -131,7 +131,7 @@ async def test_earliest_is_what_is_left_of_the_log(kafka: SharedKafka, topic: st
     assert ranges_of(plan) == {(topic, 0): (3, 10)}
 
 
-async def test_times_are_those_of_the_records(kafka: SharedKafka, topic: str, write: Write) -> None:
+async def test_start_and_end_times_use_record_timestamps(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic, partitions=2, config={"retention.ms": "-1"})
     hours = [1767225600.0 + 3600 * hour for hour in range(10)]
     await produce_at(kafka, topic, hours)
@@ -145,9 +145,7 @@ async def test_times_are_those_of_the_records(kafka: SharedKafka, topic: str, wr
     assert ranges_of(late) == {(topic, 0): (7, 10), (topic, 1): (5, 5)}, "no record so young: nothing to read"
 
 
-async def test_offsets_are_taken_as_they_are_and_the_end_of_the_log_bounds_them(
-    kafka: SharedKafka, topic: str, write: Write
-) -> None:
+async def test_explicit_offsets_are_used_up_to_the_end_of_the_log(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, [(None, b"")] * 20)
 
@@ -185,7 +183,7 @@ async def test_an_end_before_the_start_is_an_empty_range(kafka: SharedKafka, top
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
-async def test_what_cannot_be_meant_is_refused(
+async def test_contradictory_bounds_are_refused(
     kafka: SharedKafka, topic: str, write: Write, options: dict[str, Any], why: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -200,7 +198,7 @@ async def test_what_cannot_be_meant_is_refused(
         await made(write(topic), **options)
 
 
-# What is not there --------------------------------------------------------------------
+# Missing topics, groups and apps ------------------------------------------------------
 
 
 async def test_records_that_retention_has_deleted_are_named(
@@ -221,7 +219,7 @@ async def test_records_that_retention_has_deleted_are_named(
     assert ranges_of(await made(app, start="earliest"))[topic, 0] == (6, 10)
 
 
-async def test_a_topic_that_was_made_anew_is_no_end_of_the_log(
+async def test_a_recreated_topic_is_not_the_end_of_the_log(
     kafka: SharedKafka, topic: str, group: str, write: Write
 ) -> None:
     await kafka.create_topic(topic)
@@ -232,7 +230,7 @@ async def test_a_topic_that_was_made_anew_is_no_end_of_the_log(
         await made(write(topic))
 
 
-async def test_an_open_transaction_ends_the_range_where_it_began(kafka: SharedKafka, topic: str, write: Write) -> None:
+async def test_an_open_transaction_ends_the_range_at_its_start(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"")] * 5)
     async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=topic) as producer:
@@ -249,7 +247,7 @@ async def test_an_open_transaction_ends_the_range_where_it_began(kafka: SharedKa
     assert ranges_of(careless) == {(topic, 0): (0, 10)}
 
 
-async def test_nothing_to_read_is_a_plan_and_told(
+async def test_an_empty_plan_is_valid_and_reported(
     kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic)
@@ -264,7 +262,7 @@ async def test_nothing_to_read_is_a_plan_and_told(
     assert spark.RunDirectory(tmp_path / "run").plan() == plan
 
 
-async def test_a_range_that_ends_before_the_group_is_told(
+async def test_a_range_that_ends_before_the_group_is_reported(
     kafka: SharedKafka, topic: str, group: str, write: Write
 ) -> None:
     await kafka.create_topic(topic)
@@ -293,7 +291,7 @@ async def test_missing_topics_and_directories_with_a_run_are_refused(
 # Handlers -----------------------------------------------------------------------------
 
 
-async def test_layouts_follow_what_stays_in_order(kafka: SharedKafka, topic: str, write: Write) -> None:
+async def test_layouts_follow_the_order_guarantee(kafka: SharedKafka, topic: str, write: Write) -> None:
     for suffix in ("k", "p", "r", "f", "m1", "m2"):
         await kafka.create_topic(f"{topic}.{suffix}")
     head = "@app.consume({topics}, shard_by={by})\nasync def {name}(record: Record) -> None: ...\n"
@@ -319,7 +317,7 @@ async def test_layouts_follow_what_stays_in_order(kafka: SharedKafka, topic: str
     assert len(plan.ranges) == 6
 
 
-async def test_parking_is_refused_unless_the_run_says_what_else(kafka: SharedKafka, topic: str, write: Write) -> None:
+async def test_parking_is_refused_without_another_failure_policy(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic)
     app = write(
         handlers=f"@app.consume({topic!r}, on_failure=Park('{topic}.parked'))\nasync def on(r: Record) -> None: ...\n"
@@ -341,7 +339,7 @@ async def test_a_pattern_that_matches_nothing_is_an_empty_plan(kafka: SharedKafk
     assert kafka.bootstrap not in plan.to_json()
 
 
-async def test_an_app_that_nobody_can_import_is_refused() -> None:
+async def test_an_unimportable_app_is_refused() -> None:
     with pytest.raises(PlanError, match="no_such_module"):
         await spark.plan("no_such_module:app", directory=None)
 
@@ -349,7 +347,7 @@ async def test_an_app_that_nobody_can_import_is_refused() -> None:
 # The group ----------------------------------------------------------------------------
 
 
-async def test_records_that_were_recorded_as_finished_count_as_done(
+async def test_records_stored_as_finished_count_as_done(
     kafka: SharedKafka, topic: str, group: str, write: Write
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -365,7 +363,7 @@ async def test_records_that_were_recorded_as_finished_count_as_done(
     assert [planned.finished for planned in again.ranges] == [(), ()], "who begins at the beginning wants them all"
 
 
-async def test_a_group_with_members_is_told_and_not_refused(kafka: SharedKafka, topic: str, write: Write) -> None:
+async def test_a_group_with_members_is_reported_and_not_refused(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic)
     app = write(topic)
     told: list[str] = []
@@ -392,9 +390,7 @@ async def test_a_plan_warns_that_the_metadata_of_another_program_will_be_replace
     assert plan.ranges[0].commit(plan.ranges[0].end).metadata == ""
 
 
-async def test_a_group_that_this_user_may_not_read_is_named(
-    kafka: SharedKafka, topic: str, group: str, write: Write
-) -> None:
+async def test_an_unreadable_group_is_named(kafka: SharedKafka, topic: str, group: str, write: Write) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"")] * 5)
     login: dict[str, Any] = {
@@ -420,9 +416,7 @@ async def test_a_group_that_this_user_may_not_read_is_named(
 # Versions and secrets -----------------------------------------------------------------
 
 
-async def test_the_version_of_an_app_is_the_same_in_every_process_and_changes_with_its_code(
-    topic: str, write: Write
-) -> None:
+async def test_the_version_of_an_app_depends_only_on_its_code(topic: str, write: Write) -> None:
     app = write(
         topic,
         handlers=f"LIMIT = 3\n@app.consume({topic!r}, shard_by=lambda r: r.value)\n"

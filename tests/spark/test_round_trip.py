@@ -1,4 +1,4 @@
-"""Live, on Spark, live again, while a producer never stops: every record processed, none twice."""
+"""Live, on Spark, live again under a running producer: every record processed, none twice."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ async def producing(kafka: SharedKafka, topic: str) -> AsyncIterator[list[int]]:
         await task
 
 
-async def test_live_spark_live(
+async def test_live_then_spark_then_live_processes_every_record(
     spark: "SparkSession",
     kafka: SharedKafka,
     topic: str,

@@ -1,4 +1,4 @@
-"""The engine over rows that come from elsewhere: nothing of it needs Spark, so none runs here."""
+"""The engine over rows from elsewhere, without Spark."""
 
 import threading
 from collections.abc import Iterator
@@ -50,14 +50,14 @@ def outcomes(work: Work, rows: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]
     return [row for batch in handlers_over_rows(work, rows) for row in batch.to_pylist()]
 
 
-def test_records_of_rows_are_those_that_the_rows_were_made_of() -> None:
+def test_rows_round_trip_to_the_same_records() -> None:
     records = [record(n, None if n % 3 else b"k", partition=n % 2)._replace(headers=(("a", None),)) for n in range(9)]
     assert records_of(raw_batch(records)) == records
     without_headers = raw_batch([one._replace(headers=()) for one in records]).drop_columns(["headers"])
     assert records_of(without_headers) == [one._replace(headers=()) for one in records]
 
 
-def test_records_keep_the_order_of_the_rows_and_their_own_places(work: Any) -> None:
+def test_records_keep_row_order_and_their_coordinates(work: Any) -> None:
     """Offsets of several partitions come mixed, descending and twice."""
     told, module = work(BY_KEY)
     records = [record(n % 50 if n % 7 else 99 - n % 50, b"%d" % (n % 3), partition=n % 4) for n in range(5_000)]
@@ -72,13 +72,13 @@ def test_records_keep_the_order_of_the_rows_and_their_own_places(work: Any) -> N
         assert [one for one in module.seen if one.key == key] == [one for one in records if one.key == key]
 
 
-def test_no_rows_are_no_outcomes_and_start_nothing(work: Any) -> None:
+def test_no_rows_give_no_outcomes_and_start_nothing(work: Any) -> None:
     told, _ = work(BY_KEY)
     assert outcomes(told, iter([])) == []
     assert outcomes(told, iter([pa.RecordBatch.from_pylist([], schema=RAW)])) == []
 
 
-def test_a_handler_whose_topics_come_late_runs_beside_the_others(work: Any) -> None:
+def test_a_handler_whose_topics_arrive_late_runs_with_the_others(work: Any) -> None:
     told, module = work(
         BY_KEY + "@app.consume('refunds', shards=2)\nasync def refund(record: Record):\n    seen.append(record)\n"
     )
@@ -92,7 +92,7 @@ def test_a_handler_whose_topics_come_late_runs_beside_the_others(work: Any) -> N
     assert handlers == {("orders", "handle"), ("orders.eu", "handle"), ("refunds", "refund")}
 
 
-def test_waiting_for_rows_is_not_being_stuck(work: Any) -> None:
+def test_waiting_for_rows_does_not_count_as_stuck(work: Any) -> None:
     told, module = work(BY_KEY, stuck_after=0.3)
     taken = threading.Event()
 
@@ -105,7 +105,7 @@ def test_waiting_for_rows_is_not_being_stuck(work: Any) -> None:
 
 
 @pytest.mark.chaos
-def test_a_record_that_hangs_is_told_although_more_rows_could_come(work: Any) -> None:
+def test_a_hanging_record_is_reported_before_the_rows_end(work: Any) -> None:
     told, _ = work(
         "@app.consume('orders')\nasync def handle(record: Record):\n"
         "    await asyncio.sleep(1000 * (record.offset == 3))\n",
@@ -126,7 +126,7 @@ def test_a_record_that_hangs_is_told_although_more_rows_could_come(work: Any) ->
     assert len(read) == 40, "what is left is read, or the next task of the worker would find it"
 
 
-def test_a_record_that_halts_ends_the_task_with_its_own_name(work: Any) -> None:
+def test_a_halted_record_ends_the_task_and_is_named(work: Any) -> None:
     told, _ = work(
         "@app.consume('orders', retry=Retry(attempts=1))\nasync def handle(record: Record):\n"
         "    if record.offset == 7:\n        raise ValueError('seven')\n"
@@ -136,8 +136,8 @@ def test_a_record_that_halts_ends_the_task_with_its_own_name(work: Any) -> None:
         outcomes(told, iter([raw_batch([record(n, partition=5) for n in (9, 8, 7, 6)])]))
 
 
-def test_rows_behind_a_halt_are_read_to_their_end(work: Any) -> None:
-    """What a task leaves of its rows, the next task of the same worker would find."""
+def test_rows_after_a_halt_are_read_to_the_end(work: Any) -> None:
+    """The next task of the same worker would see rows that a task leaves unread."""
     told, _ = work(
         "@app.consume('orders', retry=Retry(attempts=1))\nasync def handle(record: Record):\n    raise ValueError\n",
         max_buffered_records=100,
@@ -154,7 +154,7 @@ def test_rows_behind_a_halt_are_read_to_their_end(work: Any) -> None:
     assert len(read) == 200
 
 
-def test_rows_that_break_off_are_an_error(work: Any) -> None:
+def test_truncated_rows_are_an_error(work: Any) -> None:
     told, _ = work(BY_KEY)
 
     def rows() -> Iterator[pa.RecordBatch]:
@@ -165,7 +165,7 @@ def test_rows_that_break_off_are_an_error(work: Any) -> None:
         outcomes(told, rows())
 
 
-def test_a_record_larger_than_the_buffer_is_taken_alone(work: Any) -> None:
+def test_a_record_larger_than_the_buffer_is_processed_alone(work: Any) -> None:
     told, module = work(BY_KEY, max_buffered_bytes=1_048_576)
     sizes = [10, 3_000_000, 10, 2_000_000, 10]
 
@@ -182,7 +182,7 @@ def test_rows_of_a_topic_without_a_handler_are_refused(work: Any) -> None:
         list(with_shards(told, iter([raw_batch([record(0, topic="elsewhere")])])))
 
 
-def test_what_belongs_together_has_one_shard_and_moments_never_go_back(work: Any) -> None:
+def test_records_of_a_key_share_a_shard_and_times_never_decrease(work: Any) -> None:
     told, _ = work(
         "def shard(record):\n"
         "    if record.offset == 3:\n        raise ValueError\n"
@@ -203,7 +203,7 @@ def test_what_belongs_together_has_one_shard_and_moments_never_go_back(work: Any
     assert [row[MOMENT] for row in rows] == [5.0, 5.0, 7.0, 7.0, 7.0, 8.0, 2.0]
 
 
-def test_rows_are_read_no_further_ahead_than_memory_allows(work: Any) -> None:
+def test_rows_are_read_ahead_only_within_the_memory_bound(work: Any) -> None:
     told, module = work(
         "@app.consume('orders', concurrency=1)\nasync def handle(record: Record):\n"
         "    await asyncio.sleep(0.01)\n    seen.append(0)\n    ahead.append(read[0] - len(seen))\n"

@@ -1,4 +1,4 @@
-"""`aioshard spark run|follow|status|stop|verify` as processes: exit codes, signals, what programs read."""
+"""`aioshard spark run|follow|status|stop|verify` as processes: exit codes, signals, JSON output."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ async def ended(app: AppModule, *words: str) -> tuple[int | None, str, str]:
 
 
 @pytest.mark.chaos
-async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
+async def test_a_halt_exits_3_and_the_same_command_resumes(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
@@ -121,7 +121,7 @@ async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
 
 
 @pytest.mark.chaos
-def test_run_and_verify_in_this_process(
+def test_run_and_verify_work_in_process(
     session: "SparkSession",
     kafka: SharedKafka,
     topic: str,
@@ -153,7 +153,7 @@ def test_run_and_verify_in_this_process(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", ["signal", "command"])
-async def test_it_is_stopped_at_a_border(
+async def test_a_run_stops_after_the_current_micro_batch(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch, seconds=0.1)
@@ -178,7 +178,7 @@ async def test_it_is_stopped_at_a_border(
 
 
 @pytest.mark.chaos
-async def test_what_follows_has_no_end_but_a_stop(
+async def test_a_following_run_ends_only_when_stopped(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""The directory of a run and the plan in it: whole or not there, and never another one than was made."""
+"""The directory of a run and its plan: written atomically and never replaced."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from aioshard.spark.run_directory import RunDirectory
 from tests.spark.plans import PLAN
 
 
-def test_a_plan_is_what_was_written(tmp_path: Path) -> None:
+def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
 
     directory.begin(PLAN)
@@ -24,7 +24,7 @@ def test_a_plan_is_what_was_written(tmp_path: Path) -> None:
     assert json.loads(directory.read("plan.json") or b"")["digest"] == PLAN.digest
 
 
-def test_files_come_go_and_are_listed(tmp_path: Path) -> None:
+def test_files_are_written_removed_and_listed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert directory.list() == []
     assert directory.read("stop") is None
@@ -44,7 +44,7 @@ def test_files_come_go_and_are_listed(tmp_path: Path) -> None:
     assert directory.list() == ["states"]
 
 
-def test_what_is_being_written_is_not_listed(tmp_path: Path) -> None:
+def test_unfinished_files_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / ".plan.json.0123").write_text("half of it")
 
     assert RunDirectory(tmp_path).list() == []
@@ -79,7 +79,7 @@ def test_an_edited_plan_is_refused(tmp_path: Path, edited: Callable[[dict[str, o
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7"])
-def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
 
     with pytest.raises(PlanError, match=r"plan\.json: .*not a plan"):
@@ -91,7 +91,7 @@ def test_a_directory_without_a_plan_is_named(tmp_path: Path) -> None:
         RunDirectory(tmp_path).plan()
 
 
-def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
+def test_a_missing_extra_is_named_for_remote_directories(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "sys.modules['pyarrow'] = sys.modules['pyspark'] = None\n"
@@ -108,7 +108,7 @@ def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
     assert ran.stdout.count("aioshard[spark]") == 2
 
 
-def test_a_place_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_scheme_is_refused() -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(PlanError, match="nowhere://x"):
         RunDirectory("nowhere://x")
@@ -117,7 +117,7 @@ def test_a_place_that_nobody_knows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", ["runs/7", "file:///srv/runs/7"])
-def test_spark_is_given_an_absolute_uri(given: str) -> None:
+def test_spark_gets_an_absolute_uri(given: str) -> None:
     """A path without a scheme would be looked for in the cluster's own file system."""
     uri = RunDirectory(given).uri("checkpoint")
 
@@ -125,13 +125,13 @@ def test_spark_is_given_an_absolute_uri(given: str) -> None:
     assert uri.endswith("/runs/7/checkpoint")
 
 
-def test_an_object_store_does_not_move_a_directory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_does_not_rename_a_directory_atomically(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     assert RunDirectory("runs/7").moves_at_once
     assert not RunDirectory("s3://bucket/runs/7?region=eu-central-1").moves_at_once
 
 
-def test_what_is_no_directory_is_a_sentence(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "odd" / "plan.json").mkdir(parents=True)
     directory = RunDirectory(tmp_path / "file")
@@ -163,7 +163,7 @@ def test_a_run_is_drained_by_one_process(tmp_path: Path) -> None:
         assert directory.list() == []
 
 
-def test_a_run_has_reached_the_end_of_its_last_complete_batch(tmp_path: Path) -> None:
+def test_progress_is_the_end_of_the_last_complete_batch(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.reached(PLAN) == starts_of(PLAN.ranges)
     for batch in range(12):

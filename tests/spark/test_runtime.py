@@ -1,4 +1,4 @@
-"""The engine inside a task, without Spark and without Kafka: rows out, obstacles named, nothing left running."""
+"""The engine inside a task, without Spark and Kafka: rows, named obstacles, nothing left running."""
 
 import importlib
 import os
@@ -35,7 +35,7 @@ release = threading.Event()
 
 
 class Task:
-    """A module with an app, and a topic with records of its own."""
+    """A module with an app, and a topic with its own records."""
 
     def __init__(self, name: str, records: int) -> None:
         self.module = importlib.import_module(name)
@@ -76,7 +76,7 @@ def alive() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
-def test_each_record_has_a_row(make: Make) -> None:
+def test_every_record_has_a_row(make: Make) -> None:
     task = make("""
 @app.consume("orders", retry=Retry(attempts=2, initial=0.001), on_failure="skip")
 async def handle(record: Record, context: Context) -> object:
@@ -100,7 +100,7 @@ async def handle(record: Record, context: Context) -> object:
     assert all(row["duration"] >= 0 and row["started"] is not None for row in rows.values())
 
 
-def test_a_result_is_that_of_the_moment_when_the_record_was_complete(make: Make) -> None:
+def test_a_result_is_captured_when_the_record_completes(make: Make) -> None:
     task = make("""
 kept = {}
 
@@ -112,7 +112,7 @@ async def handle(record: Record) -> object:
     assert sorted(row["result"] for row in task.rows()) == sorted(b'{"number":%d}' % n for n in range(20))
 
 
-def test_a_handler_for_worker_processes_runs_in_the_worker_of_spark_one_record_at_a_time(make: Make) -> None:
+def test_a_process_handler_runs_in_the_spark_worker_one_record_at_a_time(make: Make) -> None:
     """Spark has a worker for each core already."""
     task = make("""
 import os
@@ -160,7 +160,7 @@ async def handle(record: Record) -> None:
     assert (0, 0) not in {(row["partition"], row["offset"]) for row in rows}  # nobody waited for it
 
 
-def test_an_open_circuit_breaker_is_an_obstacle(make: Make) -> None:
+def test_an_open_circuit_breaker_ends_the_task(make: Make) -> None:
     task = make("""
 @app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("letters", breaker=CircuitBreaker(minimum=3)))
 async def handle(record: Record) -> None:
@@ -184,7 +184,7 @@ async def handle(record: Record) -> None:
 """
 
 
-def test_a_record_that_hangs_ends_the_task_after_stuck_after_and_is_named(make: Make) -> None:
+def test_a_hanging_record_ends_the_task_after_stuck_after_and_is_named(make: Make) -> None:
     began = time.monotonic()
     (row,) = [row for row in make(HANGING).rows(halted_rows=True) if row["status"] == "halted"]
 
@@ -195,7 +195,7 @@ def test_a_record_that_hangs_ends_the_task_after_stuck_after_and_is_named(make: 
         make(HANGING).rows()
 
 
-def test_a_handler_that_keeps_the_loop_costs_the_task_and_not_the_next_one(make: Make) -> None:
+def test_a_handler_that_blocks_the_loop_fails_only_its_task(make: Make) -> None:
     task = make("""
 @app.consume("orders")
 async def handle(record: Record) -> None:
@@ -218,7 +218,7 @@ async def handle(record: Record) -> None:
         task.module.release.set()
 
 
-def test_rows_that_nobody_takes_hold_up_the_reading(make: Make) -> None:
+def test_unread_rows_hold_back_reading(make: Make) -> None:
     task = make(
         """
 app.configure(max_buffered_records=1_000, stuck_after=30.0)
@@ -246,7 +246,7 @@ def _until_at_rest(seen: list[int]) -> int:
     return before
 
 
-def test_a_task_that_spark_gives_up_leaves_nothing_running(make: Make) -> None:
+def test_a_task_abandoned_by_spark_leaves_nothing_running(make: Make) -> None:
     handler = "app.configure(stuck_after=60.0)\n" + HANGING.replace('record.value == b"7"', "record.offset >= 6_900")
     task = make(handler, 14_000)  # it hangs behind the first rows
     app: App = task.module.app
@@ -260,7 +260,7 @@ def test_a_task_that_spark_gives_up_leaves_nothing_running(make: Make) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5_000], ids=["in the middle", "at the end"])
-def test_rows_that_arrow_refuses_end_the_task(make: Make, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_rows_rejected_by_arrow_end_the_task(make: Make, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     handler = """
 @app.consume("orders")
 async def handle(record):
@@ -278,7 +278,7 @@ async def handle(record):
     assert len(make(handler).rows()) == 20  # the loop serves the next one
 
 
-def test_tasks_share_what_the_whole_job_may_have(make: Make) -> None:
+def test_tasks_share_the_total_concurrency(make: Make) -> None:
     task = make("""
 running = 0
 
@@ -315,7 +315,7 @@ async def others(record: Record) -> None:
 """
 
 
-def test_the_total_holds_for_a_handler_that_is_alone(make: Make) -> None:
+def test_the_total_concurrency_applies_to_a_single_handler(make: Make) -> None:
     task = make(SHARED.format(concurrency=16, other="elsewhere"), records=200)
     task.broker.create_topic("elsewhere", 1)
     task.broker.group("history").commit_from_outside({TopicPartition("elsewhere", 0): 0})
@@ -324,7 +324,7 @@ def test_the_total_holds_for_a_handler_that_is_alone(make: Make) -> None:
     assert task.module.most == 3
 
 
-def test_handlers_of_one_task_share_its_part_of_the_total(make: Make) -> None:
+def test_handlers_of_a_task_share_its_part_of_the_total(make: Make) -> None:
     task = make(SHARED.format(concurrency=16, other="invoices"))
     task.broker.create_topic("invoices", 1)
     for number in range(20):
@@ -335,7 +335,7 @@ def test_handlers_of_one_task_share_its_part_of_the_total(make: Make) -> None:
     assert task.module.most == 4
 
 
-def test_a_total_that_is_less_than_the_tasks_is_one_in_each(make: Make) -> None:
+def test_a_total_below_the_number_of_tasks_gives_one_each(make: Make) -> None:
     task = make(SHARED.format(concurrency=16, other="elsewhere"))
     task.broker.create_topic("elsewhere", 1)
     task.broker.group("history").commit_from_outside({TopicPartition("elsewhere", 0): 0})
@@ -366,7 +366,7 @@ async def handle(record: Record) -> float:
     assert started[-1] - started[0] > 0.85 * 19 / 20
 
 
-def test_what_a_run_says_of_failures_takes_the_place_of_the_policy(make: Make) -> None:
+def test_the_failure_policy_of_a_run_replaces_the_handlers(make: Make) -> None:
     handler = """
 @app.consume("orders", retry=Retry(attempts=1), on_failure="halt")
 async def handle(record: Record) -> None:
@@ -379,6 +379,6 @@ async def handle(record: Record) -> None:
     assert task.broker.topics().keys() == {"orders"}
 
 
-def test_an_app_that_is_not_there_is_a_sentence() -> None:
+def test_a_missing_app_is_a_clear_error() -> None:
     with pytest.raises(PlanError, match="No module named 'no_such_module'"):
         next(run_handlers(Work("no_such_module:app"), lambda _: None))  # type: ignore[arg-type, return-value]

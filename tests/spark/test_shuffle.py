@@ -1,4 +1,4 @@
-"""Records that belong together across partitions are brought together, in order; all others keep their account."""
+"""Records grouped across partitions are processed in order; all others keep their layout."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def places(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
 # Order --------------------------------------------------------------------------------
 
 
-async def test_what_a_function_brings_together_is_in_order_across_partitions(
+async def test_records_grouped_by_a_function_are_in_order_across_partitions(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
     await kafka.create_topic(topic, partitions=3, config=KEPT)
@@ -88,9 +88,7 @@ async def test_what_a_function_brings_together_is_in_order_across_partitions(
 
 
 @pytest.mark.chaos
-async def test_offsets_of_a_partition_stay_in_order_where_the_clocks_of_its_producers_disagree(
-    kafka: SharedKafka, topic: str, begin: Begin
-) -> None:
+async def test_offsets_stay_in_order_despite_producer_clock_skew(kafka: SharedKafka, topic: str, begin: Begin) -> None:
     await kafka.create_topic(topic, partitions=2, config=KEPT)
     await produce_at(kafka, topic, [2_000, 1_000, 3_000, 500], partition=0)
     await produce_at(kafka, topic, [2_500, 100, 2_600], partition=1)
@@ -128,7 +126,7 @@ finally:
         pytest.param(20, 4, 100, id="long"),
     ],
 )
-async def test_order_holds_where_executors_are_processes_of_their_own(
+async def test_order_holds_with_executors_in_separate_processes(
     kafka: SharedKafka,
     topic: str,
     group: str,
@@ -167,7 +165,7 @@ async def test_order_holds_where_executors_are_processes_of_their_own(
     assert found[1] > without_order, "without order there is disorder, so the test can fail"
 
 
-# What becomes of records ----------------------------------------------------------------
+# Outcomes -------------------------------------------------------------------------------
 
 FAILING = """
 from aioshard import Retry
@@ -186,9 +184,7 @@ async def handle(record: Record, context: Context):
 
 
 @pytest.mark.chaos
-async def test_failures_of_handlers_and_of_sharding_functions_end_as_they_do_live(
-    kafka: SharedKafka, topic: str, begin: Begin
-) -> None:
+async def test_failures_have_the_same_outcome_as_live(kafka: SharedKafka, topic: str, begin: Begin) -> None:
     await kafka.create_topic(topic, partitions=2)
     for partition in (0, 1):
         await kafka.produce(
@@ -211,18 +207,18 @@ async def test_failures_of_handlers_and_of_sharding_functions_end_as_they_do_liv
 
 
 @pytest.mark.chaos
-async def test_a_record_that_halts_ends_the_drain_and_the_next_one_goes_on_there(
+async def test_a_halted_record_ends_the_drain_and_the_next_one_resumes_there(
     kafka: SharedKafka, topic: str, begin: Begin, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
     for partition in (0, 1):
         await kafka.produce(topic, [(None, b"%d" % n) for n in range(50)], partition)
-    mended = tmp_path / "mended"
+    fixed = tmp_path / "fixed"
     run = begin(
         f"import pathlib\nfrom aioshard import Retry\n"
         f"@app.consume({topic!r}, shard_by=lambda record: record.value[-1:], retry=Retry(attempts=1))\n"
         f"async def handle(record):\n"
-        f"    if (record.partition, record.offset) == (1, 30) and not pathlib.Path({str(mended)!r}).exists():\n"
+        f"    if (record.partition, record.offset) == (1, 30) and not pathlib.Path({str(fixed)!r}).exists():\n"
         f"        raise ValueError('not yet')\n"
     )
     await run.plan(max_rows_per_batch=40)
@@ -231,14 +227,14 @@ async def test_a_record_that_halts_ends_the_drain_and_the_next_one_goes_on_there
         await run.drain()
     assert len(run.rows()) == 40
 
-    mended.touch()
+    fixed.touch()
     report = await run.drain()
     assert (report.state, dict(report.statuses)) == ("finished", {"processed": 100})
     assert places(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(50)]
 
 
 @pytest.mark.chaos
-async def test_handlers_that_need_no_shuffle_share_the_tasks_of_one_that_does(
+async def test_handlers_without_a_shuffle_share_the_tasks_of_one_with_it(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
     for name in ("a", "b", "c"):
@@ -268,7 +264,7 @@ async def test_handlers_that_need_no_shuffle_share_the_tasks_of_one_that_does(
 
 
 @pytest.mark.chaos
-async def test_the_records_of_a_key_in_several_topics_come_together_where_that_is_asked_for(
+async def test_records_of_a_key_in_several_topics_are_grouped_on_request(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
     names = [f"{topic}.{name}" for name in ("a", "b")]
@@ -285,7 +281,7 @@ async def test_the_records_of_a_key_in_several_topics_come_together_where_that_i
     assert sorted({row["topic"] for row in run.rows()}) == names
 
 
-async def test_what_the_group_recorded_as_finished_is_not_run_again(
+async def test_records_the_group_finished_are_not_run_again(
     kafka: SharedKafka, topic: str, group: str, begin: Begin
 ) -> None:
     await kafka.create_topic(topic)
@@ -302,7 +298,7 @@ async def test_what_the_group_recorded_as_finished_is_not_run_again(
 
 
 @pytest.mark.chaos
-async def test_a_worker_that_is_killed_costs_its_task_and_no_record(
+async def test_a_killed_worker_costs_its_task_and_no_record(
     kafka: SharedKafka, topic: str, begin: Begin, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, partitions=2)

@@ -1,4 +1,4 @@
-"""Where rows go: a database table, and files that others read."""
+"""Sinks of rows: a database table and files for other readers."""
 
 import datetime as dt
 import functools
@@ -64,7 +64,7 @@ def _frame(spark: "SparkSession", *rows: tuple[Any, ...]) -> "DataFrame":
     return spark.createDataFrame(rows, OUTCOME_COLUMNS)
 
 
-def test_outcomes_are_in_the_table_once_as_the_latest_run_has_them(spark: "SparkSession", table: Table) -> None:
+def test_outcomes_are_in_the_table_once_as_of_the_latest_run(spark: "SparkSession", table: Table) -> None:
     table.write(
         _frame(spark, _outcome(1, "skipped"), _outcome(2, "skipped", error="tab\t and \\ line\n", result=None)), 0
     )
@@ -76,7 +76,7 @@ def test_outcomes_are_in_the_table_once_as_the_latest_run_has_them(spark: "Spark
     assert second[-2:] == (None, "tab\t and \\ line\n")
 
 
-def test_a_task_that_fails_leaves_nothing_of_its_rows(spark: "SparkSession", table: Table) -> None:
+def test_a_failed_task_leaves_no_rows(spark: "SparkSession", table: Table) -> None:
     rows = _frame(spark, _outcome(1), _outcome(2, error="nul \x00 is no text")).coalesce(1)
 
     with pytest.raises(PySparkException, match="NUL"):
@@ -89,7 +89,7 @@ def test_a_task_that_fails_leaves_nothing_of_its_rows(spark: "SparkSession", tab
 
 
 @pytest.mark.chaos
-async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_once_after_a_crash_too(
+async def test_a_drain_writes_every_record_once_even_after_a_crash(
     spark: "SparkSession",
     spark_modules: Path,
     kafka: SharedKafka,

@@ -1,4 +1,4 @@
-"""The data source by itself: found by name, its options, records as they are, rows of handlers."""
+"""The data source: found by name, its options, unchanged records, rows of handlers."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def as_record(row: "Row") -> Record:
 
 
 @pytest.mark.chaos
-def test_it_is_found_by_name_and_says_what_is_missing() -> None:
+def test_the_data_source_is_found_by_name_and_names_missing_options() -> None:
     script = (
         "from aioshard.spark.session import local_session\n"
         "import os; os.environ['PYTHONPATH'] = os.pathsep.join(__import__('sys').path)\n"
@@ -55,7 +55,7 @@ def test_it_is_found_by_name_and_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(("slots", "tasks"), [(None, 9), (1, 4), (2, 8), (3, 9)])
-async def test_there_are_four_tasks_per_slot_unless_there_are_fewer_partitions(
+async def test_there_are_four_tasks_per_slot_or_one_per_partition(
     kafka: SharedKafka,
     topic: str,
     group: str,
@@ -82,7 +82,7 @@ async def handle(record: Record) -> None:
 
 
 @pytest.mark.parametrize("tasks", [1, 4, 16])
-async def test_records_come_as_they_are_in_any_number_of_tasks(
+async def test_records_are_read_unchanged_with_any_number_of_tasks(
     spark: "SparkSession", kafka: SharedKafka, topic: str, tasks: int
 ) -> None:
     await kafka.create_topic(topic, 3)
@@ -96,7 +96,7 @@ async def test_records_come_as_they_are_in_any_number_of_tasks(
     assert frame.columns == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers"]
 
 
-async def test_it_reads_from_start_to_end_and_no_further_than_the_log(
+async def test_reading_covers_start_to_end_within_the_log(
     spark: "SparkSession", kafka: SharedKafka, topic: str
 ) -> None:
     await kafka.create_topic(topic, 1)
@@ -109,9 +109,7 @@ async def test_it_reads_from_start_to_end_and_no_further_than_the_log(
     assert [row.offset for row in beyond.orderBy("offset").collect()] == [48, 49]
 
 
-async def test_a_start_that_is_not_in_the_log_any_more_is_an_error(
-    spark: "SparkSession", kafka: SharedKafka, topic: str
-) -> None:
+async def test_a_start_before_the_log_is_an_error(spark: "SparkSession", kafka: SharedKafka, topic: str) -> None:
     await kafka.create_topic(topic, 1)
     await kafka.produce(topic, [(b"k", b"%d" % n) for n in range(50)])
     await kafka.delete_records(topic, {0: 20})
@@ -120,7 +118,7 @@ async def test_a_start_that_is_not_in_the_log_any_more_is_an_error(
         read(spark, kafka, topic, tasks="1", start=json.dumps({topic: {"0": 5}})).collect()
 
 
-async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
+async def test_reading_ends_at_an_open_transaction_and_skips_aborted_records(
     spark: "SparkSession", kafka: SharedKafka, topic: str
 ) -> None:
     await kafka.create_topic(topic, 1)
@@ -142,18 +140,18 @@ async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
         ({"plan": "nowhere"}, "nowhere contains no plan.json"),
     ],
 )
-def test_a_wrong_option_is_a_sentence(options: dict[str, str], sentence: str) -> None:
+def test_a_wrong_option_is_a_clear_error(options: dict[str, str], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         AioshardSource({"bootstrap_servers": "127.0.0.1:1"} | options).reader(OUTCOME_COLUMNS)
 
 
-def test_spark_shows_the_sentence_about_a_wrong_option(spark: "SparkSession") -> None:
+def test_spark_shows_the_error_about_a_wrong_option(spark: "SparkSession") -> None:
     with pytest.raises(Exception, match="has no option 'topic'"):
         spark.read.format("aioshard").options(bootstrap_servers="127.0.0.1:1", topic="orders").load().collect()
 
 
 @pytest.mark.chaos
-async def test_with_an_app_it_gives_outcome_rows_and_a_halt_is_an_error(
+async def test_with_an_app_reading_returns_outcomes_and_a_halt_is_an_error(
     spark: "SparkSession",
     kafka: SharedKafka,
     topic: str,

@@ -1,4 +1,4 @@
-"""Micro-batches and tasks as plain values: nothing left out, nothing twice, never more than asked."""
+"""Micro-batches and tasks as plain values: complete, disjoint and bounded."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ def test_batches_cover_everything_once_and_none_is_larger_than_asked(ranges: lis
 
 
 @given(RANGES, st.integers(1, 10))
-def test_tasks_of_whole_partitions_divide_none(ranges: list[PlannedRange], tasks: int) -> None:
+def test_packed_tasks_split_no_partition(ranges: list[PlannedRange], tasks: int) -> None:
     found = packed(ranges, tasks)
 
     assert len(found) == min(tasks, len(ranges))
@@ -48,7 +48,7 @@ def test_tasks_of_whole_partitions_divide_none(ranges: list[PlannedRange], tasks
 
 
 @given(RANGES, st.integers(1, 10))
-def test_divided_tasks_are_about_equal_and_hold_a_partition_once(ranges: list[PlannedRange], tasks: int) -> None:
+def test_divided_tasks_are_balanced_and_have_a_partition_once(ranges: list[PlannedRange], tasks: int) -> None:
     found = split(ranges, tasks)
     total = offsets(ranges).total()
 

@@ -1,4 +1,4 @@
-"""Every offset of a drained range is found exactly once, or named; what the log does not hold is no error."""
+"""A verification finds every offset of a drained range exactly once or names it; log holes are allowed."""
 
 import asyncio
 import dataclasses
@@ -85,7 +85,7 @@ async def _produced(run: HistoryRun) -> HistoryRun:
     return run
 
 
-async def test_a_run_whose_rows_are_all_there_is_verified_and_may_be_handed_over(drained: HistoryRun) -> None:
+async def test_a_complete_run_is_verified_and_can_be_handed_over(drained: HistoryRun) -> None:
     found = await drained.verify()
 
     assert found.ok
@@ -97,7 +97,7 @@ async def test_a_run_whose_rows_are_all_there_is_verified_and_may_be_handed_over
 
 
 @pytest.mark.chaos
-async def test_rows_of_a_file_that_is_gone_are_missing_and_named(drained: HistoryRun) -> None:
+async def test_rows_of_a_deleted_file_are_missing_and_named(drained: HistoryRun) -> None:
     gone = drained.outcome_files()[0]
     lost = pq.read_table(gone).to_pylist()
     gone.unlink()
@@ -115,7 +115,7 @@ async def test_rows_of_a_file_that_is_gone_are_missing_and_named(drained: Histor
 
 
 @pytest.mark.chaos
-async def test_a_row_that_is_there_twice_is_named(drained: HistoryRun) -> None:
+async def test_a_duplicate_row_is_named(drained: HistoryRun) -> None:
     file = drained.outcome_files()[0]
     table = pq.read_table(file)
     pq.write_table(table.slice(3, 2), file.with_name("again.parquet"))
@@ -129,7 +129,7 @@ async def test_a_row_that_is_there_twice_is_named(drained: HistoryRun) -> None:
     assert not found.missing
 
 
-async def test_a_duplicate_does_not_make_up_for_a_missing_row(drained: HistoryRun) -> None:
+async def test_a_duplicate_does_not_compensate_for_a_missing_row(drained: HistoryRun) -> None:
     """Their number is right: only the offsets tell."""
     file = drained.outcome_files()[0]
     rows = pq.read_table(file).to_pylist()
@@ -192,7 +192,7 @@ async def test_markers_and_aborted_records_are_holes(run: HistoryRun) -> None:
 
 
 @pytest.mark.chaos
-async def test_what_compaction_has_taken_out_before_the_drain_is_a_hole(
+async def test_records_compacted_before_the_drain_are_holes(
     run: HistoryRun, topic: str, group: str, spark_modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compacted = f"{topic}-compacted"
@@ -215,7 +215,7 @@ async def test_what_compaction_has_taken_out_before_the_drain_is_a_hole(
 
 
 @pytest.mark.chaos
-async def test_what_retention_has_deleted_since_is_counted_and_no_error(run: HistoryRun) -> None:
+async def test_records_deleted_by_retention_since_are_counted_without_error(run: HistoryRun) -> None:
     await run.plan()
     await run.drain()
     for file in run.outcome_files():
@@ -231,7 +231,7 @@ async def test_what_retention_has_deleted_since_is_counted_and_no_error(run: His
 
 
 @pytest.mark.chaos
-async def test_what_the_group_had_finished_before_counts_as_done(run: HistoryRun, group: str) -> None:
+async def test_records_the_group_finished_before_count_as_done(run: HistoryRun, group: str) -> None:
     noted = CommitMetadata(finished=(Run(12, 15),)).text(10)
     async with KafkaAdmin(Settings(bootstrap_servers=run.kafka.bootstrap)) as brokers:
         commits = {TopicPartition(run.topic, 0): Committed(10, noted), TopicPartition(run.topic, 1): Committed(0, "")}
@@ -251,7 +251,7 @@ async def test_what_the_group_had_finished_before_counts_as_done(run: HistoryRun
     assert (await run.verify()).duplicates == {f"{run.topic}/0": Found(count=1, offsets=(13,))}
 
 
-async def test_a_topic_that_was_made_anew_is_refused(run: HistoryRun) -> None:
+async def test_a_recreated_topic_is_refused(run: HistoryRun) -> None:
     await run.plan()
     await run.kafka.delete_topic(run.topic)
     await run.kafka.create_topic(run.topic, partitions=2)
@@ -271,7 +271,7 @@ async def test_a_run_with_nothing_to_do_is_verified(run: HistoryRun) -> None:
 
 
 @pytest.mark.chaos
-async def test_a_run_that_followed_the_log_is_verified_as_far_as_it_went(drained: HistoryRun, tmp_path: Path) -> None:
+async def test_a_following_run_is_verified_as_far_as_it_went(drained: HistoryRun, tmp_path: Path) -> None:
     """Its planned ends lie before."""
     following = dataclasses.replace(drained, directory=tmp_path / "following")
     await following.plan(end={drained.topic: {0: 20, 1: 25}})
@@ -285,7 +285,7 @@ async def test_a_run_that_followed_the_log_is_verified_as_far_as_it_went(drained
 
 
 @pytest.mark.chaos
-async def test_retention_that_overtakes_the_reader_is_no_error(
+async def test_retention_that_overtakes_the_reader_is_not_an_error(
     run: HistoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.plan()
@@ -315,7 +315,7 @@ def _pretend_drained(run: HistoryRun, ends: dict[str, int]) -> None:
 
 
 @pytest.mark.chaos
-async def test_what_was_found_is_in_the_directory_as_json(drained: HistoryRun) -> None:
+async def test_the_findings_are_stored_as_json(drained: HistoryRun) -> None:
     shutil.rmtree(drained.directory / "outcomes" / "batch=1")
 
     found = await drained.verify()

@@ -1,4 +1,4 @@
-"""Who may do what on the guarded listener: SCRAM users and ACLs, set through the plain listener."""
+"""Permissions on the guarded listener: SCRAM users and ACLs, set through the plain listener."""
 
 import asyncio
 import ssl

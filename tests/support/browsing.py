@@ -85,14 +85,14 @@ class Watched:
 
     @property
     def elsewhere(self) -> list[str]:
-        """What was asked of anybody but the page's own place."""
+        """Return the requests to other origins."""
         return [request.url for request in self.asked if not request.url.startswith(self.address)]
 
     async def points(self, plot: str) -> int:
         return int(await self.page.locator(f"#plot-{plot} svg").get_attribute("data-points") or "0")
 
     async def moved(self, plot: str, by: int) -> None:
-        """Wait until a plot has so many points more, and its line is drawn anew through several."""
+        """Wait until a plot has *by* more points, and its line is redrawn through several."""
         line = self.page.locator(f"#plot-{plot} svg path.line").first
         given = [plot, await self.points(plot) + by, await line.get_attribute("d")]
         await self.page.wait_for_function(MOVED, arg=given)

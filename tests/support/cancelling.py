@@ -1,4 +1,4 @@
-"""A coroutine that is cancelled at each of its awaits in turn, as SIGINT may do at any moment."""
+"""Cancels a coroutine at each of its awaits in turn, as SIGINT may at any moment."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,16 +10,16 @@ _DEADLINE = 10.0
 
 
 class Sweep(NamedTuple):
-    """What became of the runs."""
+    """The outcome of the runs."""
 
     awaits: int
     """At so many places the coroutine waited when nobody cancelled it."""
-    went_on: list[str]
-    """Where a cancellation was lost: the frames of the coroutine, and what came of it."""
+    lost: list[str]
+    """Lost cancellations: the frames of the coroutine, and the result."""
 
 
 def cancel_at_each_await(make: Callable[[], Coroutine[Any, Any, object]]) -> Sweep:
-    """Run a coroutine again and again, each time in a loop of its own, and cancel its task once.
+    """Run a coroutine again and again, each time in a new loop, and cancel its task once.
 
     Two moments of each await: when the task begins to wait, and when what it waits for has come but the task does not
     run yet. To be called where no event loop runs.
@@ -28,13 +28,13 @@ def cancel_at_each_await(make: Callable[[], Coroutine[Any, Any, object]]) -> Swe
         make: Makes the coroutine; does the same each time, about.
     """
     awaits = _Run(make, -1, done=False).awaits
-    went_on = []
+    lost = []
     for number in range(1, awaits + 1):
         for done in (False, True):
             run = _Run(make, number, done=done)
             if run.cancelled_at is not None and run.became != "cancelled":
-                went_on.append(f"{run.cancelled_at}: {run.became}")
-    return Sweep(awaits, went_on)
+                lost.append(f"{run.cancelled_at}: {run.became}")
+    return Sweep(awaits, lost)
 
 
 class _Run:

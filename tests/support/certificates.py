@@ -1,4 +1,4 @@
-"""Certificates that live for one test run: an authority, and a server key that it signed."""
+"""Certificates for one test run: an authority, and a server key that it signed."""
 
 import ipaddress
 from dataclasses import dataclass

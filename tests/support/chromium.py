@@ -1,4 +1,4 @@
-"""A real browser without a window, that opens a page with no network; and how it gets onto the machine."""
+"""A headless browser that opens pages without a network, and its installation."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What tests do to a Kafka cluster from outside: topics, records, transactions, committed offsets.
+"""Actions on a Kafka cluster from outside: topics, records, transactions, committed offsets.
 
 Everything here has a deadline and leaves no connection open.
 """
@@ -283,7 +283,7 @@ async def _send(
     partition: int | None,
     headers: Sequence[tuple[str, bytes | None]],
 ) -> list[tuple[int, int]]:
-    """Packs whole batches by hand: some ten times quicker than `producer.send` for each record."""
+    """Packs whole batches itself: about ten times quicker than `producer.send` for each record."""
     partitions = sorted(await producer.partitions_for(topic))
     lanes: dict[int, list[int]] = {}
     for index, (key, _) in enumerate(messages):

@@ -1,4 +1,4 @@
-"""The command line in this process: quicker than a process of its own, and measured by coverage.
+"""The command line in the test process: faster than a subprocess, and measured by coverage.
 
 A `conftest.py` imports the fixture `aioshard` for its tests.
 """
@@ -14,7 +14,7 @@ from aioshard.cli.main import main
 
 
 class Ended(NamedTuple):
-    """What became of a command."""
+    """The result of a command."""
 
     code: int
     output: str

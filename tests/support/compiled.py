@@ -1,4 +1,4 @@
-"""The compiled package, built once for each state of the sources, and the fast tests on it."""
+"""The compiled package, built once per state of the sources, and the fast tests on it."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Where the jars of Spark's own Kafka connector are: fetched once by Maven, or said by `AIOSHARD_CONNECTOR_JARS`."""
+"""The jars of Spark's own Kafka connector: fetched once by Maven, or set in `AIOSHARD_CONNECTOR_JARS`."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Incidents of real groups on a real broker, in small, recorded as input for `promtool test rules`.
+"""Small incidents of real groups on a real broker, recorded as input for `promtool test rules`.
 
 `python -m tests.support.incidents` writes `deploy/prometheus/aioshard.incidents.test.yml`; it takes three minutes.
 

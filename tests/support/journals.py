@@ -1,4 +1,4 @@
-"""Journals that no app wrote: rows from plain values or from a seed, as Parquet."""
+"""Generated journals: rows from plain values or from a seed, as Parquet."""
 
 import dataclasses
 import random
@@ -67,7 +67,7 @@ def seeded_rows(
     without_key: float = 0.1,
     shards: int | None = None,
 ) -> list[Row]:
-    """Rows of records as they come in; each starts when it arrived, as with workers without end.
+    """Rows of records as they come in; each starts when it arrived, as with unlimited workers.
 
     Args:
         seed: The same seed gives the same rows.

@@ -1,4 +1,4 @@
-"""A real Kafka broker in a process of its own, on free ports of 127.0.0.1."""
+"""A real Kafka broker in its own process, on free ports of 127.0.0.1."""
 
 import asyncio
 import json
@@ -155,7 +155,7 @@ class KafkaBroker(GuardedCluster):
         os.killpg(self.process_group, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets a frozen broker go on."""
+        """Resumes a frozen broker."""
         os.killpg(self.process_group, signal.SIGCONT)
 
     def tail(self) -> str:

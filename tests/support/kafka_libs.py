@@ -1,4 +1,4 @@
-"""Where the broker's jars are: fetched once by Maven, or said by `AIOSHARD_KAFKA_LIBS`."""
+"""The jars of the broker: fetched once by Maven, or set in `AIOSHARD_KAFKA_LIBS`."""
 
 import fcntl
 import os

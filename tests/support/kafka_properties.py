@@ -1,4 +1,4 @@
-"""What the test broker is told: one node, quick time-outs, a plain and a guarded listener."""
+"""The configuration of the test broker: one node, short timeouts, a plain and a guarded listener."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ QUICK: dict[str, str] = {
     "log.segment.delete.delay.ms": "500",
     "log.cleaner.backoff.ms": "100",
     "log.cleaner.dedupe.buffer.size": "8388608",
-    # An abandoned transaction is aborted about a second after its own time-out.
+    # An abandoned transaction is aborted about a second after its own timeout.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
     # After a kill the controller refuses the same broker until its old session has ended.
     "broker.session.timeout.ms": "3000",
@@ -99,7 +99,7 @@ def _listeners(ports: Ports, **others: int) -> str:
 
 
 def _security(certificates: Certificates) -> dict[str, str]:
-    """The guarded listener; whoever comes through the plain one is ANONYMOUS and may do everything."""
+    """The guarded listener; clients of the plain one are ANONYMOUS and may do everything."""
     login = "org.apache.kafka.common.security"
     users = " ".join(f'user_{user.username}="{user.password}"' for user in (PLAIN_USER, SUPER_USER))
     return {

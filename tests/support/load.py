@@ -1,4 +1,4 @@
-"""A steady load: records that an idempotent producer sends, whatever happens to the brokers."""
+"""A steady load: records of an idempotent producer that survives broker failures."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Tests that hold on both event loops in which apps run."""
+"""Runs tests on both event loops that apps use."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,6 +14,6 @@ NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
 def run_on(new_loop: NewLoop, main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in a loop of its own."""
+    """Run a coroutine in a new loop."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(main)

@@ -1,4 +1,4 @@
-"""Where the jars of Confluent's Parallel Consumer are: fetched once by Maven."""
+"""The jars of Confluent's Parallel Consumer: fetched once by Maven."""
 
 import fcntl
 import shutil

@@ -1,4 +1,4 @@
-"""The app in the pictures of the documentation: some of its records hang, fail, or are parked."""
+"""The app in the pictures of the documentation: some records hang, fail, or are parked."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server in a process of its own, on a free port of 127.0.0.1; and how it gets onto the machine."""
+"""A real PostgreSQL server in its own process, on a free port of 127.0.0.1, and its installation."""
 
 import os
 import pwd
@@ -24,7 +24,7 @@ from tests.support.provision import or_installed, provide
 
 DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")
 ACCOUNT = "postgres"
-"""Who runs the server where the tests run as root, because PostgreSQL refuses that; Debian's package creates it."""
+"""The account of the server if the tests run as root, because PostgreSQL refuses root; Debian's package creates it."""
 PACKAGES = ("postgresql",)
 START_TIMEOUT = 60.0
 READY_INTERVAL = 0.05
@@ -47,7 +47,7 @@ class PostgresqlFailedError(RuntimeError):
 
 
 class PostgresqlServer:
-    """One server with data of its own; it ends with this process, however that ends.
+    """One server with its own data; it ends with this process, however that ends.
 
     Attributes:
         directory: Its data and its log.

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes what a test says, its checker, and how both get onto the machine."""
+"""A real Prometheus with the targets of a test, promtool, and their installation."""
 
 import asyncio
 import re
@@ -43,7 +43,7 @@ def programs() -> tuple[str, str]:
 
 
 def promtool(*arguments: str | Path, page: bytes | None = None) -> str:
-    """What promtool says; *page* is its standard input.
+    """Return the output of promtool; *page* is its standard input.
 
     Raises:
         PrometheusUnavailableError: There is none.
@@ -57,7 +57,7 @@ def promtool(*arguments: str | Path, page: bytes | None = None) -> str:
 
 
 class Prometheus:
-    """A server with a directory of its own, that scrapes and evaluates twice a second.
+    """A server with its own directory that scrapes and evaluates twice a second.
 
     Example:
         async with Prometheus(tmp_path, "127.0.0.1:8080", rules) as prometheus:

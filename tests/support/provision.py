@@ -1,4 +1,4 @@
-"""What tests need beside Python: installed where that is possible, and said where it is missing."""
+"""Requirements of the tests besides Python: installed if possible, otherwise reported."""
 
 import os
 import shutil

@@ -1,10 +1,10 @@
-"""Proxies in front of brokers, which delay, cut, swallow, hold and change what clients say and hear.
+"""Proxies in front of brokers that delay, cut, swallow, hold and change requests and responses.
 
 A proxy reads the header of each request, so a rule may be for one node, one API and one client:
 
     rule = proxies.hold(api_key=OFFSET_FETCH, client_id="heir*")
     await rule.met.wait()        # such a request has come; `rule.requests` has it
-    rule.lift()                  # it goes on to the broker now
+    rule.lift()                  # it continues to the broker now
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class Rule:
         )
 
     def lift(self) -> None:
-        """End it: requests that it holds go on, connections that it has silenced are closed."""
+        """End it: requests that it holds continue, connections that it has silenced are closed."""
         self.end(self)
         self.lifted.set()
 

@@ -1,6 +1,6 @@
-"""Has threads read the stacks of coroutines that end all the time, in a process that collects garbage all the time.
+"""Threads read the stacks of short-lived coroutines during constant garbage collection.
 
-A process of its own, because what goes wrong there ends a process or makes it hang.
+It is a separate process, because a failure there crashes or hangs the process.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
 
 from aioshard.engine.stack import stack_above, stack_of, waits_for
-from tests.support.questions import Questions
+from tests.support.queries import Queries
 
 WORKERS = 16
 READERS = 3
@@ -57,7 +57,7 @@ def descend(levels: int) -> None:
         descend(levels - 1)
 
 
-def reading(workers: list[Worker]) -> Questions:
+def reading(workers: list[Worker]) -> Queries:
     """Threads that read where the workers stand, and the loop."""
     loop_thread, task = threading.get_ident(), asyncio.current_task()
     assert task is not None
@@ -68,20 +68,20 @@ def reading(workers: list[Worker]) -> Questions:
             waits_for(worker.running, task)
         stack_above(loop_thread, None)
 
-    return Questions(*[read] * READERS)
+    return Queries(*[read] * READERS)
 
 
-async def read_stacks(seconds: float) -> Questions:
+async def read_stacks(seconds: float) -> Queries:
     workers = [Worker() for _ in range(WORKERS)]
     end = time.monotonic() + seconds
-    async with reading(workers) as questions:
+    async with reading(workers) as queries:
         await asyncio.gather(*(worker.work(end) for worker in workers))
-    return questions
+    return queries
 
 
-async def fork_meanwhile(times: int) -> Questions:
+async def fork_meanwhile(times: int) -> Queries:
     """Children of a process whose stacks are being read can read stacks and collect garbage too."""
-    async with reading([Worker()]) as questions:
+    async with reading([Worker()]) as queries:
         for _ in range(times):
             child = os.fork()
             if child == 0:
@@ -89,7 +89,7 @@ async def fork_meanwhile(times: int) -> Questions:
                 os._exit(0 if gc.isenabled() else 1)
             _, status = await asyncio.to_thread(os.waitpid, child, 0)
             assert status == 0, status
-    return questions
+    return queries
 
 
 class Asked:
@@ -127,16 +127,16 @@ async def async_generator(asked: Asked, times: int) -> AsyncGenerator[None, None
     yield
 
 
-async def read_oneself(times: int) -> Questions:
+async def read_oneself(times: int) -> Queries:
     """Stacks of what is executing are read at every state of the interpreter's counters."""
-    questions = Questions()
+    queries = Queries()
     kinds: tuple[Callable[[Asked, int], Any], ...] = (coroutine, generator, async_generator)
     for number, kind in enumerate(kinds):
         asked = Asked()
         asked.of = awaited = kind(asked, times)
         await (anext(awaited) if kind is async_generator else awaited)
-        questions.asked[number] = asked.times
-    return questions
+        queries.asked[number] = asked.times
+    return queries
 
 
 def main() -> None:
@@ -147,10 +147,10 @@ def main() -> None:
     sys.setswitchinterval(5e-5)
     gc.set_threshold(20, 3, 3)
     run = {"read": read_stacks, "fork": fork_meanwhile, "oneself": read_oneself}[sys.argv[1]]
-    questions = asyncio.run(run(int(sys.argv[2])))
-    assert questions.failures == []
+    queries = asyncio.run(run(int(sys.argv[2])))
+    assert queries.failures == []
     assert gc.isenabled()
-    print(*questions.asked.values())
+    print(*queries.asked.values())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A command in a process of its own, whose output is read all the time."""
+"""A command in its own process, whose output is read continuously."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ DEADLINE = 40.0
 
 
 class Running:
-    """An `aioshard run` in a directory of its own, whose output is read all the time."""
+    """An `aioshard run` in its own directory, whose output is read continuously."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process

@@ -1,4 +1,4 @@
-"""The one broker of a test run, and the one cluster of three, shared by every process of the run.
+"""The broker and the three-broker cluster of a test run, shared by all its processes.
 
 The first process that needs one starts it, under a lock; the process that leads the run ends both.
 """
@@ -73,7 +73,7 @@ def _broker() -> KafkaBroker:
 
 @functools.cache
 def shared_three_brokers() -> ThreeBrokers:
-    """The run's cluster, as whoever holds the lock `cluster` may start, use and harm it."""
+    """The run's cluster; only the holder of the lock `cluster` may start, use and harm it."""
     return ThreeBrokers(_directory("cluster"), watched=int(os.environ[RUN_LEADER]))
 
 

@@ -1,4 +1,4 @@
-"""The site of the documentation: built from a copy of the checkout, in which nothing changes."""
+"""The documentation site, built from an unchanging copy of the checkout."""
 
 import shutil
 import subprocess

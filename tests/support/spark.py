@@ -1,4 +1,4 @@
-"""One Spark session for all tests of a process, and a directory from which its workers import test apps."""
+"""One Spark session per test process, and a directory from which its workers import test apps."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A cluster of three real brokers on 127.0.0.1, and what may happen to one.
+"""A cluster of three real brokers on 127.0.0.1, and the faults to inject.
 
 A test takes the fixture `brokers`, is marked `cluster` thereby, and has the cluster to itself until it ends:
 
@@ -145,7 +145,7 @@ class ThreeBrokers(KafkaCluster):
             await asyncio.sleep(POLL_INTERVAL)
 
     async def thaw(self, node: int) -> None:
-        """Let a frozen node go on; returns when all know it as there."""
+        """Resume a frozen node; returns when all nodes see it."""
         self.nodes[node].thaw()
         await self.until(lambda seen: node in _registered(seen), f"node {node} is there")
 
@@ -275,7 +275,7 @@ class ThreeBrokers(KafkaCluster):
         return await asyncio.gather(*(name(node) for node in self._answering))
 
     async def _describe(self, node: int) -> dict[str, Any]:
-        """What a node says of all brokers and topics."""
+        """Return a node's metadata of all brokers and topics."""
         answer: dict[str, Any] = (await self._ask(node, MetadataRequest(None))).to_object()
         return answer
 
@@ -286,7 +286,7 @@ class ThreeBrokers(KafkaCluster):
             return None
 
     async def _ask(self, node: int, request: Any) -> Any:
-        """The answer of one node to one request, on a connection of its own."""
+        """The answer of one node to one request, on a separate connection."""
         port = self.nodes[node].ports.plain
         connection = await create_conn("127.0.0.1", port, client_id="harness", request_timeout_ms=ANSWER_TIMEOUT_MS)
         try:

@@ -1,4 +1,4 @@
-"""An app before it runs, while it runs and after."""
+"""An app before, during and after its run."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def test_an_app_needs_a_group(group_id: str) -> None:
         App(group_id)
 
 
-def test_handlers_of_another_module_are_taken_over_whole_or_not_at_all() -> None:
+def test_a_router_is_included_whole_or_not_at_all() -> None:
     app, others = make_app(), Router()
     others.consume("clicks")(on_record)
     others.consume("orders")(on_record)
@@ -35,7 +35,7 @@ def test_handlers_of_another_module_are_taken_over_whole_or_not_at_all() -> None
     assert [registration.topics for registration in app.handlers] == [("orders",)]
 
 
-def test_an_app_without_handlers_is_an_app_and_does_not_start() -> None:
+def test_an_app_without_handlers_does_not_start() -> None:
     app = App("billing")
     assert bool(app)
 
@@ -47,7 +47,7 @@ def test_an_app_without_handlers_is_an_app_and_does_not_start() -> None:
     run(scenario())
 
 
-def test_what_comes_while_it_runs_is_refused() -> None:
+def test_changes_while_the_app_runs_are_refused() -> None:
     app, others = make_app(), Router()
     others.consume("clicks")(on_record)
 
@@ -67,7 +67,7 @@ def test_what_comes_while_it_runs_is_refused() -> None:
     assert [registration.topics for registration in app.handlers] == [("orders",), ("clicks",)]
 
 
-def test_statistics_before_the_first_start_and_after_the_end() -> None:
+def test_statistics_work_before_the_first_start_and_after_the_end() -> None:
     app = make_app()
     before = app.statistics()
     assert (before.state, before.group_id, before.member_id, before.partitions) == ("stopped", "billing", None, ())
@@ -83,7 +83,7 @@ def test_statistics_before_the_first_start_and_after_the_end() -> None:
     assert app.explain() == "The app is not running.\n"
 
 
-def test_stopping_what_does_not_run_does_nothing() -> None:
+def test_stopping_an_app_that_is_not_running_does_nothing() -> None:
     app = make_app()
     app.stop()
 
@@ -96,7 +96,7 @@ def test_stopping_what_does_not_run_does_nothing() -> None:
     app.stop()
 
 
-def test_a_setting_that_is_refused_leaves_those_before_as_they_were() -> None:
+def test_a_refused_setting_keeps_the_previous_ones() -> None:
     app = App("billing", commit_interval=2.0)
     with pytest.raises(SettingsError):
         app.configure(commit_interval=-1.0)
@@ -106,7 +106,7 @@ def test_a_setting_that_is_refused_leaves_those_before_as_they_were() -> None:
     assert (app.settings.commit_interval, app.settings.commit_timeout) == (2.0, 4.0)
 
 
-async def test_a_time_out_that_no_drain_waits_for_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_timeout_longer_than_the_drain_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     app = App("billing", auto_offset_reset="earliest", drain_timeout=5.0)
 
     @app.consume("orders", timeout=60.0)

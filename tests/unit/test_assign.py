@@ -1,4 +1,4 @@
-"""The setting `assign`: how it is written, what it cannot stand beside, and whether it is that of the handlers."""
+"""The setting `assign`: its formats, conflicts with other settings, and matching handlers."""
 
 import asyncio
 import os
@@ -34,11 +34,11 @@ def refusal(**values: Any) -> str:
         (None, None),
     ],
 )
-def test_it_is_a_mapping_or_text(given: object, read: object) -> None:
+def test_assign_is_a_mapping_or_text(given: object, read: object) -> None:
     assert Settings(assign=given).assign == read
 
 
-def test_it_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assign_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_ASSIGN", "orders:0-2,payments:1")
     assert Settings().assign == {"orders": (0, 1, 2), "payments": (1,)}
     assert App("billing", assign={"orders": [4]}).settings.assign == {"orders": (4,)}
@@ -46,13 +46,13 @@ def test_it_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings().assign is None
 
 
-def test_it_comes_from_a_file(tmp_path: Any) -> None:
+def test_assign_can_come_from_a_file(tmp_path: Any) -> None:
     file = tmp_path / "settings.env"
     file.write_text("AIOSHARD_ASSIGN=orders:0-1\n")
     assert Settings(_env_file=file).assign == {"orders": (0, 1)}
 
 
-def test_it_is_ready_for_json_and_for_being_replaced() -> None:
+def test_assign_survives_json_and_replace() -> None:
     settings = Settings(assign="orders:0-1")
     assert settings.asdict()["assign"] == {"orders": [0, 1]}
     assert settings.replace(commit_interval=2.0).assign == {"orders": (0, 1)}
@@ -76,12 +76,12 @@ def test_it_is_ready_for_json_and_for_being_replaced() -> None:
         ("orders:0-999999999", "TOPIC:PARTITION"),
     ],
 )
-def test_what_it_cannot_be_is_refused_in_a_sentence(given: object, why: str) -> None:
+def test_an_invalid_assign_is_refused_with_a_reason(given: object, why: str) -> None:
     with pytest.raises(SettingsError, match=rf"assign=.* is refused: .*({why})"):
         Settings(assign=given)
 
 
-def test_a_variable_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_ASSIGN", "orders")
     assert refusal().startswith("AIOSHARD_ASSIGN='orders' is refused: 'orders' is not TOPIC:PARTITION")
 
@@ -97,17 +97,17 @@ def test_a_variable_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         ("rebalance_timeout", 90.0),
     ],
 )
-def test_what_only_a_group_has_is_refused_beside_it(name: str, value: object) -> None:
+def test_group_settings_are_refused_with_assign(name: str, value: object) -> None:
     assert refusal(assign="orders:0", **{name: value}).startswith(f"{name}=")
     assert "has no effect with assign" in refusal(assign="orders:0", **{name: value})
 
 
-def test_a_protocol_in_which_the_broker_assigns_is_refused_beside_it() -> None:
+def test_kip_848_is_refused_with_assign() -> None:
     told = refusal(assign="orders:0", client="confluent", group_protocol="consumer")
     assert "group_protocol='consumer' has no effect with assign" in told
 
 
-def test_nobody_waits_for_a_drain_so_it_may_take_long() -> None:
+def test_drain_timeout_is_unlimited_with_assign() -> None:
     assert Settings(assign="orders:0", drain_timeout=600.0).drain_timeout == 600.0
     assert "does not fit" in refusal(drain_timeout=600.0)
 
@@ -145,7 +145,7 @@ def app_of(*topics: str, assign: Any, **options: Any) -> App:
         ),
     ],
 )
-async def test_what_the_handlers_do_not_have_is_refused_before_anything_connects(
+async def test_topics_without_a_handler_are_refused_before_connecting(
     topics: list[str], assign: str, options: dict[str, Any], why: str
 ) -> None:
     app = app_of(*topics, assign=assign, **options)
@@ -156,6 +156,6 @@ async def test_what_the_handlers_do_not_have_is_refused_before_anything_connects
             await app.serve()
 
 
-def test_what_the_handlers_have_is_taken() -> None:
+def test_topics_of_the_handlers_are_accepted() -> None:
     app_of("orders", "payments", assign="payments:0,orders:3").check()
     app_of("orders", assign=None).check()

@@ -16,7 +16,7 @@ COMPILED = EXPECTED in os.environ
 
 
 @pytest.mark.parametrize("path", modules(), ids=str)
-def test_every_listed_module_is_the_expected_one(path: Path) -> None:
+def test_every_listed_module_is_compiled_as_expected(path: Path) -> None:
     imported = importlib.import_module(".".join(path.with_suffix("").parts)).__file__
     assert imported is not None
     if COMPILED:
@@ -25,6 +25,6 @@ def test_every_listed_module_is_the_expected_one(path: Path) -> None:
         assert imported == str(PROJECT / path)
 
 
-def test_the_version_says_which_one_runs() -> None:
+def test_the_version_says_whether_it_is_compiled() -> None:
     done = subprocess.run([sys.executable, "-m", "aioshard", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"aioshard {__version__} ({'compiled' if COMPILED else 'pure Python'})\n"

@@ -65,7 +65,7 @@ def scenario(test: Callable[[Client], Awaitable[None]]) -> None:
     run(live())
 
 
-def test_a_broker_that_hangs_holds_up_no_connection_to_another_one() -> None:
+def test_a_hanging_broker_does_not_delay_connections_to_others() -> None:
     async def test(client: Client) -> None:
         now = asyncio.get_running_loop().time
         began = now()
@@ -83,7 +83,7 @@ def test_a_broker_that_hangs_holds_up_no_connection_to_another_one() -> None:
     scenario(test)
 
 
-def test_two_who_want_the_same_broker_get_the_same_connection() -> None:
+def test_concurrent_callers_share_a_connection() -> None:
     async def test(client: Client) -> None:
         one, two = await asyncio.gather(client._get_conn(2), client._get_conn(2))
         assert one is two
@@ -91,7 +91,7 @@ def test_two_who_want_the_same_broker_get_the_same_connection() -> None:
     scenario(test)
 
 
-def test_a_heartbeat_that_is_not_answered_ends_the_connection_and_a_commit_does_not() -> None:
+def test_only_an_unanswered_heartbeat_closes_the_connection() -> None:
     """A commit waits for replicas, and has the deadline of who sends it."""
 
     async def test(client: Client) -> None:
@@ -118,7 +118,7 @@ def test_a_heartbeat_that_is_not_answered_ends_the_connection_and_a_commit_does_
     ],
     ids=["lost, as uvloop reports it", "unknown request", "unknown version"],
 )
-def test_a_request_that_the_broker_does_not_support_is_not_a_lost_connection(
+def test_an_unsupported_request_is_not_a_lost_connection(
     failure: Exception, raised: type[Exception], connected: bool
 ) -> None:
     """aiokafka's own errors are RuntimeErrors too."""
@@ -134,7 +134,7 @@ def test_a_request_that_the_broker_does_not_support_is_not_a_lost_connection(
     scenario(test)
 
 
-def test_a_broker_that_is_just_starting_and_knows_no_versions_is_connected_to_again() -> None:
+def test_a_starting_broker_without_api_versions_is_retried() -> None:
     async def test(client: Client) -> None:
         connection = await client._get_conn(2)
         connection._versions = {}
@@ -145,7 +145,7 @@ def test_a_broker_that_is_just_starting_and_knows_no_versions_is_connected_to_ag
     scenario(test)
 
 
-def test_a_client_that_was_torn_down_does_not_connect_again_and_keeps_nobody_waiting() -> None:
+def test_a_closed_client_does_not_reconnect_or_block() -> None:
     async def test(client: Client) -> None:
         client._sync_task = asyncio.create_task(asyncio.sleep(1_000))
         client._md_update_fut = asyncio.get_running_loop().create_future()

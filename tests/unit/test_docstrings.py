@@ -15,7 +15,7 @@ MODULES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_examples_of_a_module_print_what_they_show(module: str) -> None:
+def test_doctest_examples_pass(module: str) -> None:
     told: list[str] = []
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
 

@@ -1,4 +1,4 @@
-"""The decorator refuses what cannot work when it is applied, and registers nothing then."""
+"""The decorator refuses invalid handlers at once and then registers nothing."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def test_a_handler_is_called_as_its_signature_asks(
 
 @dataclasses.dataclass
 class Order:
-    """What a value may be decoded to."""
+    """A payload type."""
 
     number: int
 
@@ -99,7 +99,7 @@ async def decoded_slowly(record: Record) -> Order:
     ],
     ids=["record", "payload", "partial", "batch", "decoded", "decoded by name", "decoded batch"],
 )
-def test_what_a_handler_gets_is_chosen_when_it_is_registered(function: Any, options: Any, expected: object) -> None:
+def test_handler_arguments_are_resolved_at_registration(function: Any, options: Any, expected: object) -> None:
     handlers = Router()
     handlers.consume("orders", **options)(function)
     (registration,) = handlers
@@ -114,7 +114,7 @@ def test_what_a_handler_gets_is_chosen_when_it_is_registered(function: Any, opti
 
 
 class Service:
-    """Whose methods are handlers."""
+    """An object whose methods are handlers."""
 
     async def on_order(self, order: Order, context: Context) -> None: ...
 
@@ -160,7 +160,7 @@ async def with_a_codec(codec: str, order: Order) -> None: ...
     ],
     ids=["method", "partial of a method", "partial", "wrapped", "annotated", "collection", "by name", "typed list"],
 )
-def test_whatever_the_form_of_a_handler_its_name_and_type_are_found(function: Any, name: str, options: Any) -> None:
+def test_name_and_payload_type_are_found_for_every_kind_of_handler(function: Any, name: str, options: Any) -> None:
     handlers = Router()
     handlers.consume("orders", **options)(function)
     (registration,) = handlers
@@ -215,7 +215,7 @@ def elsewhere() -> dict[str, Any]:
         ("on_any", {"batch": Batch()}),
     ],
 )
-def test_a_record_needs_no_name_when_the_program_runs(elsewhere: dict[str, Any], name: str, options: Any) -> None:
+def test_a_record_annotation_need_not_exist_at_runtime(elsewhere: dict[str, Any], name: str, options: Any) -> None:
     handlers = Router()
     handlers.consume("orders", **options)(elsewhere[name])
     (registration,) = handlers
@@ -224,12 +224,12 @@ def test_a_record_needs_no_name_when_the_program_runs(elsewhere: dict[str, Any],
 
 
 @pytest.mark.parametrize(("name", "options"), [("on_order", {}), ("on_orders", {"batch": Batch()}), ("on_half", {})])
-def test_a_type_does(elsewhere: dict[str, Any], name: str, options: Any) -> None:
+def test_a_payload_annotation_must_exist_at_runtime(elsewhere: dict[str, Any], name: str, options: Any) -> None:
     with pytest.raises(HandlerError, match=f"handler '{name}' takes orders?: .*, and this name does not exist when"):
         Router().consume("orders", **options)(elsewhere[name])
 
 
-def test_a_function_that_a_foreign_decorator_wraps_is_read_with_the_names_of_its_own_module(
+def test_a_decorated_function_is_resolved_in_its_own_module(
     elsewhere: dict[str, Any],
 ) -> None:
     handlers = Router()
@@ -246,7 +246,7 @@ async def on_few(number: "Annotated[int, pydantic.Field(lt=3)]") -> None: ...
 async def on_a_list(numbers: list[int]) -> None: ...
 
 
-def test_constraints_of_an_annotation_hold_and_a_list_may_be_one_value() -> None:
+def test_annotation_constraints_hold_and_a_list_can_be_one_value() -> None:
     handlers = Router()
     handlers.consume("few")(on_few)
     handlers.consume("lists")(on_a_list)
@@ -347,7 +347,7 @@ async def takes_what_cannot_be_decoded(orders: list[Opaque]) -> None: ...
         (takes_what_cannot_be_decoded, Batch(), "takes Opaque, which values cannot be decoded into"),
     ],
 )
-def test_a_handler_that_takes_other_than_it_is_given_is_refused(function: Any, batch: Any, sentence: str) -> None:
+def test_a_handler_with_the_wrong_signature_is_refused(function: Any, batch: Any, sentence: str) -> None:
     handlers = Router()
 
     with pytest.raises(HandlerError) as refused:
@@ -438,7 +438,7 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         ((), {"pattern": "orders.*", "on_failure": Park("orders.parked")}, "narrow the pattern"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, sentence: str) -> None:
+def test_an_impossible_option_is_refused(topics: Any, options: Any, sentence: str) -> None:
     with pytest.raises(HandlerError) as refused:
         Router().consume(*topics, **options)
 
@@ -454,7 +454,7 @@ def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, senten
     ],
 )
 @pytest.mark.parametrize("order", [1, -1], ids=["before", "after"])
-def test_a_topic_of_parked_records_is_for_those_alone(topics: Any, options: Any, order: int) -> None:
+def test_a_park_topic_is_for_parked_records_only(topics: Any, options: Any, order: int) -> None:
     handlers = Router()
     first, second = [
         handlers.consume("orders", on_failure=Park("orders.parked")),
@@ -466,7 +466,7 @@ def test_a_topic_of_parked_records_is_for_those_alone(topics: Any, options: Any,
         second(in_a_thread if order > 0 else on_record)
 
 
-def test_handlers_may_share_a_topic_of_parked_records_or_of_dead_letters() -> None:
+def test_handlers_may_share_a_park_or_dead_letter_topic() -> None:
     handlers = Router()
 
     handlers.consume("orders", on_failure=Park("parked"))(on_record)
@@ -499,7 +499,7 @@ def test_a_topic_belongs_to_one_handler(
     assert [registration.name for registration in handlers] == ["on_record"]
 
 
-def test_a_key_is_one_shard_within_its_topic_only() -> None:
+def test_a_key_is_one_shard_only_within_its_topic() -> None:
     handlers = Router()
     handlers.consume("orders", "returns")(on_record)
     (registration,) = handlers
@@ -510,7 +510,7 @@ def test_a_key_is_one_shard_within_its_topic_only() -> None:
     assert len(keys) == 2
 
 
-# Where handlers run ---------------------------------------------------------------------
+# Placement of handlers ------------------------------------------------------------------
 
 
 def computes(record: Record) -> None: ...
@@ -574,7 +574,7 @@ class Locked:
         *("local type", "lambda decodes", "object", "partial"),
     ],
 )
-def test_a_place_where_a_handler_cannot_run_is_refused(function: Any, options: Any, sentence: str) -> None:
+def test_an_invalid_run_in_is_refused(function: Any, options: Any, sentence: str) -> None:
     handlers = Router()
 
     with pytest.raises(HandlerError) as refused:
@@ -594,7 +594,7 @@ def test_a_place_where_a_handler_cannot_run_is_refused(function: Any, options: A
         (computes, "process", "process"),
     ],
 )
-def test_a_handler_runs_where_its_kind_or_run_in_says(function: Any, run_in: Any, expected: str) -> None:
+def test_a_handler_runs_according_to_its_kind_or_run_in(function: Any, run_in: Any, expected: str) -> None:
     handlers = Router()
     handlers.consume("orders", run_in=run_in, decode=None if run_in is None else decodes_plainly)(function)
 
@@ -605,7 +605,7 @@ def test_a_handler_runs_where_its_kind_or_run_in_says(function: Any, run_in: Any
 def hidden(record: Record) -> None: ...
 
 
-def test_a_function_whose_name_means_another_one_is_refused_by_the_check() -> None:
+def test_the_check_refuses_a_function_shadowed_by_another() -> None:
     """Another decorator has replaced it since: a worker process would import that one."""
     app = App("billing")
     app.consume("orders", run_in="process")(hidden)

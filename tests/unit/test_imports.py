@@ -1,4 +1,4 @@
-"""What is large is imported on use."""
+"""Large packages are imported on use."""
 
 import subprocess
 import sys
@@ -11,14 +11,14 @@ LARGE = ("pyspark", "pyarrow", "pandas", "starlette", "uvicorn")
 
 
 @pytest.mark.parametrize("module", ["aioshard", "aioshard.spark", "aioshard.cli.main", "aioshard.cli.spark"])
-def test_nothing_large_comes_with_an_import(module: str) -> None:
+def test_importing_loads_no_large_package(module: str) -> None:
     script = f"import sys, {module}; print([name for name in {LARGE!r} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert found.stdout == "[]\n"
 
 
-def test_without_the_extra_a_command_names_it() -> None:
+def test_a_command_without_its_extra_names_it() -> None:
     script = (
         "import sys\n"
         "sys.modules['pyarrow'] = sys.modules['pyspark'] = None\n"

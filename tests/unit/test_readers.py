@@ -1,4 +1,4 @@
-"""Clients that read answers with a fault: an answer that says less than was asked is neither "nothing" nor "done"."""
+"""Clients reading faulty responses: an omission never means empty or done."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -125,7 +125,7 @@ COMMITS: dict[str, Callable[[Any], Awaitable[None]]] = {
 
 
 @pytest.mark.parametrize("commit", COMMITS.values(), ids=COMMITS)
-async def test_a_partition_that_a_commit_answer_leaves_out_is_not_acknowledged(
+async def test_a_partition_omitted_in_a_commit_response_is_not_acknowledged(
     commit: Callable[[Any], Awaitable[None]],
 ) -> None:
     await commit(stored((0, 0), (1, 0)))
@@ -138,7 +138,7 @@ async def test_a_partition_that_a_commit_answer_leaves_out_is_not_acknowledged(
 @pytest.mark.parametrize(
     ("code", "event"), [(15, "dead"), (16, "dead"), (7, "dead"), (27, "rejoin"), (22, "reset"), (25, "reset")]
 )
-async def test_a_member_whose_commit_is_refused_looks_for_its_group_again(code: int, event: str) -> None:
+async def test_a_refused_commit_triggers_a_coordinator_lookup(code: int, event: str) -> None:
     member = internals(stored((0, 29), (1, code)))
 
     with pytest.raises(kafka.for_code(code)):
@@ -147,7 +147,7 @@ async def test_a_member_whose_commit_is_refused_looks_for_its_group_again(code: 
     assert member.coordinator.events == [event]
 
 
-async def test_an_older_generation_is_no_loss_while_a_member_joins_and_keeps_its_partitions() -> None:
+async def test_an_older_generation_is_not_a_loss_during_a_cooperative_join() -> None:
     member = internals(stored((0, 22), (1, 22)))
     member.coordinator._performed_join_prepare = True
 
@@ -157,7 +157,7 @@ async def test_an_older_generation_is_no_loss_while_a_member_joins_and_keeps_its
     assert member.coordinator.events == []
 
 
-async def test_members_beside_a_manual_assignment_are_named_before_a_topic_that_is_denied() -> None:
+async def test_group_members_are_reported_before_a_denied_topic() -> None:
     with pytest.raises(GroupHasMembersError):
         await commit_without_member(internals(stored((0, 29), (1, 82)), generation=-1, member_id=""), BOTH)
 
@@ -166,7 +166,7 @@ async def test_members_beside_a_manual_assignment_are_named_before_a_topic_that_
 
 
 @pytest.mark.parametrize("code", [88, 29])
-async def test_an_offset_that_a_transaction_may_change_is_an_error_to_a_client_that_wants_stable_ones(
+async def test_an_unstable_offset_is_an_error_when_stable_ones_are_required(
     code: int,
 ) -> None:
     """The brokers say so only to a client that asks for stable offsets."""
@@ -214,7 +214,7 @@ PARTITIONS: dict[str, Callable[[Any], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("partitions", PARTITIONS.values(), ids=PARTITIONS)
 @pytest.mark.parametrize("answer", [topics((5, "orders", False, [])), topics(), NO_BROKERS])
-async def test_a_topic_that_a_broker_cannot_tell_of_now_is_not_taken_for_missing(
+async def test_an_unavailable_topic_is_not_taken_for_missing(
     partitions: Callable[[Any], Awaitable[Any]], answer: Any
 ) -> None:
     with pytest.raises((kafka.KafkaError, TransportError)) as raised:
@@ -237,7 +237,7 @@ TOPICS: dict[str, Callable[[Any], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("found", TOPICS.values(), ids=TOPICS)
-async def test_a_broker_without_brokers_does_not_tell_that_there_are_no_topics(
+async def test_metadata_without_brokers_does_not_mean_no_topics(
     found: Callable[[Any], Awaitable[Any]],
 ) -> None:
     with pytest.raises((IncompleteAnswerError, TransportError)):
@@ -254,16 +254,14 @@ LED = topics((0, "orders", False, [(0, 0, 1, [], [], [])]))
 @pytest.mark.parametrize(
     ("metadata", "created", "described"),
     [
-        pytest.param(topics(NO_TOPIC), EXISTS, Answer(resources=[]), id="just created by somebody else"),
-        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Answer(resources=[]), id="not told whether created"),
+        pytest.param(topics(NO_TOPIC), EXISTS, Answer(resources=[]), id="created concurrently"),
+        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Answer(resources=[]), id="no answer whether created"),
         pytest.param(topics((5, "orders", False, [])), EXISTS, Answer(resources=[]), id="no leaders yet"),
         pytest.param(LED, None, Answer(resources=[]), id="no settings"),
         pytest.param(LED, None, Answer(resources=[(0, None, 2, "orders", [])]), id="no policy"),
     ],
 )
-async def test_a_side_topic_that_is_not_told_of_may_be_asked_for_again(
-    metadata: Any, created: Any, described: Any
-) -> None:
+async def test_a_side_topic_missing_in_a_response_is_retriable(metadata: Any, created: Any, described: Any) -> None:
     """It is neither too small nor kept by age, as the app would end with."""
     asked = brokers(MetadataRequest=metadata, CreateTopicsRequest=created, DescribeConfigsRequest=described)
 
@@ -281,7 +279,7 @@ def offset_of(*partitions: tuple[int, int, int, int]) -> OffsetResponse_v3:
     return OffsetResponse_v3(0, [("orders", list(partitions))] if partitions else [])
 
 
-async def test_a_log_that_is_missing_in_an_answer_has_no_bounds() -> None:
+async def test_a_log_missing_in_a_response_has_no_bounds() -> None:
     led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (0, 1, 1, [1], [1], [])]))
     answer = offset_of((0, 0, -1, 5))
 
@@ -299,7 +297,7 @@ async def test_a_partition_without_a_leader_is_named() -> None:
 
 
 @pytest.mark.parametrize("answer", [offset_of(), offset_of((0, 43, -1, -1))])
-async def test_a_log_that_is_not_searched_by_time_is_not_one_without_newer_records(answer: Any) -> None:
+async def test_a_failed_search_by_time_does_not_mean_no_newer_records(answer: Any) -> None:
     class Searching(Fetcher):  # type: ignore[misc]
         def __init__(self) -> None:
             self._client, self._isolation_level = Client(OffsetRequest=answer), 0
@@ -313,17 +311,17 @@ async def test_a_log_that_is_not_searched_by_time_is_not_one_without_newer_recor
         await one.offset_at(ONE, 1_000.0)
 
 
-async def test_a_fetch_that_failed_as_a_whole_is_an_error() -> None:
+async def test_a_failed_fetch_is_an_error() -> None:
     with pytest.raises(kafka.KafkaError):
         await reading(FetchRequest=FetchResponse_v11(0, 71, 0, [])).fetch(1, {ONE: 5}, 0.0)
 
 
 def fetched(number: int, end: int, data: bytes, aborted: list[tuple[int, int]] | None = None) -> tuple[Any, ...]:
-    """What a fetch answers of a partition."""
+    """The fetch response for a partition."""
     return number, 0, end, end, 0, aborted, -1, data
 
 
-async def test_a_partition_behind_one_with_records_is_not_known_to_be_at_its_end() -> None:
+async def test_an_empty_partition_after_one_with_records_may_not_be_at_its_end() -> None:
     """The broker may have left it out for lack of room."""
     builder = DefaultRecordBatchBuilder(2, 0, 0, -1, 0, 0, 1 << 10)
     builder.append(0, 0, None, b"", [])
@@ -345,7 +343,7 @@ async def test_records_of_an_aborted_transaction_are_not_returned() -> None:
 
 
 @pytest.mark.parametrize("creates_topics", [True, False])
-async def test_a_look_up_creates_topics_for_the_producer_only(creates_topics: bool) -> None:
+async def test_only_producer_lookups_create_topics(creates_topics: bool) -> None:
     asked: list[Any] = []
 
     class Connection:
@@ -366,7 +364,7 @@ async def test_a_look_up_creates_topics_for_the_producer_only(creates_topics: bo
 # Members ----------------------------------------------------------------------------------
 
 
-async def test_a_broker_that_refuses_to_let_us_leave_is_heard() -> None:
+async def test_a_refused_leave_request_is_reported() -> None:
     one = internals(None)
     one.client.answers["LeaveGroupRequest"] = Answer(error_code=16)
     vars(one.coordinator).update(
@@ -384,7 +382,7 @@ async def test_a_broker_that_refuses_to_let_us_leave_is_heard() -> None:
 # Publishing -------------------------------------------------------------------------------
 
 
-async def test_a_batch_that_a_produce_answer_leaves_out_is_sent_again() -> None:
+async def test_a_batch_omitted_in_a_produce_response_is_resent() -> None:
     """With the same sequence numbers, so it is stored once whatever became of it."""
     sent: list[Any] = []
 
@@ -429,6 +427,6 @@ QUESTIONS: dict[str, Callable[[], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
-async def test_an_answer_without_what_was_asked_for_is_a_sentence(question: Callable[[], Awaitable[Any]]) -> None:
+async def test_a_response_without_the_requested_item_is_a_clear_error(question: Callable[[], Awaitable[Any]]) -> None:
     with pytest.raises(TransportError, match="missing in the response"):
         await question()

@@ -1,4 +1,4 @@
-"""When a member on aiokafka counts as lost, and which coordinator it believes; without a broker."""
+"""When a member on aiokafka counts as lost, and which coordinator it trusts; without a broker."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -77,7 +77,7 @@ def scenario(test: Callable[[Member], Awaitable[None]]) -> None:
     run(live())
 
 
-def test_a_session_counts_from_when_the_last_answered_heartbeat_was_sent() -> None:
+def test_a_session_starts_when_the_last_answered_heartbeat_was_sent() -> None:
     async def test(member: Member) -> None:
         began = asyncio.get_running_loop().time()
         member.internals.joined(3)
@@ -90,7 +90,7 @@ def test_a_session_counts_from_when_the_last_answered_heartbeat_was_sent() -> No
     scenario(test)
 
 
-def test_a_member_that_the_broker_does_not_know_is_lost_at_once() -> None:
+def test_an_unknown_member_is_lost_at_once() -> None:
     async def test(member: Member) -> None:
         member.internals.joined(3)
         member.coordinator.reset_generation()
@@ -100,7 +100,7 @@ def test_a_member_that_the_broker_does_not_know_is_lost_at_once() -> None:
     scenario(test)
 
 
-def test_who_has_no_partitions_has_no_session_to_lose() -> None:
+def test_a_member_without_partitions_has_no_session_to_lose() -> None:
     async def test(member: Member) -> None:
         member.internals.joined(3)
         member.internals.end_session()
@@ -111,7 +111,7 @@ def test_who_has_no_partitions_has_no_session_to_lose() -> None:
     scenario(test)
 
 
-def test_the_coordinator_that_gave_us_our_partitions_is_asked_at_once() -> None:
+def test_the_assigning_coordinator_is_asked_at_once() -> None:
     async def test(member: Member) -> None:
         member.internals.joined(3)
         began = asyncio.get_running_loop().time()
@@ -122,7 +122,7 @@ def test_the_coordinator_that_gave_us_our_partitions_is_asked_at_once() -> None:
 
 
 @pytest.mark.parametrize("node", [2, 1], ids=["another", "the same again"])
-def test_a_coordinator_that_has_taken_over_since_is_asked_later(node: int) -> None:
+def test_a_new_coordinator_is_asked_after_a_delay(node: int) -> None:
     async def test(member: Member) -> None:
         member.internals.joined(3)
         member.coordinator.move(node)
@@ -135,7 +135,7 @@ def test_a_coordinator_that_has_taken_over_since_is_asked_later(node: int) -> No
     scenario(test)
 
 
-def test_one_that_takes_over_during_the_wait_is_waited_for_too() -> None:
+def test_a_coordinator_taking_over_during_the_delay_restarts_it() -> None:
     async def test(member: Member) -> None:
         member.internals.joined(3)
         member.coordinator.move(2)
@@ -148,8 +148,8 @@ def test_one_that_takes_over_during_the_wait_is_waited_for_too() -> None:
     scenario(test)
 
 
-def test_a_wait_that_is_cut_short_again_and_again_comes_to_an_end() -> None:
-    """As with a commit time-out that is shorter than the wait."""
+def test_a_repeatedly_interrupted_delay_ends() -> None:
+    """As with a commit timeout that is shorter than the wait."""
 
     async def test(member: Member) -> None:
         member.internals.joined(3)
@@ -166,7 +166,7 @@ def test_a_wait_that_is_cut_short_again_and_again_comes_to_an_end() -> None:
     scenario(test)
 
 
-def test_an_answer_that_is_an_error_as_a_whole_is_raised_and_the_coordinator_looked_for() -> None:
+def test_an_error_of_the_whole_response_is_raised_and_triggers_a_lookup() -> None:
     async def test(member: Member) -> None:
         dead: list[bool] = []
         member.coordinator.coordinator_dead = lambda: dead.append(True)  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def test_an_answer_that_is_an_error_as_a_whole_is_raised_and_the_coordinator_loo
     [(-1, 2, True), (-1, 1, False), (3, 2, False)],
     ids=["another", "ours", "member"],
 )
-def test_who_is_no_member_has_the_coordinator_confirmed_by_another_broker(
+def test_a_non_member_has_the_coordinator_confirmed_by_another_broker(
     generation: int, named: int, refused: bool
 ) -> None:
     """One that was frozen answers with old offsets until it learns that another one took over."""

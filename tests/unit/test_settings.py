@@ -1,4 +1,4 @@
-"""Settings: where they come from, what they refuse and how they say it."""
+"""Settings: their sources, refusals and messages."""
 
 import inspect
 import json
@@ -52,7 +52,7 @@ def refusal(**values: Any) -> str:
     return str(caught.value)
 
 
-# Where a value comes from
+# Sources of a value
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -80,14 +80,14 @@ def test_defaults_are_the_documented_ones() -> None:
     assert {name: getattr(settings, name) for name in expected} == expected
 
 
-def test_argument_wins_over_variable_wins_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_overrides_variable_overrides_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_COMMIT_INTERVAL", "0.5")
     monkeypatch.setenv("AIOSHARD_STUCK_AFTER", "7")
     settings = Settings(commit_interval=0.25)
     assert (settings.commit_interval, settings.stuck_after, settings.commit_timeout) == (0.25, 7.0, 5.0)
 
 
-def test_the_text_none_is_none_and_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_none_is_none_and_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_START_TIMEOUT", "none")
     monkeypatch.setenv("AIOSHARD_COMMIT_INTERVAL", "")
     settings = Settings()
@@ -102,7 +102,7 @@ def test_client_options_are_json_in_the_environment(monkeypatch: pytest.MonkeyPa
     assert "AIOSHARD_CLIENT_OPTIONS=*** is refused: it is not a JSON object" in refusal()
 
 
-def test_dotenv_file_and_secrets_directory(tmp_path: Path) -> None:
+def test_dotenv_file_and_secrets_directory_are_read(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
     dotenv.write_text("AIOSHARD_STUCK_AFTER=9\nOTHER_PROGRAM=1\n")
     secrets = tmp_path / "secrets"
@@ -145,7 +145,7 @@ def test_settings_are_frozen() -> None:
         Settings().commit_interval = 2.0  # type: ignore[misc]
 
 
-def test_replace_checks_the_whole_and_computes_anew() -> None:
+def test_replace_validates_everything_and_recomputes() -> None:
     settings = Settings(commit_interval=0.5, sasl_password="hunter2", sasl_username="u", sasl_mechanism="PLAIN",
                         security_protocol="SASL_SSL")  # fmt: skip
     replaced = settings.replace(rebalance_timeout=18)
@@ -163,10 +163,10 @@ def test_settings_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-# What is refused
+# Refusals
 
 
-def test_unknown_names_get_the_nearest_name() -> None:
+def test_unknown_names_suggest_the_nearest_name() -> None:
     assert "did you mean 'session_timeout'?" in refusal(sesion_timeout=30)
     assert "the group id is the first argument of App" in refusal(group_id="billing")
     assert "use session_timeout, in seconds" in refusal(session_timeout_ms=30_000)
@@ -218,21 +218,21 @@ def test_several_contradictions_are_all_listed() -> None:
     assert message.startswith("3 settings were refused:")
 
 
-def test_session_shorter_than_three_heartbeats() -> None:
+def test_session_shorter_than_three_heartbeats_is_refused() -> None:
     assert Settings(session_timeout=9, heartbeat_interval=3).session_timeout == 9.0
     message = refusal(session_timeout=8.9, heartbeat_interval=3)
     assert "session_timeout=8.9 s is less than 3 times heartbeat_interval=3 s" in message
     assert "raise session_timeout to 9 s or lower heartbeat_interval to 2.97 s" in message
 
 
-def test_drain_timeout_that_does_not_fit_the_rebalance() -> None:
+def test_drain_timeout_that_does_not_fit_the_rebalance_is_refused() -> None:
     assert Settings(drain_timeout=51.9).drain_timeout == 51.9
     message = refusal(drain_timeout=52)
     assert "drain_timeout=52 s does not fit" in message
     assert "lower it below 52 s or raise rebalance_timeout above 60 s" in message
 
 
-def test_rebalance_that_leaves_no_time_to_drain() -> None:
+def test_rebalance_timeout_without_time_to_drain_is_refused() -> None:
     message = refusal(rebalance_timeout=8)
     assert "rebalance_timeout=8 s leaves no time to drain" in message
     assert "raise rebalance_timeout well above 8 s" in message
@@ -266,7 +266,7 @@ def test_drain_timeout_none_is_computed() -> None:
         ),
     ],
 )
-def test_what_is_not_built_is_refused_not_ignored(values: dict[str, Any], advice: str) -> None:
+def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, Any], advice: str) -> None:
     message = refusal(**values)
     assert "is not available in this version" in message
     assert advice in message
@@ -286,11 +286,11 @@ def test_what_is_not_built_is_refused_not_ignored(values: dict[str, Any], advice
         (CONSUMER | {"assignor": "sticky"}, "use client_options={'group.remote.assignor': …}"),
     ],
 )
-def test_what_a_client_or_a_group_protocol_cannot_do_is_refused(values: dict[str, Any], reason: str) -> None:
+def test_unsupported_client_and_protocol_settings_are_refused(values: dict[str, Any], reason: str) -> None:
     assert reason in refusal(**values)
 
 
-def test_what_the_environment_says_of_the_session_is_refused_where_it_is_the_brokers(
+def test_session_variables_are_refused_when_the_broker_sets_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AIOSHARD_SESSION_TIMEOUT", "45")
@@ -300,19 +300,19 @@ def test_what_the_environment_says_of_the_session_is_refused_where_it_is_the_bro
 @pytest.mark.parametrize(
     "values", [{"client": "confluent"}, CONSUMER, CONSUMER | {"client_options": {"group.remote.assignor": "range"}}]
 )
-def test_what_the_second_client_can_do_is_taken(values: dict[str, Any]) -> None:
+def test_supported_settings_of_the_second_client_are_accepted(values: dict[str, Any]) -> None:
     assert Settings(**values).client == "confluent"
 
 
 @pytest.mark.parametrize("option", ["enable.auto.commit", "enable_auto_commit", "debug", "queued.min.messages"])
-def test_what_aioshard_decides_of_the_second_client_is_refused(option: str) -> None:
+def test_options_of_the_second_client_that_aioshard_sets_are_refused(option: str) -> None:
     assert f"client_options has {option!r}, which is refused" in refusal(
         client="confluent", client_options={option: True}
     )
 
 
 @pytest.mark.parametrize("instance", ["a b", "..", "ü", "a/b"])
-def test_an_instance_id_that_kafka_refuses(instance: str) -> None:
+def test_an_invalid_instance_id_is_refused(instance: str) -> None:
     assert "letters, digits" in refusal(group_instance_id=instance)
 
 
@@ -327,13 +327,13 @@ def test_auto_commit_is_refused_with_the_reason(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", sorted(OWNED_OPTIONS))
-def test_an_option_that_we_own_names_what_to_use(option: str) -> None:
+def test_an_option_that_aioshard_owns_names_the_setting_to_use(option: str) -> None:
     assert f"client_options has {option!r}, which is refused: {OWNED_OPTIONS[option]}" in refusal(
         client_options={option: 1}
     )
 
 
-def test_an_unknown_client_option_gets_the_nearest_name() -> None:
+def test_an_unknown_client_option_suggests_the_nearest_name() -> None:
     assert "it takes api_version, check_crcs, " in refusal(client_options={"check_crc": True})
 
 
@@ -347,7 +347,7 @@ def test_every_option_of_the_client_is_either_passed_or_owned() -> None:
 # TLS and SASL
 
 
-def test_tls_and_sasl_that_belong_together(pem: str) -> None:
+def test_matching_tls_and_sasl_settings_are_accepted(pem: str) -> None:
     settings = Settings(
         security_protocol="SASL_SSL",
         ssl_cafile=pem,
@@ -401,7 +401,7 @@ def test_security_that_cannot_work_is_refused(values: dict[str, Any], sentence: 
 # Secrets
 
 
-def test_secrets_are_nowhere_to_be_read(pem: str) -> None:
+def test_secrets_are_masked_everywhere(pem: str) -> None:
     settings = Settings(
         security_protocol="SASL_SSL",
         ssl_certfile=pem,
@@ -449,7 +449,7 @@ def test_durations_are_seconds(name: str) -> None:
     assert unit_of(name) == "seconds"
 
 
-def test_a_handler_that_outlasts_the_drain_is_a_warning() -> None:
+def test_a_handler_that_outlasts_the_drain_gives_a_warning() -> None:
     settings = Settings()
     assert timeout_warnings(settings, [("fast", 20.0), ("endless", None)]) == []
     drain, *rest = timeout_warnings(settings, [("slow", 22.0)])
@@ -465,6 +465,6 @@ def test_a_misspelled_variable_is_reported_and_a_foreign_one_is_not() -> None:
     ]
 
 
-def test_a_refusal_is_one_of_ours() -> None:
+def test_a_refusal_is_a_settings_error() -> None:
     assert issubclass(SettingsError, AioshardError)
     assert "pydantic" not in sys.modules[AioshardError.__module__].__dict__

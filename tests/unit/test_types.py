@@ -1,4 +1,4 @@
-"""Type checkers report what is refused at run time, and nothing else."""
+"""Type checkers report exactly what is refused at run time."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def mypy() -> set[int]:
     cache = PROJECT / ".cache/typed-uses"
     options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={cache}"]
     environment = os.environ | {"MYPYPATH": str(PROJECT)}
-    # A module name of its own: `tests` has no types for other programs.
+    # A separate module name: `tests` has no types for other programs.
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "--scripts-are-modules", USES.name],
         cwd=USES.parent,
@@ -70,5 +70,5 @@ def words(annotation: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_type_checkers_know_the_words_of_a_setting(name: str) -> None:
+def test_type_checkers_know_the_choices_of_a_setting(name: str) -> None:
     assert words(Settings.model_fields[name].annotation) == words(SettingsDict.__annotations__[name])

@@ -8,7 +8,7 @@ from aioshard import App, Batch, BatchContext, CallNext, Context, DeadLetter, Me
 
 
 class Pool:
-    """What the app's `resources` yield."""
+    """The value that the app's `resources` yield."""
 
     async def fetch(self, query: str) -> list[int]:
         """Run a query."""
@@ -90,7 +90,7 @@ cache: dict[str, int] = {}
 
 @app.consume("own-parameter")
 async def own_parameter(record: Record, cache: dict[str, int] = cache) -> None:
-    """Take a parameter of its own that has a default."""
+    """Take an extra parameter with a default."""
 
 
 @app.consume("numbers")  # wrong: the second parameter

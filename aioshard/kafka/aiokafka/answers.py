@@ -2,7 +2,7 @@
 
 Responses have errors at several levels: of the whole response, of a topic, of a partition. aiokafka often reads only
 one level, and treats a missing part as success. The functions here read all levels and refuse missing parts, and
-`tests/unit/properties/test_answers.py` feeds them every error code in every field. These errors are read elsewhere:
+`tests/unit/properties/test_responses.py` feeds them every error code in every field. These errors are read elsewhere:
 
 * aiokafka's own refresh of commits reads the level of the partition only. It is not on our path, because every
   partition gets a position before it is fetched (`FetchBuffer.begin`).

@@ -1,4 +1,4 @@
-"""The event journal: what it says of each record, and that neither a disk nor a crash spoils it."""
+"""The event journal: a row for every record, unharmed by disk errors and crashes."""
 
 import asyncio
 import functools
@@ -69,10 +69,10 @@ def live(app: App, *records: tuple[str | None, str], topic: str = "orders") -> N
     run(scenario())
 
 
-# What a row says ------------------------------------------------------------------------------------------------
+# Contents of a row ----------------------------------------------------------------------------------------------
 
 
-def test_each_way_in_which_a_record_ends_has_a_row(tmp_path: Path) -> None:
+def test_every_outcome_of_a_record_has_a_row(tmp_path: Path) -> None:
     app = App("billing", journal=tmp_path)
     retry = Retry(attempts=3, initial=0.5, jitter=0.0)
 
@@ -147,7 +147,7 @@ def test_a_rebalance_has_a_row_without_a_record(tmp_path: Path) -> None:
         assert row["duration"] >= 0
 
 
-def test_moments_are_of_the_day(tmp_path: Path) -> None:
+def test_times_are_wall_clock_times(tmp_path: Path) -> None:
     app = App("billing", journal=tmp_path)
 
     @app.consume("orders")
@@ -167,7 +167,7 @@ def test_moments_are_of_the_day(tmp_path: Path) -> None:
     assert 0.0 <= row["duration"] < 1.0
 
 
-def test_what_takes_less_than_a_millisecond_is_measured_on_uvloop_too(tmp_path: Path) -> None:
+def test_runs_shorter_than_a_millisecond_are_measured_on_uvloop_too(tmp_path: Path) -> None:
     """The clock of its loop counts whole milliseconds."""
     uvloop = pytest.importorskip("uvloop")
     app = App("billing", journal=tmp_path)
@@ -194,7 +194,7 @@ def test_what_takes_less_than_a_millisecond_is_measured_on_uvloop_too(tmp_path: 
 
 
 @pytest.mark.parametrize("show_keys", [False, True])
-def test_keys_are_shown_only_when_that_is_asked_for(tmp_path: Path, *, show_keys: bool) -> None:
+def test_keys_are_shown_only_on_request(tmp_path: Path, *, show_keys: bool) -> None:
     app = App("billing", journal=tmp_path, show_keys=show_keys)
 
     @app.consume("orders")
@@ -233,7 +233,7 @@ class Unshowable:
     ],
     ids=["on demand", "fixed", "record", "partition", "function"],
 )
-def test_the_shard_is_a_number_or_a_hash(
+def test_a_shard_is_written_as_a_number_or_a_hash(
     tmp_path: Path, options: dict[str, Any], shard_of: Callable[[bytes], int | None]
 ) -> None:
     app = App("billing", journal=tmp_path, show_keys=True)
@@ -264,8 +264,10 @@ def test_a_record_without_a_shard_key_never_ran(tmp_path: Path, options: dict[st
     assert row["key_hash"] == key_hash(b"k")
 
 
-def test_all_records_of_a_batch_have_its_times_and_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the log says of the message cannot be sent by a worker process of the test run.
+def test_every_record_of_a_batch_has_the_times_and_result_of_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A worker process of the test run cannot send the message of the log.
     monkeypatch.setattr(logging.getLogger("aioshard.engine.failures"), "disabled", True)
     app = App("billing", journal=tmp_path)
     fail = [True]
@@ -288,7 +290,7 @@ def test_all_records_of_a_batch_have_its_times_and_its_result(tmp_path: Path, mo
     assert (rows[4]["attempts"], rows[4]["error"]) == (1, "poison \\udc80"), "not half a surrogate pair"
 
 
-def test_a_result_is_written_as_it_was_when_the_handler_returned_it(tmp_path: Path) -> None:
+def test_a_result_is_written_as_the_handler_returned_it(tmp_path: Path) -> None:
     app = App("billing", journal=tmp_path)
     shared: list[str] = []
 
@@ -305,7 +307,7 @@ def test_a_result_is_written_as_it_was_when_the_handler_returned_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in (2, 3, 4))])
-def test_every_record_has_one_row_also_when_partitions_come_and_go(tmp_path: Path, seed: int) -> None:
+def test_every_record_has_one_row_across_rebalances(tmp_path: Path, seed: int) -> None:
     app = App("billing", journal=tmp_path)
 
     @app.consume("orders", concurrency=8, retry=Retry(attempts=3, initial=0.1))
@@ -348,7 +350,7 @@ def batch_of(count: int, first: int = 0) -> Any:
     return record_batch(flat, ahead=0.0, show_keys=False)
 
 
-def test_a_file_ends_when_it_is_large_and_the_next_one_sorts_behind_it(
+def test_a_large_file_is_closed_and_the_next_one_sorts_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioshard.telemetry.journal._MAX_BYTES", 200_000)
@@ -364,7 +366,7 @@ def test_a_file_ends_when_it_is_large_and_the_next_one_sorts_behind_it(
     assert list(itertools.chain.from_iterable(offsets)) == list(range(200_000))
 
 
-def test_a_file_ends_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.telemetry.journal._MAX_AGE", 0.2)
     app = App("billing", journal=tmp_path)
 
@@ -387,7 +389,7 @@ def test_a_file_ends_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(names(tmp_path)) == 2
 
 
-def test_what_is_not_finished_is_seen_by_no_reader(tmp_path: Path) -> None:
+def test_readers_never_see_an_unfinished_file(tmp_path: Path) -> None:
     files = JournalFiles(tmp_path, "billing")
     files.prepare()
     files.write(batch_of(40_000))
@@ -399,7 +401,7 @@ def test_what_is_not_finished_is_seen_by_no_reader(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 40_000
 
 
-def test_only_what_the_same_group_has_left_behind_is_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_the_same_group_are_removed(tmp_path: Path) -> None:
     def unfinished() -> set[str]:
         return {path.name for path in tmp_path.iterdir() if path.name.startswith(".")}
 
@@ -447,7 +449,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Starts processes whose app writes a journal without end."""
+    """Starts processes whose app writes a journal endlessly."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
@@ -499,7 +501,7 @@ def test_after_kill_9_every_file_is_whole_and_the_next_start_removes_the_rest(
     assert names(tmp_path) == finished
 
 
-def test_other_readers_read_it(tmp_path: Path) -> None:
+def test_other_parquet_readers_can_read_it(tmp_path: Path) -> None:
     duckdb = pytest.importorskip("duckdb")
     pandas = pytest.importorskip("pandas")
     app = App("billing", journal=tmp_path)
@@ -519,7 +521,7 @@ def test_other_readers_read_it(tmp_path: Path) -> None:
 # When it cannot be written ----------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
+def test_a_hanging_disk_blocks_nothing_and_lost_rows_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     go_on, reached = threading.Event(), threading.Event()
@@ -560,7 +562,7 @@ def test_a_disk_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
     assert [text for text in caplog.messages if "cannot keep up" in text] != []
 
 
-def test_the_bytes_that_wait_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_bytes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(JournalFiles, "write", lambda files, batch: go_on.wait(60.0) and None)  # noqa: ARG005
     app = App("billing", journal=tmp_path)
@@ -576,13 +578,13 @@ def test_the_bytes_that_wait_are_bounded_too(tmp_path: Path, monkeypatch: pytest
             await client.settle(timeout=100.0)
             held = app.statistics().journal
             assert held is not None
-            assert held.dropped >= 100 - journal._WAITING_BYTES // 2_000_000 - 33, "some are in hand"
+            assert held.dropped >= 100 - journal._WAITING_BYTES // 2_000_000 - 33, "some are in flight"
             go_on.set()
 
     asyncio.run(scenario())
 
 
-def test_what_was_taken_does_not_count_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_taken_for_writing_no_longer_count_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst that is written at last leaves as much room for the next one."""
     go_on, written = threading.Event(), list[int]()
 
@@ -614,7 +616,7 @@ def test_what_was_taken_does_not_count_as_waiting(tmp_path: Path, monkeypatch: p
     asyncio.run(scenario())
 
 
-def test_what_comes_while_nothing_can_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_arrive_while_writing_fails_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_PAUSE", 600.0)
     attempts, write = [], JournalFiles.write
 
@@ -646,7 +648,7 @@ def test_what_comes_while_nothing_can_be_written_is_counted(tmp_path: Path, monk
     assert len(attempts) == 1
 
 
-def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
+def test_a_full_disk_is_reported_and_writing_resumes_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "_PAUSE", 0.0)
@@ -691,7 +693,7 @@ def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
     assert sum("is written again" in text for text in caplog.messages) == 1
 
 
-def test_the_trouble_lasts_until_rows_are_on_the_disk(
+def test_trouble_lasts_until_rows_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows that wait for their group are no sign that there is room again."""
@@ -736,7 +738,7 @@ def test_the_trouble_lasts_until_rows_are_on_the_disk(
     assert sum("No space left" in text for text in caplog.messages) == 1
 
 
-def test_an_app_ends_also_when_its_disk_does_not_answer(
+def test_an_app_stops_even_when_its_disk_does_not_respond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "_CLOSE_TIMEOUT", 0.2)
@@ -759,7 +761,7 @@ def test_an_app_ends_also_when_its_disk_does_not_answer(
 # Start and end --------------------------------------------------------------------------------------------------
 
 
-def test_one_named_thread_lives_as_long_as_the_app(tmp_path: Path) -> None:
+def test_one_named_thread_runs_as_long_as_the_app(tmp_path: Path) -> None:
     app = App("billing", journal=tmp_path / "made" / "anew")
 
     @app.consume("orders")
@@ -795,7 +797,7 @@ async def handle_nothing(record: Record) -> None:
     """Does nothing."""
 
 
-def test_without_a_journal_there_is_nothing_of_it() -> None:
+def test_without_a_journal_there_is_no_trace_of_one() -> None:
     app = App("billing")
     app.consume("orders")(handle_nothing)
 
@@ -809,7 +811,7 @@ def test_without_a_journal_there_is_nothing_of_it() -> None:
     run(scenario())
 
 
-def test_what_is_no_directory_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_is_refused_at_startup(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     app = App("billing", journal=tmp_path / "file")
     app.consume("orders")(handle_nothing)
@@ -822,12 +824,12 @@ def test_what_is_no_directory_is_refused_at_the_start(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_an_address_is_refused() -> None:
+def test_a_url_is_refused_as_journal_directory() -> None:
     with pytest.raises(SettingsError, match=r"journal='s3://bucket/x' .*local directory"):
         App("billing", journal="s3://bucket/x")
 
 
-def test_it_is_set_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_can_be_set_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_JOURNAL", str(tmp_path))
     app = App("billing")
     app.consume("orders")(handle_nothing)
@@ -837,7 +839,7 @@ def test_it_is_set_from_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
-def test_a_missing_extra_is_a_sentence(tmp_path: Path, command: str) -> None:
+def test_a_missing_extra_is_named(tmp_path: Path, command: str) -> None:
     (tmp_path / "shop.py").write_text(
         "from aioshard import App, Record\n"
         "app = App('billing', bootstrap_servers='127.0.0.1:1', journal='j')\n"
@@ -869,7 +871,7 @@ def test_an_app_with_a_journal_imports_no_arrow_before_it_starts() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=PROJECT, check=True)
 
 
-def test_replayed_prefixes_write_none(tmp_path: Path) -> None:
+def test_replayed_prefixes_write_no_rows(tmp_path: Path) -> None:
     app = App("billing", journal=tmp_path)
     done: set[int] = set()
 

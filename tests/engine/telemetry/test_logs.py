@@ -28,7 +28,7 @@ Configure = Callable[[str, LogFormat], io.StringIO]
 
 @pytest.fixture
 def configured() -> Iterator[Configure]:
-    """`configure` on a stream of its own, undone afterwards."""
+    """`configure` on a separate stream, undone afterwards."""
     root = logging.getLogger()
     level = root.level
     quiet = {name: logging.getLogger(name).level for name in QUIET}
@@ -91,7 +91,7 @@ def test_an_extra_field_cannot_replace_the_message(configured: Configure) -> Non
         ("error", set()),
     ],
 )
-def test_the_client_is_quieter_than_we_are(configured: Configure, level: str, heard: set[str]) -> None:
+def test_the_client_logs_less_than_aioshard(configured: Configure, level: str, heard: set[str]) -> None:
     stream = configured(level, "json")
     ours, client = logging.getLogger("aioshard.engine"), logging.getLogger("aiokafka.consumer")
     ours.debug("ours debug")
@@ -103,16 +103,14 @@ def test_the_client_is_quieter_than_we_are(configured: Configure, level: str, he
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_libraries_that_say_something_for_each_record_are_heard_from_warning_on(
-    configured: Configure, name: str
-) -> None:
+def test_libraries_that_log_each_record_are_limited_to_warnings(configured: Configure, name: str) -> None:
     stream = configured("info", "text")
     logging.getLogger(name).info("one more")
     logging.getLogger(name).warning("one too many")
     assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["one too many"]
 
 
-def test_what_the_client_repeats_is_left_out(configured: Configure) -> None:
+def test_repeated_client_messages_are_left_out(configured: Configure) -> None:
     """Fifty lines a second for the same outage would hide everything else, and fill a disk."""
     stream = configured("info", "text")
     client = logging.getLogger("aiokafka.consumer.fetcher")
@@ -130,7 +128,7 @@ def test_what_the_client_repeats_is_left_out(configured: Configure) -> None:
     assert said == ["cannot reach broker 1", "cannot reach broker 2", "cannot reach broker 1"]
 
 
-def test_few_of_the_sentences_of_a_library_are_remembered(
+def test_only_a_few_messages_of_a_library_are_remembered(
     configured: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may name an offset or a port each time."""
@@ -145,7 +143,7 @@ def test_few_of_the_sentences_of_a_library_are_remembered(
     assert len(stream.getvalue().splitlines()) == 95
 
 
-def test_what_we_say_ourselves_is_never_held_back(configured: Configure) -> None:
+def test_messages_of_aioshard_are_never_suppressed(configured: Configure) -> None:
     stream = configured("info", "text")
     for _ in range(3):
         logging.getLogger("aioshard.engine").warning("partition orders/3 waits")
@@ -191,7 +189,7 @@ USERS = logging.getLogger("shop")
 
 
 @pytest.mark.parametrize("kind", ["async", "plain", "task group", "gather", "nested"])
-def test_a_line_of_a_handler_says_which_record_it_is_for(configured: Configure, kind: str) -> None:
+def test_a_handlers_log_line_names_its_record(configured: Configure, kind: str) -> None:
     """Also in what the handler starts and waits for, and although many run at once."""
     stream = configured("info", "json")
     app = App("billing")
@@ -235,7 +233,7 @@ def test_a_line_of_a_handler_says_which_record_it_is_for(configured: Configure, 
         }
 
 
-def test_the_text_says_it_too(configured: Configure) -> None:
+def test_a_handlers_text_line_names_its_record_too(configured: Configure) -> None:
     stream = configured("info", "text")
     app = App("billing")
 
@@ -252,7 +250,7 @@ def test_the_text_says_it_too(configured: Configure) -> None:
     )
 
 
-def test_a_sentence_of_ours_is_not_repeated_by_its_fields(configured: Configure) -> None:
+def test_extra_fields_do_not_repeat_the_message(configured: Configure) -> None:
     stream = configured("info", "text")
     logging.getLogger("aioshard.engine").warning(
         "orders/3 is paused", extra={"event": "paused", "topic": "orders", "partition": 3, "worker": "1"}
@@ -261,7 +259,7 @@ def test_a_sentence_of_ours_is_not_repeated_by_its_fields(configured: Configure)
     assert stream.getvalue().endswith("orders/3 is paused [worker=1]\n")
 
 
-def test_a_line_says_which_attempt_it_is_of_and_how_large_the_batch_is(configured: Configure) -> None:
+def test_a_log_line_has_the_attempt_and_the_batch_size(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")
 
@@ -280,7 +278,7 @@ def test_a_line_says_which_attempt_it_is_of_and_how_large_the_batch_is(configure
     ]
 
 
-def test_what_a_handler_leaves_behind_never_has_the_name_of_another_record(configured: Configure) -> None:
+def test_a_task_left_behind_by_a_handler_never_logs_another_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")
     left: list[asyncio.Task[None]] = []
@@ -305,7 +303,7 @@ def test_what_a_handler_leaves_behind_never_has_the_name_of_another_record(confi
         assert all(line.get("offset", offset) == offset for line in lines)
 
 
-def test_what_a_task_was_told_while_its_run_waited_for_it_stays_true(configured: Configure) -> None:
+def test_a_task_that_outlives_its_run_still_logs_its_own_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")
     left: list[asyncio.Task[None]] = []
@@ -333,7 +331,7 @@ def test_what_a_task_was_told_while_its_run_waited_for_it_stays_true(configured:
         assert [line["offset"] for line in logged(stream, f"by {offset}")] == [offset, offset]
 
 
-def test_a_thread_that_outlives_its_run_never_has_the_name_of_another_record(configured: Configure) -> None:
+def test_a_thread_that_outlives_its_run_never_logs_another_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing", bootstrap_servers="nowhere:1")
     go_on, told = threading.Event(), threading.Event()
@@ -356,7 +354,7 @@ def test_a_thread_that_outlives_its_run_never_has_the_name_of_another_record(con
     assert logged(stream, "outlived") == [{}]
 
 
-def test_outside_of_handlers_there_is_no_record(configured: Configure) -> None:
+def test_log_lines_outside_handlers_name_no_record(configured: Configure) -> None:
     stream = configured("info", "json")
     USERS.info("outside")
 
@@ -364,7 +362,7 @@ def test_outside_of_handlers_there_is_no_record(configured: Configure) -> None:
     assert logged(stream, "outside") == [{}]
 
 
-def test_a_line_that_names_a_topic_itself_is_about_that(configured: Configure) -> None:
+def test_a_topic_in_the_extra_fields_replaces_the_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")
 
@@ -377,7 +375,7 @@ def test_a_line_that_names_a_topic_itself_is_about_that(configured: Configure) -
     assert logged(stream, "paused") == [{"topic": "refunds"}]
 
 
-def test_the_hash_of_a_key_is_that_of_explanations(configured: Configure) -> None:
+def test_logs_and_explanations_use_the_same_key_hash(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")
     found: list[str | None] = []
@@ -394,7 +392,7 @@ def test_the_hash_of_a_key_is_that_of_explanations(configured: Configure) -> Non
     assert [line["key"] for line in logged(stream, "paid")] == found
 
 
-def test_the_active_span_is_in_the_line(configured: Configure) -> None:
+def test_a_log_line_has_the_active_span(configured: Configure) -> None:
     stream = configured("info", "json")
     spans = Spans()
     app = App("billing")
@@ -412,7 +410,7 @@ def test_the_active_span_is_in_the_line(configured: Configure) -> None:
     assert (line["trace_id"], line["span_id"]) == (f"{span.context.trace_id:032x}", f"{span_id(span):016x}")
 
 
-def test_a_line_of_the_engine_says_what_happened_and_to_what(configured: Configure) -> None:
+def test_an_engine_log_line_names_its_event_and_subject(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing", auto_offset_reset="earliest")
 
@@ -435,7 +433,7 @@ def test_a_line_of_the_engine_says_what_happened_and_to_what(configured: Configu
 # The user's own configuration --------------------------------------------------------------
 
 
-def test_the_configuration_of_an_apps_module_replaces_that_of_the_command() -> None:
+def test_logging_configured_by_the_app_module_replaces_that_of_the_command() -> None:
     given = {
         "version": 1,
         "disable_existing_loggers": False,

@@ -1,4 +1,4 @@
-"""Metrics: what a scrape shows of an app's statistics."""
+"""Metrics: a scrape shows the statistics of an app."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ from aioshard.observe import (
 )
 from aioshard.telemetry.metrics import METRICS, AppCollector
 from aioshard.telemetry.versions import version
-from tests.support import told
+from tests.support import fake_app
+from tests.support.fake_app import FakeApp
 from tests.support.running import PROJECT
-from tests.support.told import Told
 
 DEPLOY = PROJECT / "deploy"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
 PARTITION = dataclasses.replace(
-    told.PARTITION, paused="max_buffered_records=10000 is reached", fetched=119, in_flight=5, queued=13
+    fake_app.PARTITION, paused="max_buffered_records=10000 is reached", fetched=119, in_flight=5, queued=13
 )
 DURATIONS = HistogramCounts(DURATION_BOUNDS, (900, 90, *(0,) * 12, 10), 150.0)
 WAITS = HistogramCounts(DURATION_BOUNDS, (0, 1_000, *(0,) * 13), 7.5)
@@ -41,10 +41,10 @@ TOPIC = TopicStatistics(
 )
 NOTHING = HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
 HANDLER = dataclasses.replace(
-    told.HANDLER, halted=1, outliving=("orders/3/101",), by_topic=(TOPIC,), shard_capacity=10_000, shard_depth=40
+    fake_app.HANDLER, halted=1, outliving=("orders/3/101",), by_topic=(TOPIC,), shard_capacity=10_000, shard_depth=40
 )
 STATISTICS = dataclasses.replace(
-    told.STATISTICS,
+    fake_app.STATISTICS,
     partitions=(PARTITION,),
     handlers=(HANDLER,),
     journal=JournalStatistics(written=900, waiting=100, dropped=5, files=2, trouble=None),
@@ -65,7 +65,7 @@ STATISTICS = dataclasses.replace(
 class Scrape:
     """An app's metrics, asked by name."""
 
-    def __init__(self, *apps: Told) -> None:
+    def __init__(self, *apps: FakeApp) -> None:
         self.registry = CollectorRegistry()
         AppCollector(*apps, registry=self.registry)
 
@@ -93,8 +93,8 @@ class Scrape:
         ("aioshard_oldest_incomplete_record_age_seconds", 2.5),
     ],
 )
-def test_a_partition(name: str, expected: float) -> None:
-    assert Scrape(Told(STATISTICS)).value(name, topic="orders", partition="3") == expected
+def test_partition_metrics_match_the_statistics(name: str, expected: float) -> None:
+    assert Scrape(FakeApp(STATISTICS)).value(name, topic="orders", partition="3") == expected
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_a_partition(name: str, expected: float) -> None:
         ("aioshard_shards", {}, 7),
     ],
 )
-def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
-    assert Scrape(Told(STATISTICS)).value(name, handler="on_order", **labels) == expected
+def test_handler_metrics_match_the_statistics(name: str, labels: dict[str, str], expected: float) -> None:
+    assert Scrape(FakeApp(STATISTICS)).value(name, handler="on_order", **labels) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
         ("aioshard_trouble", 0),
     ],
 )
-def test_the_app(name: str, expected: float) -> None:
-    assert Scrape(Told(STATISTICS)).value(name) == expected
+def test_app_metrics_match_the_statistics(name: str, expected: float) -> None:
+    assert Scrape(FakeApp(STATISTICS)).value(name) == expected
 
 
-def test_exactly_one_state_is_set() -> None:
-    scrape = Scrape(Told(dataclasses.replace(STATISTICS, state="draining")))
+def test_exactly_one_app_state_is_set() -> None:
+    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, state="draining")))
     states = {
         state: scrape.value("aioshard_engine_state", state=state)
         for state in ("starting", "running", "draining", "stopped", "failed")
@@ -157,7 +157,7 @@ def test_exactly_one_state_is_set() -> None:
     assert states == {"starting": 0, "running": 0, "draining": 1, "stopped": 0, "failed": 0}
 
 
-def test_what_is_unknown_is_absent_and_not_zero() -> None:
+def test_unknown_values_are_absent_rather_than_zero() -> None:
     unknown = dataclasses.replace(
         PARTITION,
         position=None,
@@ -169,7 +169,7 @@ def test_what_is_unknown_is_absent_and_not_zero() -> None:
         paused=None,
         oldest_incomplete_age=None,
     )
-    scrape = Scrape(Told(dataclasses.replace(STATISTICS, partitions=(unknown,))))
+    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, partitions=(unknown,))))
     labels = {"topic": "orders", "partition": "3"}
     for name in ("position", "committed_offset", "committable_offset", "end_offset", "lag_records"):
         assert scrape.value(f"aioshard_partition_{name}", **labels) is None
@@ -177,8 +177,8 @@ def test_what_is_unknown_is_absent_and_not_zero() -> None:
     assert scrape.value("aioshard_oldest_incomplete_record_age_seconds", **labels) == 0
 
 
-def test_a_revoked_partition_vanishes_and_trouble_shows() -> None:
-    app = Told(STATISTICS)
+def test_a_revoked_partition_disappears_and_trouble_shows() -> None:
+    app = FakeApp(STATISTICS)
     scrape = Scrape(app)
     assert scrape.value("aioshard_partition_lag_records", topic="orders", partition="3") == 50
     app.current = dataclasses.replace(STATISTICS, partitions=(), trouble="no broker answers")
@@ -186,23 +186,23 @@ def test_a_revoked_partition_vanishes_and_trouble_shows() -> None:
     assert scrape.value("aioshard_trouble") == 1
 
 
-def test_the_app_is_asked_once_per_scrape_and_not_when_registering() -> None:
-    app = Told(STATISTICS)
+def test_statistics_are_read_once_per_scrape_and_not_at_registration() -> None:
+    app = FakeApp(STATISTICS)
     scrape = Scrape(app)
     assert app.asked == 0
     generate_latest(scrape.registry)
     assert app.asked == 1
 
 
-def test_several_apps_of_one_process_are_told_apart_by_group() -> None:
-    scrape = Scrape(Told(STATISTICS), Told(dataclasses.replace(STATISTICS, group_id="audit", commits=5)))
+def test_apps_in_one_process_are_distinguished_by_group() -> None:
+    scrape = Scrape(FakeApp(STATISTICS), FakeApp(dataclasses.replace(STATISTICS, group_id="audit", commits=5)))
     assert scrape.value("aioshard_commits_total", outcome="success") == 30
     assert scrape.value("aioshard_commits_total", outcome="failure") == 1
     assert scrape.value("aioshard_commits_total", group="audit", outcome="success") == 5
 
 
-def test_handlers_of_the_same_name_are_one_series() -> None:
-    scrape = Scrape(Told(dataclasses.replace(STATISTICS, handlers=(HANDLER, HANDLER))))
+def test_handlers_with_the_same_name_share_a_series() -> None:
+    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, handlers=(HANDLER, HANDLER))))
     text = generate_latest(scrape.registry).decode()
     assert text.count('aioshard_retries_total{group="billing",handler="on_order",topic="orders"}') == 1
     labels = {"topic": "orders", "handler": "on_order"}
@@ -211,8 +211,8 @@ def test_handlers_of_the_same_name_are_one_series() -> None:
     assert scrape.value("aioshard_record_processing_duration_seconds_bucket", **labels, le="0.01") == 1_980
 
 
-def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> None:
-    scrape = Scrape(Told(STATISTICS))
+def test_every_declared_metric_has_help_and_follows_the_naming_rules() -> None:
+    scrape = Scrape(FakeApp(STATISTICS))
     families = {
         family.name: family for family in text_string_to_metric_families(generate_latest(scrape.registry).decode())
     }
@@ -225,19 +225,19 @@ def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> N
         assert not name.endswith(("_total", "_ms")), "prometheus_client adds _total; base units only"
 
 
-def test_build_info_carries_the_versions() -> None:
+def test_build_info_has_the_versions() -> None:
     labels = {"version": version(), "client": f"aiokafka {version('aiokafka')}"}
-    assert Scrape(Told(STATISTICS)).value("aioshard_build_info", **labels) == 1
+    assert Scrape(FakeApp(STATISTICS)).value("aioshard_build_info", **labels) == 1
 
 
-def test_the_queue_waits_of_a_topic_are_those_of_its_handler() -> None:
-    assert (
-        Scrape(Told(STATISTICS)).value("aioshard_record_queue_wait_seconds_bucket", topic="orders", le="0.01") == 1_000
-    )
+def test_a_topic_has_the_queue_waits_of_its_handler() -> None:
+    scrape = Scrape(FakeApp(STATISTICS))
+
+    assert scrape.value("aioshard_record_queue_wait_seconds_bucket", topic="orders", le="0.01") == 1_000
 
 
-def test_rebalances_and_their_drains_by_kind() -> None:
-    scrape = Scrape(Told(STATISTICS))
+def test_rebalances_and_drains_are_counted_by_kind() -> None:
+    scrape = Scrape(FakeApp(STATISTICS))
     assert scrape.value("aioshard_rebalances_total", kind="assigned") == 1
     assert scrape.value("aioshard_rebalances_total", kind="revoked") == 2
     assert scrape.value("aioshard_rebalance_drain_duration_seconds_sum", kind="revoked") == 150
@@ -273,20 +273,20 @@ DESIGNED = {
     "event_loop_delay_seconds": ("histogram", ()),
     "build_info": ("info", ("version", "client")),
 }
-"""What dashboards and alerts of others rest on: renaming one of these breaks them."""
+"""Names that dashboards and alerts of users depend on: renaming one breaks them."""
 
 
 @pytest.mark.parametrize("name", DESIGNED)
-def test_a_name_that_others_rest_on_has_its_type_and_labels(name: str) -> None:
+def test_a_published_metric_keeps_its_type_and_labels(name: str) -> None:
     kind, labels = DESIGNED[name]
     info = METRICS[f"aioshard_{name.removesuffix('_total').removesuffix('_info')}"]
     assert (info.kind, info.labels) == (kind, labels)
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text;version=1.0.0", "text/plain;version=1.0.0"])
-def test_the_page_can_be_read_in_each_format(accept: str) -> None:
+def test_metrics_parse_in_every_format(accept: str) -> None:
     hostile = dataclasses.replace(PARTITION, topic='or"ders\\\n', partition=4)
-    app = Told(dataclasses.replace(STATISTICS, partitions=(PARTITION, hostile)))
+    app = FakeApp(dataclasses.replace(STATISTICS, partitions=(PARTITION, hostile)))
     registry = CollectorRegistry()
     AppCollector(app, registry=registry)
     encoder, _ = choose_encoder(accept)
@@ -299,7 +299,7 @@ def test_the_page_can_be_read_in_each_format(accept: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["grafana/aioshard.json", "prometheus/aioshard.rules.yml"])
-def test_what_we_ship_asks_for_metrics_and_labels_that_exist(file: str) -> None:
+def test_shipped_rules_and_dashboards_use_existing_metrics_and_labels(file: str) -> None:
     text = (DEPLOY / file).read_text()
     shown = {f"{name}{suffix}" for name, info in METRICS.items() for suffix in SUFFIXES.get(info.kind, ("",))}
     asked = set(re.findall(r"\baioshard_\w+", text))

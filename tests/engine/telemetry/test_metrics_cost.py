@@ -1,4 +1,4 @@
-"""What a scrape of a hundred partitions costs: time, and the event loop meanwhile."""
+"""The cost of a scrape of a hundred partitions in time and event loop delay."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -43,13 +43,13 @@ def seconds_of_printing(page: bytes) -> float:
     return min(took)
 
 
-async def test_a_scrape_costs_little_more_than_its_printing_and_never_holds_the_loop() -> None:
+async def test_a_scrape_is_cheap_and_never_blocks_the_event_loop() -> None:
     """Each time is compared with another one of the same run, so a slow or busy machine changes nothing."""
     found = await scrapes(PARTITIONS, rounds=ROUNDS)
 
     for scrape in found:
         assert scrape.page.count(b'\naioshard_partition_lag_records{group="billing",') == PARTITIONS
     printing = seconds_of_printing(found[0].page)
-    # What keeps a thread from running may happen in one scrape; the scrape's own cost is there each time.
+    # Other threads may be delayed in one scrape; the cost of the scrape itself recurs in each.
     assert min(scrape.seconds for scrape in found) <= MOST_PER_PRINTING * printing
     assert min((scrape.hold - scrape.without) / scrape.seconds for scrape in found) <= MOST_HELD

@@ -1,4 +1,4 @@
-"""Spans of an app: which there are, what they say, how they hang together, and that headers fail nothing."""
+"""Spans of an app: names, attributes, parents and links, whatever the headers contain."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ def links(span: ReadableSpan) -> list[int]:
 # Attempts ---------------------------------------------------------------------------------
 
 
-def test_an_attempt_is_a_consumer_span_of_its_own_trace_linked_to_the_producer() -> None:
+def test_an_attempt_starts_its_own_trace_linked_to_the_producer() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -97,7 +97,7 @@ def test_an_attempt_is_a_consumer_span_of_its_own_trace_linked_to_the_producer()
     assert span.instrumentation_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
 
 
-def test_the_span_in_the_headers_is_the_parent_where_that_is_asked_for() -> None:
+def test_the_span_in_the_headers_is_the_parent_on_request() -> None:
     traced = Traced(parent=True)
     traced.app.consume("orders")(nothing)
 
@@ -110,7 +110,7 @@ def test_the_span_in_the_headers_is_the_parent_where_that_is_asked_for() -> None
     assert (parent_of(without), links(without)) == (None, [])
 
 
-def test_a_span_that_was_current_at_the_start_of_the_app_is_nobodys_parent() -> None:
+def test_a_span_active_at_startup_is_not_a_parent() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -120,7 +120,7 @@ def test_a_span_that_was_current_at_the_start_of_the_app_is_nobodys_parent() -> 
     assert parent_of(traced.spans.one("process")) is None
 
 
-def test_samplers_see_what_a_span_is_about_when_it_begins() -> None:
+def test_samplers_see_the_attributes_when_a_span_starts() -> None:
     seen: list[dict[str, Any]] = []
 
     class Noting(Sampler):
@@ -139,7 +139,7 @@ def test_samplers_see_what_a_span_is_about_when_it_begins() -> None:
     assert PROCESS | {"messaging.kafka.offset": 0} in seen
 
 
-def test_the_keys_of_records_are_shown_only_where_keys_may_be_shown() -> None:
+def test_keys_are_in_spans_only_if_keys_may_be_shown() -> None:
     hidden, shown = Traced(), Traced(show_keys=True)
     for traced in (hidden, shown):
         traced.app.consume("orders")(nothing)
@@ -153,7 +153,7 @@ def test_the_keys_of_records_are_shown_only_where_keys_may_be_shown() -> None:
     ]
 
 
-def test_a_tombstone_is_one() -> None:
+def test_a_tombstone_is_marked_as_a_tombstone() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -163,7 +163,7 @@ def test_a_tombstone_is_one() -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["async def", "def"])
-def test_spans_of_the_handler_are_inside_of_its_attempt(plain: bool) -> None:
+def test_spans_of_a_handler_are_children_of_its_attempt(plain: bool) -> None:
     traced = Traced()
     tracer = traced.spans.provider.get_tracer("user")
 
@@ -183,7 +183,7 @@ def test_spans_of_the_handler_are_inside_of_its_attempt(plain: bool) -> None:
     assert len(inside) == 2
 
 
-def test_what_runs_between_two_records_is_in_no_span() -> None:
+def test_code_between_two_records_is_in_no_span() -> None:
     traced = Traced()
     seen: list[api.Span] = []
 
@@ -200,7 +200,7 @@ def test_what_runs_between_two_records_is_in_no_span() -> None:
     assert [span.get_span_context().is_valid for span in seen] == [False, False, True, True]
 
 
-def test_baggage_of_a_record_is_that_of_its_attempt() -> None:
+def test_an_attempt_has_the_baggage_of_its_record() -> None:
     traced = Traced()
     seen: list[object] = []
 
@@ -214,7 +214,7 @@ def test_baggage_of_a_record_is_that_of_its_attempt() -> None:
     assert seen == ["acme", None, "acme"]
 
 
-def test_baggage_that_a_message_has_is_not_added_to() -> None:
+def test_existing_baggage_of_a_message_is_left_unchanged() -> None:
     traced = Traced()
 
     @traced.app.consume("orders")
@@ -228,7 +228,7 @@ def test_baggage_that_a_message_has_is_not_added_to() -> None:
     assert invoice.headers[0] == ("baggage", b"tenant=other")
 
 
-def test_every_attempt_has_a_span_and_a_failed_one_says_why() -> None:
+def test_every_attempt_has_a_span_and_failed_ones_have_the_error() -> None:
     traced = Traced()
 
     @traced.app.consume("orders", retry=Retry(attempts=2, initial=0.01))
@@ -247,7 +247,7 @@ def test_every_attempt_has_a_span_and_a_failed_one_says_why() -> None:
     assert links(first) == links(second) == [SPAN_ID]
 
 
-def test_a_payload_that_cannot_be_read_is_a_failed_attempt_by_its_class() -> None:
+def test_an_undecodable_payload_is_a_failed_attempt_with_its_error_class() -> None:
     traced = Traced()
 
     @traced.app.consume("orders", on_failure="skip")
@@ -258,7 +258,7 @@ def test_a_payload_that_cannot_be_read_is_a_failed_attempt_by_its_class() -> Non
     assert attributes(traced.spans.one("process"))["error.type"] == "aioshard.errors.DecodeError"
 
 
-def test_an_exception_that_cannot_say_what_it_is_fails_as_any_other() -> None:
+def test_an_exception_whose_str_raises_fails_like_any_other() -> None:
     class Mute(Exception):  # noqa: N818 - a name for the attribute
         def __str__(self) -> str:
             raise TypeError("none of your business")
@@ -276,7 +276,7 @@ def test_an_exception_that_cannot_say_what_it_is_fails_as_any_other() -> None:
     assert span.status.description == "its message cannot be shown"
 
 
-def test_a_time_out_is_named_as_one() -> None:
+def test_a_timeout_is_recorded_as_a_timeout() -> None:
     traced = Traced()
 
     @traced.app.consume("orders", timeout=1.0, retry=ONCE, on_failure="skip")
@@ -290,7 +290,7 @@ def test_a_time_out_is_named_as_one() -> None:
     assert span.status.status_code is StatusCode.ERROR
 
 
-def test_a_run_that_a_rebalance_cancels_is_cancelled_and_the_next_one_is_no_retry() -> None:
+def test_a_run_cancelled_by_a_rebalance_is_not_followed_by_a_retry() -> None:
     traced = Traced(drain_timeout=1.0)
     began: list[Record] = []
 
@@ -316,7 +316,7 @@ def test_a_run_that_a_rebalance_cancels_is_cancelled_and_the_next_one_is_no_retr
 # Batches ----------------------------------------------------------------------------------
 
 
-def test_a_batch_is_one_span_that_links_to_each_of_its_records() -> None:
+def test_a_batch_is_one_span_with_a_link_to_each_record() -> None:
     traced = Traced(parent=True)
 
     @traced.app.consume("orders", batch=Batch(3, linger=1.0))
@@ -331,7 +331,7 @@ def test_a_batch_is_one_span_that_links_to_each_of_its_records() -> None:
     assert [dict(link.attributes or {})["messaging.kafka.offset"] for link in span.links] == [0, 2]
 
 
-def test_a_batch_of_one_says_so_and_one_of_several_topics_names_none() -> None:
+def test_a_batch_span_has_its_size_and_only_a_common_topic() -> None:
     traced = Traced()
 
     @traced.app.consume("orders", "refunds", batch=Batch(2, linger=1.0))
@@ -347,7 +347,7 @@ def test_a_batch_of_one_says_so_and_one_of_several_topics_names_none() -> None:
     assert attributes(alone)["messaging.destination.name"] == "refunds"
 
 
-def test_a_dead_letter_of_a_batch_belongs_to_the_attempt_that_failed() -> None:
+def test_a_dead_letter_of_a_batch_is_a_child_of_the_failed_attempt() -> None:
     traced = Traced()
 
     @traced.app.consume("orders", batch=Batch(2, linger=1.0), retry=ONCE, on_failure=DeadLetter("orders.dlt"))
@@ -361,11 +361,11 @@ def test_a_dead_letter_of_a_batch_belongs_to_the_attempt_that_failed() -> None:
     assert (send.name, parent_of(send), links(send)) == ("send orders.dlt", span_id(process), [SPAN_ID])
 
 
-# What is published ------------------------------------------------------------------------
+# Publishing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-def test_what_a_handler_publishes_goes_on_in_its_trace(guarantee: str) -> None:
+def test_a_published_message_continues_the_trace_of_its_handler(guarantee: str) -> None:
     traced = Traced(client="confluent", processing_guarantee=guarantee)
 
     @traced.app.consume("orders")
@@ -388,7 +388,7 @@ def test_what_a_handler_publishes_goes_on_in_its_trace(guarantee: str) -> None:
     assert f"{span_id(send):016x}".encode() in context[1]
 
 
-def test_what_a_handler_publishes_one_after_the_other_hangs_side_by_side() -> None:
+def test_messages_published_in_a_row_are_sibling_spans() -> None:
     traced = Traced()
     around: list[int] = []
 
@@ -405,7 +405,7 @@ def test_what_a_handler_publishes_one_after_the_other_hangs_side_by_side() -> No
     assert around == [attempt, attempt]
 
 
-def test_what_the_app_publishes_belongs_to_the_span_around_the_call() -> None:
+def test_app_publish_is_a_child_of_the_active_span() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -420,7 +420,7 @@ def test_what_the_app_publishes_belongs_to_the_span_around_the_call() -> None:
     assert attributes(send)["messaging.kafka.message.tombstone"] is True
 
 
-def test_a_context_that_a_message_has_is_kept_and_linked() -> None:
+def test_an_existing_trace_context_of_a_message_is_kept_and_linked() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -433,7 +433,7 @@ def test_a_context_that_a_message_has_is_kept_and_linked() -> None:
     assert links(traced.spans.one("send")) == [SPAN_ID]
 
 
-def test_a_dead_letter_keeps_the_context_of_its_record_and_belongs_to_the_attempt_that_failed() -> None:
+def test_a_dead_letter_keeps_the_trace_context_of_its_record() -> None:
     traced = Traced()
 
     @traced.app.consume("orders", retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter("orders.dlt"))
@@ -475,7 +475,7 @@ def test_a_parked_record_keeps_its_headers_and_is_traced_when_it_runs_again() ->
     assert all(name != "traceparent" for name, _ in traced.broker.records("orders.parked")[-1].headers)
 
 
-def test_what_is_written_to_a_topic_of_parked_records_gets_no_context() -> None:
+def test_messages_to_a_park_topic_get_no_trace_context() -> None:
     """Its readers compare what they find there; and the tasks that write answers run in no span."""
     traced = Traced()
     traced.app.consume("orders", on_failure=Park("orders.parked"))(nothing)
@@ -490,7 +490,7 @@ def test_what_is_written_to_a_topic_of_parked_records_gets_no_context() -> None:
     assert parent_of(traced.spans.one("send")) is None
 
 
-def test_what_is_not_published_says_why() -> None:
+def test_a_failed_publish_has_the_error_in_its_span() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -533,7 +533,7 @@ HOSTILE: dict[str, Sequence[tuple[str, bytes | None]]] = {
 
 
 @pytest.mark.parametrize("headers", HOSTILE.values(), ids=HOSTILE)
-def test_a_record_is_processed_whatever_its_headers_say(headers: Sequence[tuple[str, bytes | None]]) -> None:
+def test_a_record_with_odd_trace_headers_is_processed(headers: Sequence[tuple[str, bytes | None]]) -> None:
     traced = Traced(parent=True)
     seen: list[Record] = []
 
@@ -549,7 +549,7 @@ def test_a_record_is_processed_whatever_its_headers_say(headers: Sequence[tuple[
     assert links(span) in ([], [SPAN_ID])
 
 
-def test_no_propagator_is_given_what_is_too_long_or_no_text() -> None:
+def test_overlong_and_binary_headers_never_reach_a_propagator() -> None:
     seen: list[list[str] | None] = []
 
     class Looking(Raising):
@@ -567,7 +567,7 @@ def test_no_propagator_is_given_what_is_too_long_or_no_text() -> None:
     assert seen == [None, None, None, None, ["x" * 8192]]
 
 
-def test_the_last_header_of_a_name_counts() -> None:
+def test_the_last_header_with_a_name_wins() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -585,7 +585,7 @@ def raising() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("raising")
-def test_a_propagator_that_raises_fails_nothing_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_propagator_that_raises_breaks_nothing_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     tracing._log_once.cache_clear()
     traced = Traced()
     seen: list[Record] = []
@@ -602,7 +602,7 @@ def test_a_propagator_that_raises_fails_nothing_and_is_told_of_once(caplog: pyte
     assert len(logged) == len(set(logged)) == 2, "reading headers, and adding them"
 
 
-def test_a_sampler_that_raises_fails_nothing_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_that_raises_breaks_nothing_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Sampler):
         def should_sample(self, *_: Any, **__: Any) -> SamplingResult:
             raise RuntimeError("broken sampler")
@@ -624,7 +624,7 @@ def test_a_sampler_that_raises_fails_nothing_and_is_told_of_once(caplog: pytest.
     assert len([line for line in caplog.records if line.name == "aioshard.telemetry.tracing"]) == 1
 
 
-def test_a_processor_that_raises_at_the_end_of_a_span_fails_nothing() -> None:
+def test_a_span_processor_that_raises_breaks_nothing() -> None:
     class Full(SpanProcessor):
         def on_end(self, span: ReadableSpan) -> None:
             raise BufferError(span.name)
@@ -644,7 +644,7 @@ def test_a_processor_that_raises_at_the_end_of_a_span_fails_nothing() -> None:
     assert traced.app.statistics().handlers[0].halted == 0
 
 
-def test_what_is_not_sampled_is_processed_and_published_as_anything_else() -> None:
+def test_unsampled_records_are_processed_and_published_as_usual() -> None:
     traced = Traced(sampler=ParentBased(ALWAYS_OFF), parent=True)
 
     @traced.app.consume("orders", retry=Retry(attempts=2, initial=0.01))
@@ -664,7 +664,7 @@ def test_what_is_not_sampled_is_processed_and_published_as_anything_else() -> No
 # Turning it on ---------------------------------------------------------------------------
 
 
-def test_an_app_that_is_not_traced_runs_its_handler_without_anything_around_it() -> None:
+def test_an_untraced_app_has_no_tracing_overhead() -> None:
     app = App("billing")
     app.consume("orders")(nothing)
 
@@ -689,7 +689,7 @@ def test_without_opentelemetry_the_extra_is_named_and_the_rest_works() -> None:
     assert "pip install 'aioshard[otel]'" in done.stdout
 
 
-def test_a_running_app_cannot_be_traced_any_more() -> None:
+def test_a_running_app_cannot_be_instrumented() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
 
@@ -700,7 +700,7 @@ def test_a_running_app_cannot_be_traced_any_more() -> None:
     traced.consume({}, act=act)
 
 
-def test_asked_for_twice_it_is_traced_once() -> None:
+def test_instrumenting_twice_traces_once() -> None:
     traced = Traced()
     trace(traced.app, tracer_provider=traced.spans.provider)
     traced.app.consume("orders")(nothing)
@@ -710,7 +710,7 @@ def test_asked_for_twice_it_is_traced_once() -> None:
     assert len(traced.spans.of("process")) == 1
 
 
-def test_a_run_over_history_is_not_traced() -> None:
+def test_a_backfill_is_not_traced() -> None:
     traced = Traced(auto_offset_reset="earliest")
     traced.app.consume("orders")(nothing)
 
@@ -725,7 +725,7 @@ def test_a_run_over_history_is_not_traced() -> None:
     assert traced.spans.of("process") == []
 
 
-def test_a_run_that_is_closed_where_its_context_is_gone_is_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_closed_in_another_context_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
     traced = Traced(shutdown_timeout=0.5, drain_timeout=0.2)
     left: list[object] = []
 

@@ -1,4 +1,4 @@
-"""The names in spans are those of the conventions' own package, and only those."""
+"""Spans use exactly the names of the OpenTelemetry semantic conventions."""
 
 import ast
 import itertools
@@ -26,7 +26,7 @@ def as_constant(name: str) -> str:
 
 
 def described(module: Any) -> dict[str, str]:
-    """What the package writes below each name."""
+    """Return the package's description of each name."""
     body = ast.parse(Path(module.__file__).read_text()).body
     found = {}
     for node, following in itertools.pairwise(body):
@@ -36,7 +36,7 @@ def described(module: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CONVENTIONAL)
-def test_an_attribute_is_that_of_the_package(name: str) -> None:
+def test_attribute_names_match_the_semantic_conventions(name: str) -> None:
     assert PACKAGE[as_constant(name)] == name
 
 
@@ -47,22 +47,22 @@ def test_no_attribute_is_deprecated(name: str) -> None:
     assert "Deprecated" not in text
 
 
-def test_the_check_for_deprecated_ones_can_fail() -> None:
+def test_the_check_for_deprecated_attributes_can_fail() -> None:
     assert "Deprecated" in described(messaging_attributes)["MESSAGING_KAFKA_MESSAGE_OFFSET"]
 
 
-def test_the_schema_is_the_newest_that_the_package_knows() -> None:
+def test_the_schema_is_the_newest_in_the_package() -> None:
     assert SCHEMA_URL == list(Schemas)[-1].value == Schemas.V1_44_0.value
 
 
-def test_values_of_the_operation_type_are_those_of_the_package() -> None:
+def test_operation_types_match_the_semantic_conventions() -> None:
     values = {one.value for one in messaging_attributes.MessagingOperationTypeValues}
 
     assert {"process", "send"} <= values
     assert "kafka" in {one.value for one in messaging_attributes.MessagingSystemValues}
 
 
-# What comes out ----------------------------------------------------------------------------
+# Exported spans ----------------------------------------------------------------------------
 
 
 class Measured:
@@ -98,7 +98,7 @@ def measured() -> Measured:
     return measured
 
 
-def test_no_span_has_an_attribute_that_no_convention_names(measured: Measured) -> None:
+def test_spans_have_only_attributes_of_the_conventions(measured: Measured) -> None:
     written = {
         name for kind in ("process", "send") for span in measured.spans.of(kind) for name in span.attributes or ()
     }
@@ -108,13 +108,13 @@ def test_no_span_has_an_attribute_that_no_convention_names(measured: Measured) -
 
 
 @pytest.mark.parametrize("operation", ["process", "send"])
-def test_a_span_has_what_the_table_says_of_its_kind(measured: Measured, operation: str) -> None:
+def test_a_span_has_the_attributes_listed_for_its_kind(measured: Measured, operation: str) -> None:
     written = {name for span in measured.spans.of(operation) for name in span.attributes or ()}
 
     assert written <= {name for name, (spans, _) in ATTRIBUTES.items() if operation in spans.split(", ")}
 
 
-def test_the_values_have_the_types_of_the_conventions(measured: Measured) -> None:
+def test_attribute_values_have_the_types_of_the_conventions(measured: Measured) -> None:
     types: Mapping[str, type] = {
         "messaging.kafka.offset": int,
         "server.port": int,

@@ -1,4 +1,4 @@
-"""A tracer provider whose spans a test can look at, and the context of a producer outside."""
+"""A tracer provider whose spans tests can inspect, and the trace context of an outside producer."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ TRACEPARENT = traceparent()
 
 
 class Spans:
-    """What was traced."""
+    """The finished spans."""
 
     def __init__(self, **options: Any) -> None:
         self._exporter = InMemorySpanExporter()

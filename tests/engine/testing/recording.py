@@ -1,4 +1,4 @@
-"""A group listener that writes down what it hears."""
+"""A group listener that records its calls."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection

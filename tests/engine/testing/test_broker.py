@@ -1,4 +1,4 @@
-"""Topics, scripted failures and waiting at the in-memory broker."""
+"""The in-memory broker: topics, scripted failures and waiting."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ def test_records_are_listed_in_the_order_of_their_timestamps(broker: InMemoryBro
     assert broker.records("nothing") == []
 
 
-def test_holes_are_made_at_the_broker_and_who_waits_hears_of_them(broker: InMemoryBroker) -> None:
+def test_holes_made_at_the_broker_wake_waiting_clients(broker: InMemoryBroker) -> None:
     heard: list[int] = []
     for _ in range(4):
         broker.publish("orders", b"x", key=b"k", partition=0)
@@ -82,7 +82,7 @@ def test_holes_are_made_at_the_broker_and_who_waits_hears_of_them(broker: InMemo
     assert broker.log("orders", 0).end == 7
 
 
-def test_a_topic_made_anew_begins_at_0_and_forgets_commits_if_told(broker: InMemoryBroker) -> None:
+def test_a_recreated_topic_starts_at_0_and_can_forget_its_commits(broker: InMemoryBroker) -> None:
     broker.publish("orders", b"x", partition=0)
     group = broker.group("billing")
     group.commit_from_outside({ONE: 1})
@@ -138,7 +138,7 @@ def test_the_history_says_whether_a_commit_was_for_owned_partitions(broker: InMe
     assert [request.owned for request in broker.commits] == [True, False]
 
 
-def test_a_broker_that_is_away_refuses_requests(broker: InMemoryBroker) -> None:
+def test_an_unavailable_broker_refuses_requests(broker: InMemoryBroker) -> None:
     membership = member(broker)
     broker.available = False
 
@@ -147,7 +147,7 @@ def test_a_broker_that_is_away_refuses_requests(broker: InMemoryBroker) -> None:
     assert broker.commits == []
 
 
-async def test_until_waits_for_a_change_that_makes_it_true(broker: InMemoryBroker) -> None:
+async def test_until_waits_for_its_condition(broker: InMemoryBroker) -> None:
     waiting = asyncio.ensure_future(broker.until(lambda: len(broker.records("orders")) == 2))
     broker.publish("orders", b"a")
     await asyncio.sleep(0)

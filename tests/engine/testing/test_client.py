@@ -1,4 +1,4 @@
-"""TestClient: the app's own engine, on the in-memory broker."""
+"""TestClient: the app's real engine on the in-memory broker."""
 
 import asyncio
 import time
@@ -46,7 +46,7 @@ def test_a_published_record_is_handled_and_committed() -> None:
     ("value", "stored"),
     [(b"\x00", b"\x00"), ("ü", "ü".encode()), (None, None), ({"a": [1]}, b'{"a":[1]}'), (3, b"3")],
 )
-def test_values_are_bytes_text_nothing_or_json(value: object, stored: bytes | None) -> None:
+def test_values_are_bytes_text_none_or_json(value: object, stored: bytes | None) -> None:
     seen: list[bytes | None] = []
 
     async def scenario() -> None:
@@ -58,7 +58,7 @@ def test_values_are_bytes_text_nothing_or_json(value: object, stored: bytes | No
     assert seen == [stored]
 
 
-async def test_it_works_in_a_foreign_loop_in_real_time() -> None:
+async def test_the_client_works_in_another_loop_in_real_time() -> None:
     seen: list[bytes | None] = []
 
     async with TestClient(make_app(seen)) as client:
@@ -108,7 +108,7 @@ def test_retries_wait_in_virtual_time() -> None:
     assert [round(later - attempts[0], 3) for later in attempts] == [0.0, 20.0, 60.0]
 
 
-def test_settle_names_what_is_incomplete() -> None:
+def test_settle_names_incomplete_records() -> None:
     app = App("billing")
 
     @app.consume("orders", retry=Retry(attempts=1))
@@ -130,7 +130,7 @@ def test_settle_names_what_is_incomplete() -> None:
     run(scenario())
 
 
-def test_settle_waits_for_records_behind_a_hole_and_for_the_hole_itself() -> None:
+def test_settle_waits_for_a_hole_at_the_end() -> None:
     seen: list[bytes | None] = []
 
     async def scenario() -> None:
@@ -144,7 +144,7 @@ def test_settle_waits_for_records_behind_a_hole_and_for_the_hole_itself() -> Non
     run(scenario())
 
 
-def test_a_revoked_partition_is_left_alone_and_read_from_its_commit_when_it_comes_back() -> None:
+def test_a_reassigned_partition_is_read_from_its_commit() -> None:
     seen: list[bytes | None] = []
 
     async def scenario() -> None:
@@ -178,7 +178,7 @@ def test_a_revoked_partition_is_left_alone_and_read_from_its_commit_when_it_come
     ],
     ids=["not applied", "applied", "refused"],
 )
-def test_a_failed_commit_is_scripted_and_settle_waits_for_the_next_one(error: CommitError, *, applied: bool) -> None:
+def test_settle_waits_for_the_commit_after_a_scripted_failure(error: CommitError, *, applied: bool) -> None:
     seen: list[bytes | None] = []
 
     async def scenario() -> None:
@@ -217,7 +217,7 @@ def test_a_lost_client_is_replaced_and_nothing_is_lost() -> None:
     assert seen == [b"a", b"b"]
 
 
-def test_an_outage_is_named_by_settle_and_passes() -> None:
+def test_settle_names_an_outage_that_then_passes() -> None:
     seen: list[bytes | None] = []
 
     async def scenario() -> None:
@@ -233,7 +233,7 @@ def test_an_outage_is_named_by_settle_and_passes() -> None:
     assert seen == [b"a"]
 
 
-def test_a_start_that_the_broker_refuses_leaves_the_app_as_it_was() -> None:
+def test_a_refused_start_leaves_the_app_unchanged() -> None:
     app = make_app([])
 
     async def scenario() -> None:
@@ -248,7 +248,7 @@ def test_a_start_that_the_broker_refuses_leaves_the_app_as_it_was() -> None:
     assert app.settings.auto_offset_reset is None
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="a positive number"):
         TestClient(make_app([]), speed=0)
 
@@ -278,7 +278,7 @@ def test_two_apps_share_a_broker_and_a_group() -> None:
     assert sorted(seen, key=str) == [b"0", b"1", b"2", b"3"]
 
 
-def test_the_app_has_its_own_settings_again_afterwards() -> None:
+def test_the_app_gets_its_own_settings_back() -> None:
     app = make_app([])
     before = app.settings
 
@@ -291,7 +291,7 @@ def test_the_app_has_its_own_settings_again_afterwards() -> None:
     assert app.settings.commit_interval == before.commit_interval
 
 
-def test_an_app_that_says_latest_begins_at_the_end() -> None:
+def test_an_app_with_latest_starts_at_the_end() -> None:
     seen: list[bytes | None] = []
     app = make_app(seen)
     app.configure(auto_offset_reset="latest")
@@ -307,7 +307,7 @@ def test_an_app_that_says_latest_begins_at_the_end() -> None:
     assert seen == [b"new"]
 
 
-def test_a_client_can_be_entered_again_and_goes_on_from_the_commit() -> None:
+def test_a_client_can_be_entered_again_and_resumes_at_the_commit() -> None:
     seen: list[bytes | None] = []
 
     async def scenario() -> None:

@@ -27,7 +27,7 @@ def complete(group: ConsumerGroup) -> None:
         group.adopt(member_id)
 
 
-def test_the_first_member_gets_everything_that_it_reads(group: ConsumerGroup) -> None:
+def test_the_first_member_gets_every_subscribed_partition(group: ConsumerGroup) -> None:
     member_id = join(group)
 
     assert group.assignment(member_id) == tuple(ORDERS)
@@ -36,7 +36,7 @@ def test_the_first_member_gets_everything_that_it_reads(group: ConsumerGroup) ->
     assert group.duty(member_id) == "nothing"
 
 
-def test_a_second_member_waits_until_the_first_has_given_back(group: ConsumerGroup) -> None:
+def test_a_second_member_waits_until_the_first_has_released(group: ConsumerGroup) -> None:
     first = join(group)
     group.adopt(first)
 
@@ -69,7 +69,7 @@ def test_commits_under_the_old_generation_are_accepted_until_the_last_has_rejoin
     assert second in group.members
 
 
-def test_a_rebalance_while_another_is_adopted_skips_a_generation_for_the_late_member(group: ConsumerGroup) -> None:
+def test_overlapping_rebalances_skip_a_generation_for_the_late_member(group: ConsumerGroup) -> None:
     """Such a member must not take its partitions for those it had: somebody else had them in between."""
     first, second = join(group), join(group)
     complete(group)
@@ -86,7 +86,7 @@ def test_a_rebalance_while_another_is_adopted_skips_a_generation_for_the_late_me
     assert group.generation == before + 2
 
 
-def test_a_revoked_partition_is_nobodys_until_it_is_assigned_again(group: ConsumerGroup) -> None:
+def test_a_revoked_partition_has_no_owner_until_reassigned(group: ConsumerGroup) -> None:
     member_id = join(group)
     group.revoke(ORDERS[1])
     complete(group)
@@ -110,7 +110,7 @@ def test_a_partition_can_be_given_to_a_chosen_member(group: ConsumerGroup) -> No
     assert group.assignment(second) == tuple(ORDERS)
 
 
-def test_a_lost_member_is_unknown_and_comes_back_under_another_id(group: ConsumerGroup) -> None:
+def test_a_lost_member_rejoins_under_another_id(group: ConsumerGroup) -> None:
     member_id = join(group)
     membership = group.adopt(member_id)
 
@@ -121,7 +121,7 @@ def test_a_lost_member_is_unknown_and_comes_back_under_another_id(group: Consume
     assert group.generation > membership.generation
 
 
-def test_a_member_that_holds_on_for_too_long_is_removed_and_the_rest_goes_on(group: ConsumerGroup) -> None:
+def test_a_member_that_releases_too_late_is_removed(group: ConsumerGroup) -> None:
     slow, quick = join(group), join(group)
     complete(group)
     generation = group.generation
@@ -135,7 +135,7 @@ def test_a_member_that_holds_on_for_too_long_is_removed_and_the_rest_goes_on(gro
     assert group.assignment(quick) == tuple(ORDERS)
 
 
-def test_members_get_only_what_they_read(group: ConsumerGroup) -> None:
+def test_members_get_only_subscribed_partitions(group: ConsumerGroup) -> None:
     orders, clicks = join(group), join(group, topic="clicks")
     complete(group)
 

@@ -23,7 +23,7 @@ def offsets(log: PartitionLog) -> list[int]:
     return [record.offset for record in log.records]
 
 
-def test_offsets_go_up_and_a_skipped_one_is_never_given() -> None:
+def test_offsets_increase_and_skipped_ones_are_never_used() -> None:
     log = make_log(None, None)
     log.skip(3)
     append(log, b"x")
@@ -49,7 +49,7 @@ def test_a_deleted_record_leaves_a_hole() -> None:
     assert offsets(log) == [0, 2]
 
 
-def test_retention_moves_the_start_and_never_back() -> None:
+def test_retention_never_moves_the_start_back() -> None:
     log = make_log(None, None, None)
 
     log.truncate_before(2)
@@ -83,7 +83,7 @@ def test_an_aborted_transaction_is_a_hole_with_its_marker() -> None:
     assert log.stable_end == 3
 
 
-def test_a_record_before_the_end_is_refused_and_one_beyond_it_leaves_a_hole() -> None:
+def test_a_record_beyond_the_end_leaves_a_hole_and_one_before_it_is_refused() -> None:
     log = make_log(None)
     log.append(Record("orders", 0, 4, None, b"x", (), 0.0))
 
@@ -105,7 +105,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(0, 40), st.integers(0, 40))
-def test_reading_gives_what_a_naive_log_would(steps: list[tuple[str, object]], position: int, below: int) -> None:
+def test_reading_matches_a_naive_log(steps: list[tuple[str, object]], position: int, below: int) -> None:
     log = make_log()
     naive: dict[int, bytes | None] = {}
     for step, value in steps:

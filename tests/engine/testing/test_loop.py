@@ -1,4 +1,4 @@
-"""Virtual time, the seeded order of steps, deadlocks that are named, threads."""
+"""Virtual time, seeded order of steps, named deadlocks, threads."""
 
 import asyncio
 import queue
@@ -65,7 +65,7 @@ def test_timers_fire_when_they_are_due_and_in_order() -> None:
     assert run(scenario()) == [("a", 0.1), ("b", 2.5), ("c", 3.0)]
 
 
-def test_time_outs_of_asyncio_and_anyio_are_exact() -> None:
+def test_timeouts_of_asyncio_and_anyio_are_exact() -> None:
     async def scenario() -> list[float]:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(30.0):
@@ -78,7 +78,7 @@ def test_time_outs_of_asyncio_and_anyio_are_exact() -> None:
     assert run(scenario()) == [30.0, 42.5]
 
 
-def test_time_stands_still_while_something_is_ready() -> None:
+def test_time_stops_while_callbacks_are_ready() -> None:
     async def scenario() -> float:
         sleeping = asyncio.ensure_future(asyncio.sleep(0.001))
         for _ in range(1000):
@@ -90,8 +90,8 @@ def test_time_stands_still_while_something_is_ready() -> None:
     assert run(scenario()) == 0.0
 
 
-def test_a_program_that_never_rests_does_not_stop_the_clock_for_ever() -> None:
-    """As in a process that computes, a time-out beside a busy task fires some time."""
+def test_a_busy_program_does_not_stop_the_clock_forever() -> None:
+    """As in a busy process, a timeout next to a busy task fires eventually."""
 
     async def scenario() -> None:
         with pytest.raises(TimeoutError):
@@ -118,7 +118,7 @@ async def race() -> str:
     return "".join(order)
 
 
-def test_without_a_seed_the_order_is_that_of_asyncio() -> None:
+def test_without_a_seed_callbacks_run_in_asyncio_order() -> None:
     async def steps() -> list[str]:
         order: list[str] = []
 
@@ -133,21 +133,21 @@ def test_without_a_seed_the_order_is_that_of_asyncio() -> None:
     assert run(steps()) == asyncio.run(steps()) == list("abcdabcdabcd")
 
 
-def test_the_same_seed_gives_the_same_order_and_others_give_others() -> None:
+def test_a_seed_determines_the_order() -> None:
     orders = {seed: run(race(), seed=seed) for seed in range(10)}
 
     assert {seed: run(race(), seed=seed) for seed in range(10)} == orders
     assert len(set(orders.values())) > 5
 
 
-def test_a_pass_runs_what_was_ready_when_it_began() -> None:
+def test_an_iteration_runs_only_callbacks_ready_at_its_start() -> None:
     """Every task gets its turn before any gets a second one: a permuted pass is still asyncio's."""
     for seed in range(20):
         order = run(race(), seed=seed)
         assert all(sorted(order[start : start + 4]) == list("abcd") for start in range(0, 16, 4)), (seed, order)
 
 
-def test_callbacks_keep_their_order_under_every_seed() -> None:
+def test_call_soon_callbacks_keep_their_order_under_every_seed() -> None:
     async def scenario() -> list[int]:
         called: list[int] = []
         loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ def test_callbacks_keep_their_order_under_every_seed() -> None:
     assert all(run(scenario(), seed=seed) == list(range(10)) for seed in range(20))
 
 
-def test_a_seed_is_that_of_the_random_module_too_and_leaves_no_trace() -> None:
+def test_a_seed_also_seeds_random_and_restores_its_state() -> None:
     async def scenario() -> float:
         return random.random()
 
@@ -170,7 +170,7 @@ def test_a_seed_is_that_of_the_random_module_too_and_leaves_no_trace() -> None:
     assert random.getstate() == before
 
 
-def test_a_seed_finds_a_race_that_plain_order_hides() -> None:
+def test_a_seed_reveals_a_race_that_plain_order_hides() -> None:
     async def scenario() -> int:
         balance = 0
 
@@ -225,7 +225,7 @@ def test_locks_and_queues_work_under_every_seed() -> None:
     assert all(run(scenario(), seed=seed) == (list(range(20)), 1) for seed in range(20))
 
 
-# What is wrong is named ----------------------------------------------------------------------
+# Named errors --------------------------------------------------------------------------------
 
 
 def test_a_deadlock_names_every_task_and_where_it_waits() -> None:
@@ -245,12 +245,12 @@ def test_a_deadlock_names_every_task_and_where_it_waits() -> None:
     assert "task 'second owner' waits at asyncio/locks.py" in message
 
 
-def test_a_sleep_without_end_is_a_deadlock() -> None:
+def test_an_endless_sleep_is_a_deadlock() -> None:
     with pytest.raises(DeadlockError, match="in sleep"):
         run(asyncio.sleep(float("inf")))
 
 
-def test_a_periodic_task_does_not_hide_that_the_test_never_ends() -> None:
+def test_a_periodic_task_does_not_hide_an_endless_test() -> None:
     async def scenario() -> None:
         beating = asyncio.get_running_loop().create_task(beat(), name="heart")
         await never()
@@ -260,7 +260,7 @@ def test_a_periodic_task_does_not_hide_that_the_test_never_ends() -> None:
         run(scenario(), time_limit=60.0)
 
 
-def test_a_program_that_never_rests_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_never_idles_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.testing.loop._BUSY_LIMIT", 5000)
 
     with pytest.raises(DeadlockError, match="the program never rests: 5000 passes"):
@@ -287,7 +287,7 @@ def test_a_failure_carries_its_seed(monkeypatch: pytest.MonkeyPatch, hash_seed: 
     assert not hasattr(without.value, "__notes__")
 
 
-def test_a_clean_up_that_hangs_does_not_hide_the_failure() -> None:
+def test_a_hanging_cleanup_does_not_hide_the_failure() -> None:
     async def scenario() -> None:
         async def stubborn() -> None:
             try:
@@ -318,7 +318,7 @@ def test_sockets_are_refused() -> None:
     run(scenario())
 
 
-def test_a_waiting_place_follows_the_awaits_to_the_innermost() -> None:
+def test_a_waiting_task_is_described_by_its_innermost_await() -> None:
     async def outer() -> None:
         await never()
 
@@ -353,7 +353,7 @@ def test_on_step_is_called_after_every_callback() -> None:
     assert len(seen) > 3
 
 
-def test_what_on_step_raises_ends_the_run_and_tasks_still_clean_up() -> None:
+def test_an_exception_in_on_step_ends_the_run_and_tasks_clean_up() -> None:
     steps = 0
     cleaned: list[str] = []
 
@@ -386,7 +386,7 @@ def test_what_on_step_raises_ends_the_run_and_tasks_still_clean_up() -> None:
     ids=["asyncio", "anyio"],
 )
 def test_time_does_not_jump_while_a_thread_works(in_thread: Callable[..., Awaitable[object]]) -> None:
-    """Its time-out of a virtual second would be over at once otherwise."""
+    """Otherwise its timeout of a virtual second would expire immediately."""
 
     def work() -> str:
         time.sleep(0.05)
@@ -400,7 +400,7 @@ def test_time_does_not_jump_while_a_thread_works(in_thread: Callable[..., Awaita
     assert run(scenario()) == ("done", 0.0)
 
 
-def test_a_thread_is_waited_for_although_it_lingered_after_its_last_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_waits_for_a_thread_that_lingers_after_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of anyio's is busy for a moment after it has told its result, and wakes nobody when that is over."""
     task_done = queue.Queue.task_done
 
@@ -422,7 +422,7 @@ def test_a_thread_is_waited_for_although_it_lingered_after_its_last_work(monkeyp
     assert time.monotonic() - began < 0.45, "it was waited for in vain"
 
 
-def test_a_thread_that_hangs_lets_time_go_on() -> None:
+def test_a_hanging_thread_does_not_stop_time() -> None:
     release = threading.Event()
 
     async def scenario() -> float:

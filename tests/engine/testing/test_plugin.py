@@ -1,4 +1,4 @@
-"""The plugin for pytest: loaded without an import, beside other plugins for async tests or without one."""
+"""The pytest plugin: loaded without an import, with or without other async plugins."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def topic() -> str:
 
 
 @pytest.mark.aioshard_virtual_time
-async def test_minutes_take_no_time(aioshard_client, topic):
+async def test_the_marker_runs_tests_in_virtual_time(aioshard_client, topic):
     began = asyncio.get_running_loop().time(), time.monotonic()
     async with aioshard_client(app) as client:
         await client.publish(topic, "x")
@@ -49,19 +49,19 @@ async def test_minutes_take_no_time(aioshard_client, topic):
 class TestGroup:
     @pytest.mark.aioshard_virtual_time(seed=7)
     @pytest.mark.parametrize("number", [1, 2])
-    async def test_methods_and_parameters(self, number, tmp_path):
+    async def test_the_marker_works_on_methods_and_parametrized_tests(self, number, tmp_path):
         await asyncio.sleep(3600 * number)
         assert tmp_path.is_dir()
 
 
 @pytest.mark.xfail(raises=OSError, strict=True)
 @pytest.mark.aioshard_virtual_time
-async def test_a_failure_is_one():
+async def test_a_failure_in_virtual_time_is_reported():
     await asyncio.sleep(3600)
     raise OSError
 
 
-def test_without_the_marker(aioshard_client):
+def test_tests_without_the_marker_are_unaffected(aioshard_client):
     assert aioshard_client.__name__ == "TestClient"
 """
 

@@ -1,4 +1,4 @@
-"""What the in-memory client does beyond the port: latency, crashes, several members, trouble on request."""
+"""The in-memory client beyond the port: latency, crashes, several members, scripted faults."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_operations_take_the_time_that_the_latency_says() -> None:
+def test_operations_take_the_configured_latency() -> None:
     async def scenario() -> list[float]:
         broker = make_broker()
         times = [now()]
@@ -61,7 +61,7 @@ def test_operations_take_the_time_that_the_latency_says() -> None:
     assert run(scenario()) == [0.0, 3.0, 10.0, 15.0]
 
 
-def test_responses_with_records_come_no_faster_than_the_fetch_latency() -> None:
+def test_responses_with_records_take_the_fetch_latency() -> None:
     async def scenario() -> list[float]:
         broker = make_broker()
         client, _ = await started(broker, latency=takes(fetch=2.0), max_batch_records=1)
@@ -77,7 +77,7 @@ def test_responses_with_records_come_no_faster_than_the_fetch_latency() -> None:
     assert run(scenario()) == [0.0, 2.0, 4.0]
 
 
-def test_a_poll_that_is_woken_keeps_the_fetch_that_is_under_way() -> None:
+def test_a_woken_poll_keeps_its_fetch_in_flight() -> None:
     """Else a caller that wakes often enough would never get anything."""
 
     async def scenario() -> float:
@@ -98,7 +98,7 @@ def test_a_poll_that_is_woken_keeps_the_fetch_that_is_under_way() -> None:
     assert run(scenario()) == pytest.approx(1.0)
 
 
-def test_a_commit_that_is_cancelled_after_it_was_applied_is_applied() -> None:
+def test_a_commit_cancelled_after_it_was_applied_stays_applied() -> None:
     async def scenario() -> int | None:
         broker = make_broker()
         client, _ = await started(broker, latency=takes(commit_reply=60.0))
@@ -145,7 +145,7 @@ def test_only_read_uncommitted_sees_an_open_transaction() -> None:
     assert run(scenario()) == ([], 0, [0])
 
 
-def test_all_members_give_back_at_the_same_time() -> None:
+def test_all_members_release_concurrently() -> None:
     async def scenario() -> float:
         broker = make_broker()
         clients = [await started(broker) for _ in range(2)]
@@ -165,7 +165,7 @@ def test_all_members_give_back_at_the_same_time() -> None:
     assert run(scenario()) == 3.0
 
 
-def test_between_two_generations_a_client_is_no_member() -> None:
+def test_between_two_generations_a_client_is_not_a_member() -> None:
     """It has given its partitions back and waits for another, who has not: what it had may be taken already."""
 
     async def scenario() -> None:
@@ -189,7 +189,7 @@ def test_between_two_generations_a_client_is_no_member() -> None:
     run(scenario())
 
 
-def test_a_member_that_holds_on_for_longer_than_the_rebalance_timeout_joins_under_a_new_id() -> None:
+def test_a_member_that_exceeds_the_rebalance_timeout_rejoins_under_a_new_id() -> None:
     async def scenario() -> tuple[bool, list[type]]:
         broker = make_broker()
         client, listener = await started(broker, rebalance_timeout=5.0)
@@ -214,7 +214,7 @@ def test_a_member_that_holds_on_for_longer_than_the_rebalance_timeout_joins_unde
     assert [error.__name__ for error in errors] == ["CommitRefusedError"]
 
 
-def test_a_crashed_client_keeps_its_partitions_until_its_session_ends() -> None:
+def test_a_crashed_client_keeps_its_partitions_until_its_session_expires() -> None:
     async def scenario() -> tuple[list[float], int | None]:
         broker = make_broker()
         dead, _ = await started(broker, session_timeout=10.0)
@@ -237,7 +237,7 @@ def test_a_crashed_client_keeps_its_partitions_until_its_session_ends() -> None:
     assert run(scenario()) == ([0.0, 10.0], None)
 
 
-def test_a_killed_client_raises_at_once_and_ever_after() -> None:
+def test_a_killed_client_raises_on_every_call() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, _ = await started(broker)
@@ -255,7 +255,7 @@ def test_a_killed_client_raises_at_once_and_ever_after() -> None:
     run(scenario())
 
 
-def test_a_scripted_poll_failure_is_the_end_of_the_client() -> None:
+def test_a_scripted_poll_failure_ends_the_client() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, _ = await started(broker)
@@ -268,7 +268,7 @@ def test_a_scripted_poll_failure_is_the_end_of_the_client() -> None:
     run(scenario())
 
 
-def test_a_partition_that_cannot_be_read_is_reported_once_a_second() -> None:
+def test_an_unreadable_partition_is_reported_once_a_second() -> None:
     async def scenario() -> tuple[list[float], list[bytes | None]]:
         broker = make_broker()
         client, _ = await started(broker)
@@ -287,7 +287,7 @@ def test_a_partition_that_cannot_be_read_is_reported_once_a_second() -> None:
     assert run(scenario()) == ([0.0, 1.0, 2.0], [b"a"])
 
 
-def test_while_the_broker_is_away_nothing_is_answered_and_nothing_is_lost() -> None:
+def test_a_broker_outage_answers_nothing_and_loses_nothing() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, _ = await started(broker)
@@ -326,7 +326,7 @@ def test_a_listener_that_raises_ends_the_client_with_that_error() -> None:
     assert isinstance(run(scenario()), RuntimeError)
 
 
-def test_close_waits_for_revoked_and_leaves_even_when_it_is_cancelled() -> None:
+def test_close_waits_for_revoked_and_leaves_even_when_cancelled() -> None:
     async def scenario() -> tuple[float, tuple[str, ...]]:
         broker = make_broker()
         client, listener = await started(broker)
@@ -394,7 +394,7 @@ class Owner(RecordingListener):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_under_any_latency_a_partition_has_one_owner_and_a_generation_is_told_once(seed: int) -> None:
+def test_a_partition_has_one_owner_under_any_latency(seed: int) -> None:
     rng = random.Random(seed)
     broker = make_broker()
     group = broker.group("billing")
@@ -449,7 +449,7 @@ def test_events_alternate_between_assigned_and_revoked() -> None:
     assert [event.partitions for event in events] == [(ONE, TWO), (ONE, TWO), (TWO,), (TWO,), (ONE, TWO)]
 
 
-def test_a_member_that_is_cut_off_ends_what_it_has_when_its_session_is_over() -> None:
+def test_a_cut_off_member_gives_up_its_partitions_when_its_session_expires() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, listener = await started(broker, session_timeout=6.0)
@@ -474,7 +474,7 @@ def test_a_member_that_is_cut_off_ends_what_it_has_when_its_session_is_over() ->
     run(scenario())
 
 
-def test_a_short_cut_is_not_noticed_by_the_group() -> None:
+def test_the_group_does_not_notice_a_short_disconnection() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, _ = await started(broker, session_timeout=6.0)
@@ -490,7 +490,7 @@ def test_a_short_cut_is_not_noticed_by_the_group() -> None:
     run(scenario())
 
 
-def test_the_group_drops_a_member_that_is_closed_while_it_is_cut_off() -> None:
+def test_the_group_drops_a_member_closed_while_cut_off() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, _ = await started(broker, session_timeout=6.0)
@@ -504,7 +504,7 @@ def test_the_group_drops_a_member_that_is_closed_while_it_is_cut_off() -> None:
     run(scenario())
 
 
-def test_nothing_of_a_partition_without_a_leader_is_told() -> None:
+def test_nothing_is_reported_for_a_partition_without_a_leader() -> None:
     async def scenario() -> None:
         broker = make_broker()
         client, _ = await started(broker)

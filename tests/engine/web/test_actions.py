@@ -1,4 +1,4 @@
-"""What the page may do: only with the token, from its own page, in few bytes, and every attempt is in the log."""
+"""Dashboard actions: only with the token, from the same origin, small, and logged."""
 
 import hmac
 import json
@@ -86,10 +86,10 @@ async def post(
     return await client.post("/actions", content=content, headers=sent)
 
 
-# Who may ask ------------------------------------------------------------------------------
+# Authorization ----------------------------------------------------------------------------
 
 
-async def test_who_has_the_token_may_act(client: httpx.AsyncClient, app: FakeApp) -> None:
+async def test_a_client_with_the_token_may_act(client: httpx.AsyncClient, app: FakeApp) -> None:
     answer = await post(client, PAUSE)
 
     assert (answer.status_code, answer.json()) == (200, {"done": "orders/3 is paused"})
@@ -110,7 +110,9 @@ async def test_who_has_the_token_may_act(client: httpx.AsyncClient, app: FakeApp
     ],
     ids=["missing", "empty", "no-token", "blank", "basic", "shorter", "longer", "upper-case"],
 )
-async def test_who_has_not_the_token_may_not(client: httpx.AsyncClient, app: FakeApp, given: str | None) -> None:
+async def test_a_client_without_the_token_may_not_act(
+    client: httpx.AsyncClient, app: FakeApp, given: str | None
+) -> None:
     answer = await post(client, PAUSE, authorization=given)
 
     assert answer.status_code == 401
@@ -118,9 +120,7 @@ async def test_who_has_not_the_token_may_not(client: httpx.AsyncClient, app: Fak
     assert app.told == []
 
 
-async def test_how_much_of_a_guess_is_right_cannot_be_timed(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tokens_are_compared_in_constant_time(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     compare_digest = hmac.compare_digest
 
@@ -135,7 +135,7 @@ async def test_how_much_of_a_guess_is_right_cannot_be_timed(
     assert compared == [(TOKEN[:-1].encode() + b"x", TOKEN.encode()), (TOKEN.encode(), TOKEN.encode())]
 
 
-async def test_a_token_in_the_address_is_none(client: httpx.AsyncClient, app: FakeApp) -> None:
+async def test_a_token_in_the_url_is_ignored(client: httpx.AsyncClient, app: FakeApp) -> None:
     answer = await client.post(
         f"/actions?token={TOKEN}&access_token={TOKEN}", json=PAUSE, headers={"cookie": f"token={TOKEN}"}
     )
@@ -144,7 +144,7 @@ async def test_a_token_in_the_address_is_none(client: httpx.AsyncClient, app: Fa
     assert app.told == []
 
 
-async def test_a_token_of_other_bytes_is_wrong_and_no_error(client: httpx.AsyncClient) -> None:
+async def test_a_token_with_odd_bytes_is_rejected_without_error(client: httpx.AsyncClient) -> None:
     answer = await client.post(
         "/actions",
         content=CHECK,
@@ -166,7 +166,7 @@ async def test_a_token_of_other_bytes_is_wrong_and_no_error(client: httpx.AsyncC
         "://",
     ],
 )
-async def test_another_sites_page_is_refused_whatever_it_has(
+async def test_a_page_of_another_site_is_refused_even_with_the_token(
     client: httpx.AsyncClient, app: FakeApp, origin: str
 ) -> None:
     answer = await post(client, PAUSE, origin=origin)
@@ -175,7 +175,7 @@ async def test_another_sites_page_is_refused_whatever_it_has(
     assert app.told == []
 
 
-async def test_one_of_two_origins_is_not_enough(client: httpx.AsyncClient, app: FakeApp) -> None:
+async def test_two_origin_headers_are_refused(client: httpx.AsyncClient, app: FakeApp) -> None:
     given = [("authorization", f"Bearer {TOKEN}"), ("content-type", "application/json"), ("origin", "http://app:8080")]
 
     answer = await client.post("/actions", json=PAUSE, headers=[*given, ("origin", "http://elsewhere.example")])
@@ -194,11 +194,13 @@ async def test_one_of_two_origins_is_not_enough(client: httpx.AsyncClient, app: 
         ("app:8080", None),
     ],
 )
-async def test_the_own_page_and_who_is_no_browser_may(client: httpx.AsyncClient, host: str, origin: str | None) -> None:
+async def test_the_dashboard_and_non_browser_clients_may_act(
+    client: httpx.AsyncClient, host: str, origin: str | None
+) -> None:
     assert (await post(client, origin=origin, host=host)).status_code == 200
 
 
-async def test_no_origin_is_not_that_of_a_page_without_a_host(client: httpx.AsyncClient) -> None:
+async def test_a_null_origin_does_not_match_an_empty_host(client: httpx.AsyncClient) -> None:
     assert (await post(client, origin="null", host="")).status_code == 403
 
 
@@ -214,16 +216,16 @@ async def test_without_a_token_there_are_no_actions(app: FakeApp) -> None:
 @pytest.mark.parametrize(
     "token", ["", "  ", "short", "x" * 15, " " + "x" * 15 + "\n", "a token with spaces", "schlüssel-schlüssel"]
 )
-def test_a_token_that_is_easily_guessed_or_cannot_be_sent_is_refused(app: FakeApp, token: str) -> None:
+def test_a_weak_or_unsendable_token_is_refused(app: FakeApp, token: str) -> None:
     with pytest.raises(SettingsError, match="token of the dashboard"):
         dashboard(app, token=token)
 
 
-def test_the_space_around_a_token_is_not_part_of_it() -> None:
+def test_whitespace_around_a_token_is_ignored() -> None:
     assert check_token(f" {TOKEN}\n") == TOKEN
 
 
-# What is asked ----------------------------------------------------------------------------
+# Actions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ async def test_each_action_reaches_the_app(
     ],
     ids=str,
 )
-async def test_what_is_no_action_is_refused_with_a_sentence(
+async def test_an_unknown_action_is_refused_with_a_reason(
     client: httpx.AsyncClient, app: FakeApp, body: bytes, status: int
 ) -> None:
     answer = await post(client, body)
@@ -287,13 +289,15 @@ async def test_what_is_no_action_is_refused_with_a_sentence(
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
-async def test_what_a_form_can_send_is_refused(client: httpx.AsyncClient, app: FakeApp, kind: str | None) -> None:
+async def test_content_types_of_html_forms_are_refused(
+    client: httpx.AsyncClient, app: FakeApp, kind: str | None
+) -> None:
     assert (await post(client, PAUSE, content_type=kind)).status_code == 415
     assert app.told == []
 
 
 @pytest.mark.parametrize("error", [StateError("orders/3 is not assigned"), HandlerError("it has fixed shards")])
-async def test_what_the_app_refuses_is_told_in_its_own_words(
+async def test_a_refusal_of_the_app_is_passed_on_verbatim(
     client: httpx.AsyncClient, app: FakeApp, error: Exception
 ) -> None:
     app.refuses = error
@@ -303,7 +307,7 @@ async def test_what_the_app_refuses_is_told_in_its_own_words(
     assert (answer.status_code, answer.json()) == (409, {"error": str(error)})
 
 
-def test_an_app_that_does_not_answer_is_told_of(app: FakeApp) -> None:
+def test_an_unresponsive_app_is_reported(app: FakeApp) -> None:
     app.refuses = TimeoutError()
 
     with pytest.raises(RefusedError, match="did not answer in time") as refused:
@@ -332,7 +336,7 @@ async def begun(app: FakeApp, then: Callable[[], Awaitable[MutableMapping[str, A
     return status
 
 
-async def test_a_body_that_breaks_off_is_refused_and_no_error(app: FakeApp) -> None:
+async def test_a_truncated_body_is_refused_without_error(app: FakeApp) -> None:
     async def disconnect() -> MutableMapping[str, Any]:
         return {"type": "http.disconnect"}
 
@@ -340,7 +344,7 @@ async def test_a_body_that_breaks_off_is_refused_and_no_error(app: FakeApp) -> N
     assert app.told == []
 
 
-async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, app: FakeApp) -> None:
+async def test_a_chunked_body_is_reassembled(client: httpx.AsyncClient, app: FakeApp) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for byte in json.dumps(PAUSE).encode():
             yield bytes([byte])
@@ -350,7 +354,7 @@ async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, app: 
     assert app.told == [("pause", "orders", 3)]
 
 
-async def test_the_body_of_who_has_no_token_is_not_read(client: httpx.AsyncClient) -> None:
+async def test_the_body_of_an_unauthorized_request_is_not_read(client: httpx.AsyncClient) -> None:
     pulled = 0
 
     async def large() -> AsyncIterator[bytes]:
@@ -369,7 +373,7 @@ async def test_the_body_of_who_has_no_token_is_not_read(client: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
-async def test_nothing_acts_but_a_post(client: httpx.AsyncClient, app: FakeApp, method: str) -> None:
+async def test_only_post_requests_act(client: httpx.AsyncClient, app: FakeApp, method: str) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
     answer = await client.request(method, "/actions?action=pause&topic=orders&partition=3", headers=headers)
 
@@ -381,7 +385,7 @@ async def test_nothing_acts_but_a_post(client: httpx.AsyncClient, app: FakeApp, 
 # The log ----------------------------------------------------------------------------------
 
 
-async def test_each_attempt_is_in_the_log_and_the_token_never(
+async def test_every_attempt_is_logged_without_the_token(
     client: httpx.AsyncClient, app: FakeApp, audit: Callable[[], list[str]]
 ) -> None:
     await post(client, PAUSE)
@@ -398,14 +402,14 @@ async def test_each_attempt_is_in_the_log_and_the_token_never(
     assert not any(TOKEN in line or "a-guess" in line or "\n" in line for line in audit())
 
 
-async def test_nobody_fills_the_log(client: httpx.AsyncClient, audit: Callable[[], list[str]]) -> None:
+async def test_refused_attempts_cannot_flood_the_log(client: httpx.AsyncClient, audit: Callable[[], list[str]]) -> None:
     for _ in range(60):
         await post(client, authorization=None)
 
     assert len(audit()) == 20
 
 
-async def test_a_refused_request_cannot_write_a_line_of_the_log(
+async def test_a_refused_request_cannot_inject_log_lines(
     client: httpx.AsyncClient, audit: Callable[[], list[str]]
 ) -> None:
     for body in (b'{"action": "a\\nb"}', b'{"action": "check", "a\\nb": 1}'):
@@ -415,7 +419,7 @@ async def test_a_refused_request_cannot_write_a_line_of_the_log(
     assert not any("\n" in line for line in audit())
 
 
-def test_an_action_reads_as_one_line() -> None:
+def test_an_action_is_logged_on_one_line() -> None:
     action = parse(b'{"action": "pause", "topic": "orders", "partition": 8}')
 
     assert str(action) == 'pause topic="orders" partition=8'

@@ -1,4 +1,4 @@
-"""The dashboard: what it serves, and how it keeps others out of it."""
+"""The dashboard: its content and its protection against other sites."""
 
 import asyncio
 import importlib
@@ -36,11 +36,11 @@ async def served(app: App, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-# What is served ---------------------------------------------------------------------------
+# Served files -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_nothing_of_another_site_gets_in_or_around_it(client: httpx.AsyncClient, path: str) -> None:
+async def test_the_dashboard_is_isolated_from_other_sites(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.get(path)
 
     assert answer.status_code == 200
@@ -56,7 +56,7 @@ async def test_nothing_of_another_site_gets_in_or_around_it(client: httpx.AsyncC
     assert not {"set-cookie", "access-control-allow-origin"} & set(answer.headers)
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_nothing_inline() -> None:
+def test_the_dashboard_needs_no_external_or_inline_resources() -> None:
     html = (STATIC / "index.html").read_text()
     script = (STATIC / "page.js").read_text()
 
@@ -67,11 +67,11 @@ def test_the_page_needs_nothing_from_elsewhere_and_nothing_inline() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|localStorage", script)
 
 
-def test_the_page_is_small() -> None:
+def test_the_dashboard_is_small() -> None:
     assert sum(file.stat().st_size for file in STATIC.iterdir()) < 90_000
 
 
-async def test_it_works_below_any_path() -> None:
+async def test_the_dashboard_works_under_any_path() -> None:
     api = FastAPI()
     api.mount("/ops/aioshard", dashboard(App("billing")))
     transport = httpx.ASGITransport(app=api)
@@ -102,7 +102,7 @@ async def test_it_works_below_any_path() -> None:
     ],
     ids=str,
 )
-async def test_odd_paths_lead_nowhere(client: httpx.AsyncClient, path: str) -> None:
+async def test_odd_paths_are_not_found(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.get(path)
 
     assert answer.status_code in {307, 404}
@@ -112,15 +112,15 @@ async def test_odd_paths_lead_nowhere(client: httpx.AsyncClient, path: str) -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_what_is_shown_is_only_read(client: httpx.AsyncClient, path: str) -> None:
+async def test_the_dashboard_is_read_only(client: httpx.AsyncClient, path: str) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert (await client.request(method, path)).status_code == 405
 
 
-# What is shown ----------------------------------------------------------------------------
+# Displayed data ---------------------------------------------------------------------------
 
 
-async def test_an_app_that_does_not_run_is_shown_too(client: httpx.AsyncClient) -> None:
+async def test_an_app_that_is_not_running_is_shown_too(client: httpx.AsyncClient) -> None:
     found = (await client.get("/dashboard.json")).json()
 
     assert found["workload"] is None
@@ -129,7 +129,7 @@ async def test_an_app_that_does_not_run_is_shown_too(client: httpx.AsyncClient) 
     assert found["actions"] is False
 
 
-async def test_the_document_has_statistics_diagnosis_and_workload_but_no_value() -> None:
+async def test_the_snapshot_has_no_record_values() -> None:
     app = App("billing")
     over = asyncio.Event()
 
@@ -156,7 +156,7 @@ async def test_the_document_has_statistics_diagnosis_and_workload_but_no_value()
     assert '"stuck"' not in text
 
 
-async def test_the_history_is_kept_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_history_is_recorded_without_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "HISTORY_STEP", 0.0)
     app = App("billing", stuck_after=0.04)  # it is looked at every 0.01 s
 
@@ -176,7 +176,7 @@ async def test_the_history_is_kept_while_nobody_looks(monkeypatch: pytest.Monkey
     assert app.history() == ()
 
 
-async def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     app = App("billing")
 
     @app.consume("orders")
@@ -194,7 +194,7 @@ async def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(app.history()) == 720
 
 
-async def test_what_is_explained_is_bounded() -> None:
+async def test_explanations_are_bounded() -> None:
     app = App("billing")
     over = asyncio.Event()
     partitions = MOST_DIAGNOSED + 20
@@ -226,7 +226,7 @@ class Standing(App):
         return PartitionDiagnosis("orders", number, told[0], told[1], "a sentence", None, (), 0, 0)
 
 
-def test_the_worst_is_explained_first_and_what_advances_not_at_all() -> None:
+def test_the_worst_partition_comes_first_and_advancing_ones_are_omitted() -> None:
     shown = snapshot(Standing("billing"))
 
     assert [(one["partition"], one["verdict"]) for one in shown["diagnosis"]["partitions"]] == [
@@ -237,7 +237,7 @@ def test_the_worst_is_explained_first_and_what_advances_not_at_all() -> None:
     assert shown["diagnosis"]["left_out"] == 0
 
 
-def test_its_module_describes_the_data() -> None:
+def test_the_module_docstring_describes_the_snapshot() -> None:
     described = set(re.findall(r"`(\w+)`", importlib.import_module("aioshard.web.page").__doc__ or ""))
 
     assert snapshot(App("billing")).keys() <= described

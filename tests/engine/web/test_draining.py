@@ -46,9 +46,7 @@ async def shop() -> AsyncIterator[Shop]:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_the_answer_comes_when_all_is_committed_and_readiness_has_been_false_all_the_time(
-    shop: Shop, method: str
-) -> None:
+async def test_the_response_comes_after_the_commit_while_readiness_is_false(shop: Shop, method: str) -> None:
     assert (await shop.http.get("/readyz")).status_code == 200
     asked = asyncio.create_task(shop.http.request(method, "/drain"))
     while shop.app.statistics().state == "running":  # noqa: ASYNC110 - the next step of the loop is meant
@@ -67,7 +65,7 @@ async def test_the_answer_comes_when_all_is_committed_and_readiness_has_been_fal
     assert (await shop.http.request(method, "/drain")).status_code == 200, "it may be asked again"
 
 
-async def test_the_answer_waits_as_long_as_it_is_told_to(shop: Shop) -> None:
+async def test_the_response_waits_as_long_as_requested(shop: Shop) -> None:
     shop.may_end.set()
     began = time.monotonic()
 
@@ -76,7 +74,7 @@ async def test_the_answer_waits_as_long_as_it_is_told_to(shop: Shop) -> None:
     assert 0.3 <= time.monotonic() - began < 2
 
 
-async def test_a_request_that_is_given_up_leaves_nothing_behind_but_the_drain(shop: Shop) -> None:
+async def test_an_abandoned_request_leaves_only_the_drain(shop: Shop) -> None:
     before = asyncio.all_tasks()
     asked = asyncio.create_task(shop.http.get("/drain?wait=600"))
     while shop.app.statistics().state == "running":  # noqa: ASYNC110 - the next step of the loop is meant
@@ -87,7 +85,7 @@ async def test_a_request_that_is_given_up_leaves_nothing_behind_but_the_drain(sh
     assert {task.get_name() for task in asyncio.all_tasks() - before} == {"drain"}
 
 
-async def test_what_did_not_end_in_time_is_503_and_named() -> None:
+async def test_runs_that_outlast_the_drain_give_503_and_are_named() -> None:
     shop = Shop(shutdown_timeout=0.3)
     answers: list[httpx.Response] = []
     with contextlib.suppress(NotDrainedError):  # the end of the app has the same result
@@ -99,7 +97,7 @@ async def test_what_did_not_end_in_time_is_503_and_named() -> None:
 
 
 @pytest.mark.parametrize("wait", ["-1", "nan", "inf", "601", "soon", ""])
-async def test_a_wait_that_is_none_is_refused_and_drains_nothing(shop: Shop, wait: str) -> None:
+async def test_an_invalid_wait_is_refused_and_drains_nothing(shop: Shop, wait: str) -> None:
     answer = await shop.http.get("/drain", params={"wait": wait})
 
     assert answer.status_code == 400
@@ -117,7 +115,7 @@ async def test_a_wait_that_is_none_is_refused_and_drains_nothing(shop: Shop, wai
         ("DELETE", {}, 405),
     ],
 )
-async def test_browsers_and_other_methods_drain_nothing(
+async def test_requests_of_browsers_and_other_methods_drain_nothing(
     shop: Shop, method: str, headers: dict[str, str], status: int
 ) -> None:
     answer = await shop.http.request(method, "/drain", headers=headers)
@@ -126,7 +124,7 @@ async def test_browsers_and_other_methods_drain_nothing(
     assert shop.app.statistics().state == "running"
 
 
-async def test_it_is_served_from_another_thread(shop: Shop) -> None:
+async def test_the_drain_is_served_from_another_thread(shop: Shop) -> None:
     """By the health server, whose event loop is not the app's."""
     shop.may_end.set()
     async with (

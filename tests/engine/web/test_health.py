@@ -1,4 +1,4 @@
-"""Health: what the routes answer in each state, and the server that serves them."""
+"""Health: responses in each state, and the server for them."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ from aioshard.observe import (
 from aioshard.telemetry.metrics import AppCollector
 from aioshard.testing import TestClient, run
 from aioshard.web.health import findings, health_routes
-from tests.support.told import HANDLER, STATISTICS, Told
+from tests.support.fake_app import HANDLER, STATISTICS, FakeApp
 
 HEAD = IncompleteRecord(
     handler="on_order",
@@ -69,8 +69,8 @@ DIAGNOSED = PartitionDiagnosis(
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(DIAGNOSED,), outliving=())
 
 
-def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> Told:
-    return Told(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
+def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> FakeApp:
+    return FakeApp(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
 
 
 def client_of(app: App) -> httpx.AsyncClient:
@@ -92,7 +92,7 @@ def client_of(app: App) -> httpx.AsyncClient:
         ("failed", 503, 503),
     ],
 )
-async def test_status_of_each_state(state: AppState, live: int, ready: int) -> None:
+async def test_every_state_has_its_health_status(state: AppState, live: int, ready: int) -> None:
     cures = ("the app has failed: the brokers are away",) if state == "failed" else ()
     async with client_of(told(dataclasses.replace(STATISTICS, state=state, restart_cures=cures))) as client:
         for path, expected in (("/livez", live), ("/readyz", ready)):
@@ -104,7 +104,7 @@ async def test_status_of_each_state(state: AppState, live: int, ready: int) -> N
             assert bool(body["reasons"]) == (expected == 503), "a refusal says why, an approval has no reasons"
 
 
-async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> None:
+async def test_an_outage_or_rebalance_is_reported_but_keeps_both_statuses() -> None:
     rebalancing = dataclasses.replace(STATISTICS, member_id=None, partitions=())
     findings = (
         Finding("trouble", "no broker answers for 8 s", None, None),
@@ -118,14 +118,14 @@ async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> 
             assert response.json()["findings"] == ["no broker answers for 8 s"]
 
 
-async def test_a_start_that_hangs_says_on_what() -> None:
+async def test_a_hanging_start_names_its_cause() -> None:
     starting = dataclasses.replace(STATISTICS, state="starting", trouble="connection refused by 127.0.0.1:1")
     async with client_of(told(starting)) as client:
         response = await client.get("/readyz")
         assert response.json()["reasons"] == ["the group has not been joined yet: connection refused by 127.0.0.1:1"]
 
 
-async def test_statistics_explanation_and_metrics() -> None:
+async def test_statistics_explanation_and_metrics_are_served() -> None:
     async with client_of(told()) as client:
         assert (await client.get("/statistics.json")).json() == json.loads(json.dumps(STATISTICS.asdict()))
         explanation = await client.get("/explain")
@@ -139,7 +139,7 @@ async def test_statistics_explanation_and_metrics() -> None:
         assert accepting.text.endswith("# EOF\n")
 
 
-async def test_a_registry_of_the_user_shows_its_own_metrics_too() -> None:
+async def test_a_custom_registry_serves_its_own_metrics_too() -> None:
     registry = prometheus_client.CollectorRegistry()
     prometheus_client.Counter("orders_paid", "The user's own.", registry=registry).inc()
     app = told()
@@ -151,7 +151,7 @@ async def test_a_registry_of_the_user_shows_its_own_metrics_too() -> None:
     assert "aioshard_commits_total" in text
 
 
-async def test_the_routes_fit_a_fastapi_application() -> None:
+async def test_the_routes_work_in_a_fastapi_application() -> None:
     application = FastAPI(routes=health_routes(told()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=application), base_url="http://app") as client:
         assert (await client.get("/readyz")).status_code == 200
@@ -170,7 +170,7 @@ async def test_the_routes_fit_a_fastapi_application() -> None:
         ("?format=text", "application/json", False),
     ],
 )
-async def test_the_explanation_can_be_had_for_programs(query: str, accept: str, *, for_programs: bool) -> None:
+async def test_the_explanation_is_available_as_json(query: str, accept: str, *, for_programs: bool) -> None:
     async with client_of(told()) as client:
         response = await client.get(f"/explain{query}", headers={"accept": accept})
     if not for_programs:
@@ -189,7 +189,7 @@ async def test_the_explanation_can_be_had_for_programs(query: str, accept: str, 
     ]
 
 
-def test_a_real_app_tells_programs_and_probes_where_it_hangs() -> None:
+def test_a_real_app_reports_where_it_hangs() -> None:
     app = App("billing", stuck_after=5.0, drain_timeout=0.5, shutdown_timeout=1.0)
     released = asyncio.Event()
 
@@ -216,7 +216,7 @@ def test_a_real_app_tells_programs_and_probes_where_it_hangs() -> None:
     run(test())
 
 
-def test_nothing_to_find_in_a_healthy_app() -> None:
+def test_a_healthy_app_has_no_findings() -> None:
     idle = Finding("nothing assigned", "no partition is assigned to this process", None, None)
 
     assert findings(STATISTICS, DIAGNOSIS) == []

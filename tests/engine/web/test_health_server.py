@@ -1,4 +1,4 @@
-"""The server of the health routes: a thread of its own, which a blocked event loop does not keep."""
+"""The health server: its own thread, unaffected by a blocked event loop."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-async def test_the_server_answers_from_the_first_moment_and_ends_with_the_context() -> None:
+async def test_the_server_runs_exactly_as_long_as_its_context() -> None:
     async with serve_health(Idle(), host=LOCAL, port=0) as (host, port):
         assert host == LOCAL
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
@@ -59,7 +59,7 @@ async def test_the_server_answers_from_the_first_moment_and_ends_with_the_contex
     assert threads() == []
 
 
-async def test_an_idle_connection_does_not_hold_the_end_up() -> None:
+async def test_an_idle_connection_does_not_delay_shutdown() -> None:
     async with asyncio.timeout(5), serve_health(Idle(), host=LOCAL, port=0) as (host, port):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -67,7 +67,7 @@ async def test_an_idle_connection_does_not_hold_the_end_up() -> None:
     writer.close()
 
 
-async def test_who_does_not_read_his_answer_is_cut_off_at_the_end() -> None:
+async def test_a_client_that_does_not_read_is_disconnected_at_shutdown() -> None:
     much, asked = Idle(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -86,7 +86,7 @@ async def test_who_does_not_read_his_answer_is_cut_off_at_the_end() -> None:
             pass
 
 
-async def test_the_server_leaves_the_signals_alone() -> None:
+async def test_the_server_does_not_touch_signal_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     async with serve_health(Idle(), host=LOCAL, port=0) as (host, port):
         async with httpx.AsyncClient() as client:
@@ -94,7 +94,7 @@ async def test_the_server_leaves_the_signals_alone() -> None:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-async def test_a_port_in_use_is_a_sentence(taken_port: int) -> None:
+async def test_a_port_in_use_is_a_clear_error(taken_port: int) -> None:
     with pytest.raises(
         PortError, match=f"cannot listen on 127.0.0.1:{taken_port}: Address already in use; choose another"
     ):
@@ -103,7 +103,7 @@ async def test_a_port_in_use_is_a_sentence(taken_port: int) -> None:
     assert issubclass(PortError, AioshardError)
 
 
-async def test_a_host_that_is_not_ours_is_a_sentence() -> None:
+async def test_a_foreign_host_is_a_clear_error() -> None:
     with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1:0"):
         async with serve_health(Idle(), host="192.0.2.1", port=0):
             pytest.fail("the address belongs to nobody")
@@ -126,7 +126,7 @@ async def test_it_answers_while_the_event_loop_is_blocked() -> None:
         assert answers == [200, 200, 200]
 
 
-async def test_the_app_is_asked_in_another_thread_than_that_of_either_loop() -> None:
+async def test_the_app_is_queried_in_its_own_thread() -> None:
     app = Idle()
     async with serve_health(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
         for path in ("/livez", "/readyz", "/metrics", "/statistics.json"):
@@ -136,7 +136,7 @@ async def test_the_app_is_asked_in_another_thread_than_that_of_either_loop() -> 
     assert not {thread.name for thread in app.asked_in} & {threading.main_thread().name, THREAD}
 
 
-async def test_an_answer_that_takes_long_holds_up_no_probe() -> None:
+async def test_a_slow_response_does_not_delay_probes() -> None:
     slow, released = Idle(), threading.Event()
     explaining = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -156,7 +156,7 @@ async def test_an_answer_that_takes_long_holds_up_no_probe() -> None:
         assert (await asked).status_code == 200
 
 
-async def test_more_routes_are_served_in_front_of_its_own() -> None:
+async def test_extra_routes_take_precedence() -> None:
     async def page(_: Request) -> PlainTextResponse:
         return PlainTextResponse(threading.current_thread().name)
 
@@ -171,7 +171,7 @@ async def test_more_routes_are_served_in_front_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("where", ["in a thread", "in the server's loop"])
-async def test_a_request_that_hangs_does_not_keep_the_app_from_ending(
+async def test_a_hanging_request_does_not_delay_the_end_of_the_app(
     where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioshard.web.server._THREAD_TIMEOUT", 1.5)
@@ -199,7 +199,7 @@ async def test_a_request_that_hangs_does_not_keep_the_app_from_ending(
         await asyncio.sleep(0.01)
 
 
-async def test_a_server_that_ends_by_itself_is_told(
+async def test_a_server_that_ends_by_itself_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_: object, **__: object) -> None:
@@ -226,7 +226,7 @@ def kept_out(answer: httpx.Response) -> bool:
     return SAFE.items() <= dict(answer.headers).items()
 
 
-async def test_on_this_machine_only_requests_for_other_names_are_refused() -> None:
+async def test_a_loopback_server_refuses_other_host_names() -> None:
     """A page of another site can have its own name lead to 127.0.0.1."""
     async with serve_health(Idle()) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
         for path in (*PATHS, "/", "/nothing"):
@@ -250,7 +250,7 @@ NAMES = {
 }
 
 
-async def test_its_own_names_are_accepted() -> None:
+async def test_a_loopback_server_accepts_its_own_names() -> None:
     async with serve_health(Idle()) as (host, port), httpx.AsyncClient() as client:
         found = {
             name: (await client.get(f"http://{host}:{port}/livez", headers={"host": name})).status_code
@@ -259,14 +259,14 @@ async def test_its_own_names_are_accepted() -> None:
     assert found == NAMES
 
 
-async def test_a_server_on_all_addresses_is_asked_by_any_name() -> None:
+async def test_a_server_on_all_addresses_accepts_any_host_name() -> None:
     """Prometheus and Kubernetes use the names and addresses of pods and services."""
     async with serve_health(Idle(), host="0.0.0.0") as (_, port), httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{port}/metrics", headers={"host": "billing-0.billing:8080"})
     assert answer.status_code == 200
 
 
-async def test_every_answer_has_the_headers_that_keep_pages_of_other_sites_out() -> None:
+async def test_every_response_has_security_headers() -> None:
     nothing = ["/", "/nothing", "/%2e%2e/etc/passwd", "//metrics", "/metrics%00", "/<script>", "/" + "x" * 5_000]
     async with serve_health(Idle()) as (host, port), httpx.AsyncClient() as client:
         for path in [*PATHS, *nothing]:

@@ -1,4 +1,4 @@
-"""The command line in this process, and records for it."""
+"""The command line in the test process, and records for it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""`aioshard broker`: what it prints, how it ends."""
+"""`aioshard broker`: its output and its end."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ async def says(process: asyncio.subprocess.Process, text: str) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_ends_it_with_0_and_leaves_nothing_behind(start: Start, number: signal.Signals) -> None:
+async def test_a_signal_ends_the_broker_with_0_and_leaves_nothing_behind(start: Start, number: signal.Signals) -> None:
     process = await start()
     await says(process, "Ctrl-C ends it")
     (broker,) = psutil.Process(process.pid).children()
@@ -70,7 +70,7 @@ async def test_a_signal_ends_it_with_0_and_leaves_nothing_behind(start: Start, n
     assert not broker.is_running()
 
 
-async def test_it_says_how_to_use_it_and_what_it_is_not(start: Start) -> None:
+async def test_the_broker_prints_how_to_use_it_and_its_limits(start: Start) -> None:
     process = await start()
     listening = await says(process, "listens on 127.0.0.1:")
     address = listening.split()[-1]
@@ -83,7 +83,7 @@ async def test_it_says_how_to_use_it_and_what_it_is_not(start: Start) -> None:
         await producer.send_and_wait("t", b"v")
 
 
-async def test_json_has_the_address_and_the_topics_are_there(start: Start) -> None:
+async def test_json_has_the_address_and_the_topics_exist(start: Start) -> None:
     process = await start("--json", "--topic", "orders:8", "--topic", "clicks")
 
     told = json.loads(await says(process, "{"))
@@ -95,7 +95,7 @@ async def test_json_has_the_address_and_the_topics_are_there(start: Start) -> No
         assert await producer.partitions_for("clicks") == set(range(4))
 
 
-async def test_the_printed_environment_is_one_that_settings_take(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_printed_environment_is_valid_for_settings(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = await start("--json")
     told = json.loads(await says(process, "{"))
     for name, value in told["environment"].items():
@@ -106,7 +106,7 @@ async def test_the_printed_environment_is_one_that_settings_take(start: Start, m
     assert settings.session_timeout == 3
 
 
-async def test_a_chosen_port_is_taken(start: Start) -> None:
+async def test_a_chosen_port_is_used(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -115,7 +115,7 @@ async def test_a_chosen_port_is_taken(start: Start) -> None:
     assert json.loads(await says(process, "{"))["bootstrap_servers"] == f"127.0.0.1:{port}"
 
 
-async def test_a_port_in_use_ends_it_with_1(start: Start) -> None:
+async def test_a_port_in_use_ends_the_broker_with_1(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = await start("--port", str(port))
@@ -125,7 +125,7 @@ async def test_a_port_in_use_ends_it_with_1(start: Start) -> None:
     assert errors.decode().startswith(f"Error: cannot listen on port {port} of 127.0.0.1")
 
 
-async def test_a_broker_that_dies_ends_it_with_1(start: Start) -> None:
+async def test_a_broker_that_dies_ends_the_command_with_1(start: Start) -> None:
     process = await start()
     await says(process, "Ctrl-C ends it")
     (broker,) = psutil.Process(process.pid).children()
@@ -137,7 +137,7 @@ async def test_a_broker_that_dies_ends_it_with_1(start: Start) -> None:
     assert errors.decode() == "Error: the embedded broker ended by itself (SIGKILL)\n"
 
 
-async def test_killed_it_leaves_no_broker_behind(start: Start) -> None:
+async def test_a_killed_command_leaves_no_broker_behind(start: Start) -> None:
     process = await start()
     await says(process, "Ctrl-C ends it")
     (broker,) = psutil.Process(process.pid).children()
@@ -158,7 +158,7 @@ async def test_killed_it_leaves_no_broker_behind(start: Start) -> None:
         (["somewhere"], "unexpected extra argument"),
     ],
 )
-async def test_wrong_options_end_it_with_2(start: Start, arguments: list[str], sentence: str) -> None:
+async def test_wrong_options_end_the_command_with_2(start: Start, arguments: list[str], sentence: str) -> None:
     process = await start(*arguments)
 
     _, errors = await process.communicate()

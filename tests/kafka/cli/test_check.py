@@ -1,4 +1,4 @@
-"""`aioshard check`, and how `MODULE:APP` is found."""
+"""`aioshard check`, and resolving `MODULE:APP`."""
 
 import json
 import os
@@ -88,14 +88,14 @@ def test_a_good_app_is_shown_with_its_handlers_and_settings(write: Write, check:
     assert "Warning" not in output
 
 
-def test_a_handler_that_a_worker_process_could_not_import_ends_with_2(write: Write, check: Check) -> None:
+def test_an_unimportable_process_handler_ends_with_2(write: Write, check: Check) -> None:
     write("shop", f"{APP}\non_invoice = print\n")
     code, _, errors = check("shop:app")
     assert code == 2
     assert "handler 'on_invoice' was given run_in='process' and cannot be sent to a worker process" in errors
 
 
-def test_the_same_as_json(write: Write, check: Check) -> None:
+def test_json_shows_the_same_as_text(write: Write, check: Check) -> None:
     write("shop", APP)
     code, output, _ = check("shop:app", "--json")
     found = json.loads(output)
@@ -139,7 +139,7 @@ async def on_long(one: dict[str, tuple[Order, Refund, Order, Refund, Order, Refu
 """
 
 
-def test_what_each_handler_takes_is_shown(write: Write, check: Check) -> None:
+def test_the_payload_of_every_handler_is_shown(write: Write, check: Check) -> None:
     write("typed", TYPED)
 
     output = check("typed:app")[1]
@@ -190,7 +190,7 @@ def test_secrets_are_masked(write: Write, check: Check) -> None:
         ),
     ],
 )
-def test_what_may_surprise_is_a_warning(write: Write, check: Check, before: str, after: str, warning: str) -> None:
+def test_surprising_settings_give_a_warning(write: Write, check: Check, before: str, after: str, warning: str) -> None:
     assert before in APP
     write("shop", APP.replace(before, after))
     code, output, _ = check("shop:app")
@@ -200,14 +200,14 @@ def test_what_may_surprise_is_a_warning(write: Write, check: Check, before: str,
     assert [warning in sentence for sentence in json.loads(output)["warnings"]] == [True]
 
 
-def test_a_misspelled_variable_is_a_warning(write: Write, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_variable_gives_a_warning(write: Write, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     write("shop", APP)
     monkeypatch.setenv("AIOSHARD_COMIT_INTERVAL", "3")
     _, output, _ = check("shop:app")
     assert "did you mean AIOSHARD_COMMIT_INTERVAL?" in output
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_misspelled_variable_is_a_warning(write: Write, check: Check, monkeypa
         (":app", "is not MODULE:APP"),
     ],
 )
-def test_a_target_that_leads_to_no_app(write: Write, check: Check, target: str, sentence: str) -> None:
+def test_a_target_without_an_app_is_refused(write: Write, check: Check, target: str, sentence: str) -> None:
     write("shop", APP)
     write("pack.__init__", "")
     write("pack.billing", APP)
@@ -250,7 +250,7 @@ def test_a_refused_setting_names_the_line_of_the_app(write: Write, check: Check,
     assert errors.startswith(f"Error: {tmp_path / 'shop.py'}:4: session_timeout=5 s is less than 3 times")
 
 
-def test_partitions_given_by_hand_that_are_not_those_of_the_handlers_are_refused(write: Write, check: Check) -> None:
+def test_assigned_partitions_without_a_handler_are_refused(write: Write, check: Check) -> None:
     write("service", APP.replace("commit_interval=0.5", "assign='orders:0,refunds:0'"))
     code, _, errors = check("service:app")
     assert code == 2
@@ -291,7 +291,7 @@ def test_a_module_that_fails_shows_its_own_traceback_only(
     assert "importlib" not in errors
 
 
-def test_the_app_directory_is_where_modules_are_looked_for(write: Write, check: Check, tmp_path: Path) -> None:
+def test_modules_are_imported_from_the_app_directory(write: Write, check: Check, tmp_path: Path) -> None:
     write("services.shop", APP)
     assert check("shop:app")[0] == 2
     assert check("shop:app", "--app-dir", str(tmp_path / "services"))[0] == 0
@@ -310,7 +310,7 @@ def test_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "Usage: " in capsys.readouterr().err
 
 
-def test_help_names_every_command_without_importing_any() -> None:
+def test_help_lists_every_command_without_importing_any() -> None:
     script = """
 import sys
 from aioshard.cli.main import main
@@ -325,7 +325,7 @@ finally:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_summaries_are_those_of_the_commands(name: str) -> None:
+def test_help_summaries_match_the_commands(name: str) -> None:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     assert command.get_short_help_str(200) == COMMANDS[name]
@@ -337,7 +337,7 @@ def test_python_m_is_the_same_command() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "shop:app"], ["check", "shop:app", "--json"]])
-def test_a_reader_that_leaves_is_no_traceback(write: Write, tmp_path: Path, arguments: list[str]) -> None:
+def test_a_closed_pipe_prints_no_traceback(write: Write, tmp_path: Path, arguments: list[str]) -> None:
     write("shop", APP)
     reading, writing = os.pipe()
     os.close(reading)

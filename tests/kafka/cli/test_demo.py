@@ -1,4 +1,4 @@
-"""`aioshard demo`: its figures, and that each of them can be wrong."""
+"""`aioshard demo`: its figures, and proof that each can fail."""
 
 import asyncio
 import importlib.util
@@ -63,7 +63,7 @@ async def run(*arguments: str, **environment: str) -> tuple[int | None, str, str
 # The command
 
 
-async def test_json_has_every_figure_and_each_is_right() -> None:
+async def test_json_has_every_figure_with_the_right_value() -> None:
     code, output, errors = await run("--records", "3000", "--json")
 
     assert (code, "Wrong" in errors) == (0, False), errors
@@ -77,7 +77,7 @@ async def test_json_has_every_figure_and_each_is_right() -> None:
     assert "consuming: 3,000 of 3,000 (100 %) records" in errors, "progress in plain lines"
 
 
-async def test_the_table_is_for_people() -> None:
+async def test_the_table_is_readable() -> None:
     code, output, _ = await run("--records", "300")
 
     assert code == 0
@@ -85,7 +85,7 @@ async def test_the_table_is_for_people() -> None:
         assert line in " ".join(output.split())
 
 
-async def test_the_environment_is_meant_for_other_brokers() -> None:
+async def test_environment_settings_for_other_brokers_are_ignored() -> None:
     environment = {
         "AIOSHARD_BOOTSTRAP_SERVERS": "127.0.0.1:1",
         "AIOSHARD_SECURITY_PROTOCOL": "SSL",
@@ -102,7 +102,7 @@ async def test_the_environment_is_meant_for_other_brokers() -> None:
 
 
 @pytest.mark.chaos
-async def test_an_interrupt_ends_it_with_130_and_leaves_no_broker_behind() -> None:
+async def test_an_interrupt_ends_the_demo_with_130_and_leaves_no_broker_behind() -> None:
     records = 60_000
     process = await start("--records", str(records))
     assert process.stderr is not None
@@ -123,7 +123,7 @@ async def test_an_interrupt_ends_it_with_130_and_leaves_no_broker_behind() -> No
 @pytest.mark.parametrize(
     "arguments", [pytest.param(["--records", "0"], marks=pytest.mark.chaos), ["--records", str(FLIGHTS + 1)]]
 )
-async def test_wrong_options_end_it_with_2(arguments: list[str]) -> None:
+async def test_wrong_options_end_the_command_with_2(arguments: list[str]) -> None:
     code, _, errors = await run(*arguments)
 
     assert code == 2
@@ -155,7 +155,7 @@ def number_of(record: Record) -> int:
     return number
 
 
-def test_the_figures_of_an_honest_run_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_of_a_correct_run_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert demonstrate("--records", "200", "--json") == 0
     assert json.loads(capsys.readouterr().out)["processed"] == 200
 
@@ -177,7 +177,7 @@ def repeat(handler: demo.Flights, record: Record) -> None:
         (repeat, "Wrong: 1 record processed more than once"),
     ],
 )
-def test_a_wrong_log_ends_it_with_3(
+def test_a_wrong_log_ends_the_demo_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Any, sentence: str
 ) -> None:
     handler_that(monkeypatch, change)
@@ -186,7 +186,7 @@ def test_a_wrong_log_ends_it_with_3(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_handler_that_is_not_in_order_ends_it_with_3(
+def test_a_handler_out_of_order_ends_the_demo_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same demonstration without order per key: what the check is there to find."""
@@ -202,7 +202,7 @@ def test_a_handler_that_is_not_in_order_ends_it_with_3(
     assert "started out of order, or during another leg of the same aircraft" in captured.err
 
 
-def test_what_is_not_committed_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_uncommitted_records_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     consume = demo._consume
 
     async def consume_and_publish_one_more(app: Any, broker: Any, records: int) -> None:
@@ -218,7 +218,7 @@ def test_what_is_not_committed_is_counted(monkeypatch: pytest.MonkeyPatch, capsy
     assert "Wrong: 1 record not committed" in captured.err
 
 
-def test_a_broker_that_dies_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_dies_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     consume = demo._consume
 
     async def kill_and_consume(app: Any, broker: Any, records: int) -> None:
@@ -239,7 +239,7 @@ def flights() -> list[Flight]:
     return read_flights(20_000)
 
 
-def test_flights_are_read_in_the_order_of_the_data(flights: list[Flight]) -> None:
+def test_flights_are_read_in_data_order(flights: list[Flight]) -> None:
     assert flights[0].aircraft == b"N14228"
     assert json.loads(flights[0].value) == {
         "number": 0,
@@ -254,7 +254,7 @@ def test_flights_are_read_in_the_order_of_the_data(flights: list[Flight]) -> Non
     assert any(json.loads(flight.value)["departure_delay"] is None for flight in flights)
 
 
-def test_without_the_data_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
 
     with pytest.raises(MissingExtraError, match=r"pip install 'aioshard\[demo\]'"):
@@ -304,11 +304,11 @@ LEGS = [leg(b"A"), leg(b"B"), leg(b"A"), leg(None), leg(b"A"), leg(None)]
         "nothing",
     ],
 )
-def test_the_check_finds_what_is_wrong(log: list[int], findings: Findings) -> None:
+def test_the_check_finds_errors(log: list[int], findings: Findings) -> None:
     assert check(LEGS, log) == findings
 
 
-async def test_the_handler_logs_what_the_check_reads(flights: list[Flight]) -> None:
+async def test_the_handler_writes_the_log_that_the_check_reads(flights: list[Flight]) -> None:
     handler = demo.Flights()
     first = flights[:400]
 

@@ -1,4 +1,4 @@
-"""`aioshard dlt`: dead letters are shown, and sent back once."""
+"""`aioshard dlt`: dead letters are shown and republished once."""
 
 import json
 import time
@@ -57,7 +57,7 @@ async def letters(kafka: SharedKafka, topic: str, publish: Publish) -> str:
 # Showing
 
 
-async def test_dead_letters_are_counted_and_listed_in_the_order_of_their_failures(
+async def test_dead_letters_are_counted_and_listed_in_failure_order(
     aioshard: Aioshard, kafka: SharedKafka, letters: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
@@ -87,7 +87,7 @@ async def test_dead_letters_are_counted_and_listed_in_the_order_of_their_failure
     assert lines[13].endswith("x" * 59 + "…")
 
 
-async def test_a_program_is_told_all_that_is_in_them(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
+async def test_json_has_every_field_of_the_dead_letters(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
     ended = await aioshard("dlt", "show", letters, "--json", "--bootstrap-servers", kafka.bootstrap)
 
     told = json.loads(ended.output)
@@ -147,7 +147,7 @@ async def test_a_program_is_told_all_that_is_in_them(aioshard: Aioshard, kafka: 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-async def test_filters_choose(
+async def test_filters_select_dead_letters(
     aioshard: Aioshard, kafka: SharedKafka, letters: str, options: list[str], offsets: set[int]
 ) -> None:
     ended = await aioshard("dlt", "show", letters, *options, "--json", "--bootstrap-servers", kafka.bootstrap)
@@ -156,13 +156,13 @@ async def test_filters_choose(
     assert {one["record"]["offset"] for one in json.loads(ended.output)["dead_letters"]} == offsets
 
 
-async def test_what_a_table_leaves_out_is_said(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
+async def test_a_shortened_table_says_so(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
     ended = await aioshard("dlt", "show", letters, "--limit", "2", "--bootstrap-servers", kafka.bootstrap)
 
     assert ended.output.endswith("\n4 older ones are not shown: --limit shows more\n")
 
 
-async def test_an_empty_topic_is_no_error(aioshard: Aioshard, kafka: SharedKafka, topic: str) -> None:
+async def test_an_empty_topic_is_not_an_error(aioshard: Aioshard, kafka: SharedKafka, topic: str) -> None:
     await kafka.create_topic(topic, 3)
 
     ended = await aioshard("dlt", "show", topic, "--bootstrap-servers", kafka.bootstrap)
@@ -170,10 +170,10 @@ async def test_an_empty_topic_is_no_error(aioshard: Aioshard, kafka: SharedKafka
     assert ended == (0, f"0 dead letters in {topic}, 0 of them already replayed\n", "")
 
 
-# What is refused
+# Refusals
 
 
-async def test_a_topic_that_is_missing_is_a_sentence_and_is_not_created(
+async def test_a_missing_topic_is_a_clear_error_and_is_not_created(
     aioshard: Aioshard, kafka: SharedKafka, topic: str
 ) -> None:
     for _ in range(2):
@@ -182,7 +182,7 @@ async def test_a_topic_that_is_missing_is_a_sentence_and_is_not_created(
         assert ended == (1, "", f"Error: topic {topic!r} does not exist: create it, or check its name\n")
 
 
-async def test_a_partition_that_is_missing_is_refused(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
+async def test_a_missing_partition_is_refused(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
     ended = await aioshard("dlt", "show", letters, "--partition", "2", "--bootstrap-servers", kafka.bootstrap)
 
     assert ended.code == 2
@@ -198,14 +198,14 @@ async def test_a_partition_that_is_missing_is_refused(aioshard: Aioshard, kafka:
         (["t"], "bootstrap_servers is not set"),
     ],
 )
-async def test_options_that_make_no_sense_are_refused(aioshard: Aioshard, options: list[str], sentence: str) -> None:
+async def test_contradictory_options_are_refused(aioshard: Aioshard, options: list[str], sentence: str) -> None:
     ended = await aioshard("dlt", "show", *options)
 
     assert ended.code == 2
     assert sentence in " ".join(ended.errors.split())
 
 
-async def test_brokers_that_are_away_are_a_sentence(aioshard: Aioshard) -> None:
+async def test_unreachable_brokers_are_a_clear_error(aioshard: Aioshard) -> None:
     ended = await aioshard("dlt", "show", "t", "--bootstrap-servers", "127.0.0.1:1")
 
     assert ended.code == 1
@@ -260,7 +260,7 @@ async def replay(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic
     return made
 
 
-async def test_a_dead_letter_goes_back_as_the_record_that_it_was(replay: Replay, kafka: SharedKafka) -> None:
+async def test_a_dead_letter_is_republished_as_its_original_record(replay: Replay, kafka: SharedKafka) -> None:
     """To its partition too: another producer may have placed the key where ours would not."""
     original = replay.record(41, partition=2, headers=(("trace", b"7"), ("trace", None)), value=None)
     (offset,) = await replay.write(original)
@@ -273,7 +273,7 @@ async def test_a_dead_letter_goes_back_as_the_record_that_it_was(replay: Replay,
     assert back == original._replace(offset=0, headers=(*original.headers, mark))
 
 
-async def test_what_was_sent_back_is_not_sent_again(replay: Replay) -> None:
+async def test_republished_dead_letters_are_not_sent_again(replay: Replay) -> None:
     await replay.write(replay.record(1), replay.record(2))
     await replay.run()
     await replay.write(replay.record(3))
@@ -285,7 +285,7 @@ async def test_what_was_sent_back_is_not_sent_again(replay: Replay) -> None:
     assert await replay.shown() == {1: True, 2: True, 3: True}
 
 
-async def test_what_a_filter_chose_is_not_sent_again_by_a_run_without(replay: Replay) -> None:
+async def test_dead_letters_sent_with_a_filter_are_not_sent_again_without_it(replay: Replay) -> None:
     """Also where it is scattered among others, and the run before was one with filters too."""
     await replay.write(*(replay.record(number) for number in (1, 3)))
     await replay.write(*(replay.record(number) for number in (2, 4, 6)), error="TimeoutError")
@@ -301,7 +301,7 @@ async def test_what_a_filter_chose_is_not_sent_again_by_a_run_without(replay: Re
     assert sorted(filter(None, await replay.arrived())) == [b"1", b"2", b"3", b"4", b"5", b"6", b"7"]
 
 
-async def test_again_sends_what_is_done_too(replay: Replay) -> None:
+async def test_again_resends_replayed_dead_letters(replay: Replay) -> None:
     await replay.write(replay.record(1), replay.record(2))
     await replay.run()
 
@@ -310,8 +310,8 @@ async def test_again_sends_what_is_done_too(replay: Replay) -> None:
     assert await replay.arrived() == [b"1", b"2", b"2"]
 
 
-async def test_records_go_back_in_their_order(replay: Replay) -> None:
-    """Whatever the order of their dead letters, as after a change of the number of partitions."""
+async def test_records_are_republished_in_order(replay: Replay) -> None:
+    """In any order of their dead letters, as after a change of the number of partitions."""
     await replay.write(replay.record(8), replay.record(6), replay.record(9))
     await replay.write(replay.record(5), replay.record(7), partition=1)
 
@@ -320,7 +320,7 @@ async def test_records_go_back_in_their_order(replay: Replay) -> None:
     assert await replay.arrived() == [b"5", b"6", b"7", b"8", b"9"]
 
 
-async def test_a_record_with_two_dead_letters_goes_back_once(replay: Replay) -> None:
+async def test_a_record_with_two_dead_letters_is_republished_once(replay: Replay) -> None:
     """A process that is killed after a dead letter and before the commit writes it again."""
     await replay.write(replay.record(1), replay.record(2), replay.record(1))
     await replay.write(replay.record(2), partition=1)
@@ -332,7 +332,7 @@ async def test_a_record_with_two_dead_letters_goes_back_once(replay: Replay) -> 
     assert (await replay.run()).output == "0 dead letters were sent back\n"
 
 
-async def test_a_limit_sends_so_many_and_the_next_run_goes_on(replay: Replay) -> None:
+async def test_a_limited_run_is_continued_by_the_next(replay: Replay) -> None:
     await replay.write(*(replay.record(number) for number in range(5)))
 
     for expected in ([b"0", b"1"], [b"0", b"1", b"2", b"3"], [b"0", b"1", b"2", b"3", b"4"]):
@@ -340,7 +340,7 @@ async def test_a_limit_sends_so_many_and_the_next_run_goes_on(replay: Replay) ->
         assert await replay.arrived() == expected
 
 
-async def test_many_dead_letters_go_back_in_order(replay: Replay) -> None:
+async def test_many_dead_letters_are_republished_in_order(replay: Replay) -> None:
     """More than are sent at once."""
     numbers = list(range(2500))
     messages = [dead_letter(replay.topic, replay.record(number), failure()) for number in numbers]
@@ -357,10 +357,10 @@ async def test_many_dead_letters_go_back_in_order(replay: Replay) -> None:
     assert await replay.arrived() == [b"%d" % number for number in numbers]
 
 
-# What cannot be sent back
+# Records that cannot be republished
 
 
-async def test_a_record_that_its_topic_does_not_take_is_named_and_the_others_go(
+async def test_a_record_its_topic_rejects_is_named_and_the_others_are_sent(
     replay: Replay, kafka: SharedKafka, aioshard: Aioshard, publish: Publish
 ) -> None:
     small = Replay(kafka, aioshard, publish, f"{replay.source}-small")
@@ -376,7 +376,7 @@ async def test_a_record_that_its_topic_does_not_take_is_named_and_the_others_go(
     assert await small.shown() == {1: True, 2: False, 3: True}
 
 
-async def test_a_topic_that_is_gone_is_a_sentence_and_nothing_is_sent(replay: Replay) -> None:
+async def test_a_deleted_topic_is_a_clear_error_and_nothing_is_sent(replay: Replay) -> None:
     await replay.write(replay.record(1), record(2, topic=f"{replay.source}-gone"))
 
     ended = await replay.run(code=1)
@@ -387,7 +387,7 @@ async def test_a_topic_that_is_gone_is_a_sentence_and_nothing_is_sent(replay: Re
     assert await replay.arrived() == [b"1"]
 
 
-async def test_a_record_of_a_partition_that_is_gone_goes_where_its_key_belongs(replay: Replay) -> None:
+async def test_a_record_of_a_deleted_partition_is_sent_by_its_key(replay: Replay) -> None:
     await replay.write(replay.record(1, partition=9))
 
     await replay.run()
@@ -395,7 +395,7 @@ async def test_a_record_of_a_partition_that_is_gone_goes_where_its_key_belongs(r
     assert await replay.arrived() == [b"1"]
 
 
-async def test_retention_does_not_delete_what_is_sent_back(replay: Replay, kafka: SharedKafka) -> None:
+async def test_retention_does_not_delete_republished_records(replay: Replay, kafka: SharedKafka) -> None:
     """Its record is older than the topic keeps records, so it gets the current time."""
     short = f"{replay.source}-short"
     await kafka.create_topic(short, 1, {"retention.ms": "3600000"})
@@ -407,7 +407,7 @@ async def test_retention_does_not_delete_what_is_sent_back(replay: Replay, kafka
     assert back.timestamp == pytest.approx(time.time(), abs=60)
 
 
-async def test_the_embedded_broker_stores_the_progress(aioshard: Aioshard, topic: str) -> None:
+async def test_the_embedded_broker_stores_replay_progress(aioshard: Aioshard, topic: str) -> None:
     async with EmbeddedBroker() as broker:
         await broker.create_topic(topic, 1)
         await broker.create_topic(f"{topic}.dlt", 1)
@@ -423,7 +423,7 @@ async def test_the_embedded_broker_stores_the_progress(aioshard: Aioshard, topic
     assert again.output == "0 dead letters were sent back\n"
 
 
-async def test_notes_of_a_topic_that_was_created_anew_are_left_out(replay: Replay, kafka: SharedKafka) -> None:
+async def test_progress_of_a_recreated_topic_is_ignored(replay: Replay, kafka: SharedKafka) -> None:
     """A broker drops them with the topic; this one is made to have kept them."""
     await replay.write(replay.record(1))
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as administration:

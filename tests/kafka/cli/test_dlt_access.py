@@ -1,4 +1,4 @@
-"""`aioshard dlt` for somebody who may not do everything: what is missing is named, and nothing is half done."""
+"""`aioshard dlt` without all permissions: the missing one is named, and nothing is half done."""
 
 import uuid
 from collections.abc import Awaitable, Callable
@@ -56,7 +56,7 @@ async def grant(
 
 
 @pytest.mark.usefixtures("grant")
-async def test_dead_letters_can_be_seen_without_their_notes(aioshard: Aioshard, topic: str) -> None:
+async def test_dead_letters_can_be_shown_without_replay_progress(aioshard: Aioshard, topic: str) -> None:
     ended = await aioshard("dlt", "show", f"{topic}.dlt")
 
     assert ended.code == 0
@@ -65,14 +65,14 @@ async def test_dead_letters_can_be_seen_without_their_notes(aioshard: Aioshard, 
 
 
 @pytest.mark.usefixtures("grant")
-async def test_a_topic_that_may_not_be_read_is_named(aioshard: Aioshard, topic: str) -> None:
+async def test_an_unreadable_topic_is_named(aioshard: Aioshard, topic: str) -> None:
     ended = await aioshard("dlt", "show", topic)
 
     assert ended.code == 1
     assert f"the brokers do not allow this user to read topic '{topic}'" in ended.errors
 
 
-async def test_nothing_is_sent_back_that_could_not_be_noted(
+async def test_nothing_is_republished_without_storing_progress(
     aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
 ) -> None:
     await grant("topic", topic, *WRITE)
@@ -84,7 +84,7 @@ async def test_nothing_is_sent_back_that_could_not_be_noted(
     assert await kafka.read(topic) == []
 
 
-async def test_a_topic_that_may_not_be_written_is_named_and_the_dead_letter_stays_due(
+async def test_an_unwritable_topic_is_named_and_the_dead_letter_stays_due(
     aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
 ) -> None:
     await grant("group", progress_group(f"{topic}.dlt"), AclOperation.READ)

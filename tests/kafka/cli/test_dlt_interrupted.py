@@ -1,4 +1,4 @@
-"""`aioshard dlt replay` that is interrupted: nothing is lost, and what was acknowledged is not sent again."""
+"""An interrupted `aioshard dlt replay` loses nothing and resends nothing acknowledged."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ LETTERS = 8000
 AT_ONCE = 1000
 
 
-async def test_an_interrupted_replay_is_finished_by_the_next_one(kafka: SharedKafka, topic: str) -> None:
+async def test_the_next_replay_finishes_an_interrupted_one(kafka: SharedKafka, topic: str) -> None:
     letters = f"{topic}.dlt"
     await kafka.create_topic(topic, 2, {"retention.ms": "-1"})
     await kafka.create_topic(letters, 2, {"retention.ms": "-1"})
@@ -49,7 +49,7 @@ async def test_an_interrupted_replay_is_finished_by_the_next_one(kafka: SharedKa
     assert int(told[1].replace(b",", b"")) + json.loads(output)["done"][topic] == LETTERS
     arrived = Counter(one.value for one in await kafka.read(topic))
     assert len(arrived) == LETTERS
-    # What was on its way may have been stored without an acknowledgement.
+    # A record in flight may have been stored without an acknowledgement.
     assert arrived.total() - LETTERS <= AT_ONCE
 
 

@@ -73,7 +73,7 @@ async def place(
 # show
 
 
-async def test_a_group_without_members_is_shown_with_what_is_noted(place: Place) -> None:
+async def test_a_group_without_members_is_shown_with_its_stored_metadata(place: Place) -> None:
     await place.commit(place.one, 3, finished=(Run(5, 8),))
     await place.commit(place.two, 1)
 
@@ -104,7 +104,7 @@ async def test_a_group_without_members_is_shown_with_what_is_noted(place: Place)
     assert "It has no members." in told
 
 
-async def test_members_are_shown_with_what_they_have(place: Place) -> None:
+async def test_members_are_shown_with_their_partitions(place: Place) -> None:
     async with place.app(group_instance_id="left-hand", client_id="billing-1"):
         (member,) = (await place.json("show"))["members"]
         told = (await place.run("show")).output
@@ -114,7 +114,7 @@ async def test_members_are_shown_with_what_they_have(place: Place) -> None:
     assert f"left-hand    billing-1  127.0.0.1  {place.topic}/0 {place.topic}/1" in told
 
 
-async def test_a_group_that_there_is_not_is_no_error_and_is_said(place: Place) -> None:
+async def test_an_unknown_group_is_reported_without_error(place: Place) -> None:
     """Mostly its name is misspelt, and then a lag of 0 would say that all is well."""
     assert (await place.json("show"))["state"] == "dead"
     for command in ("show", "lag"):
@@ -124,7 +124,7 @@ async def test_a_group_that_there_is_not_is_no_error_and_is_said(place: Place) -
 # lag
 
 
-async def test_the_lag_is_told_with_its_cause(place: Place) -> None:
+async def test_lag_is_shown_with_its_cause(place: Place) -> None:
     await place.commit(place.one, 3, finished=(Run(5, 8),))
     await place.commit(place.two, 5)
 
@@ -145,7 +145,7 @@ async def test_the_lag_is_told_with_its_cause(place: Place) -> None:
     assert told[4].split() == [*where, "-", "the", "group", "has", "no", "members"]
 
 
-async def test_a_record_that_hangs_is_the_cause_of_a_lag(place: Place) -> None:
+async def test_a_hanging_record_is_the_cause_of_lag(place: Place) -> None:
     """A member that hangs: it is there, the group is stable, and one partition does not move."""
     hangs, released = asyncio.Event(), asyncio.Event()
     app = App(place.group, bootstrap_servers=place.kafka.bootstrap, auto_offset_reset="earliest", commit_interval=0.1)
@@ -182,7 +182,7 @@ async def test_a_record_that_hangs_is_the_cause_of_a_lag(place: Place) -> None:
         (dt.datetime.fromtimestamp(LONG_AGO + 7, dt.UTC).isoformat(), {0: 7, 1: 5}),
     ],
 )
-async def test_a_group_is_reset_only_with_yes_and_nothing_noted_is_taken_along(
+async def test_a_group_is_reset_only_with_yes_and_without_stored_completions(
     place: Place, to: str, expected: dict[int, int]
 ) -> None:
     await place.commit(place.one, 3, finished=(Run(5, 8),))
@@ -201,7 +201,7 @@ async def test_a_group_is_reset_only_with_yes_and_nothing_noted_is_taken_along(
     assert "Nothing to change" in (await place.run("reset", "--to", to, "--yes")).output
 
 
-async def test_only_what_is_named_is_reset(place: Place) -> None:
+async def test_only_the_named_partitions_are_reset(place: Place) -> None:
     await place.run("reset", "--to", "2", "--topic", place.topic, "--partition", "1", "--yes")
     assert await place.committed() == {1: Committed(2, "")}
 
@@ -216,7 +216,7 @@ async def test_only_what_is_named_is_reset(place: Place) -> None:
         (("--to", "yesterday", "--topic", "TOPIC"), "expected 'earliest', 'latest', an offset"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(place: Place, options: tuple[str, ...], why: str) -> None:
+async def test_impossible_targets_are_refused(place: Place, options: tuple[str, ...], why: str) -> None:
     given = (one.replace("TOPIC", place.topic) for one in options)
     ended = await place.run("reset", *given, "--yes", code=2)
     assert why.replace("TOPIC", place.topic) in " ".join(ended.errors.split())
@@ -228,7 +228,7 @@ async def test_what_makes_no_sense_is_refused(place: Place, options: tuple[str, 
     [{"session_timeout": 6, "heartbeat_interval": 0.2}, {"client": "confluent", "group_protocol": "consumer"}],
     ids=["classic", "KIP-848"],
 )
-async def test_the_broker_refuses_to_reset_a_group_that_has_members(place: Place, options: dict[str, Any]) -> None:
+async def test_a_group_with_members_cannot_be_reset(place: Place, options: dict[str, Any]) -> None:
     app = place.app(**options)
     async with app:
         async with asyncio.timeout(20):
@@ -247,7 +247,7 @@ async def test_the_broker_refuses_to_reset_a_group_that_has_members(place: Place
 # leave
 
 
-async def test_a_static_member_that_has_gone_leaves_for_good(place: Place) -> None:
+async def test_a_stopped_static_member_can_be_removed(place: Place) -> None:
     async with place.app(group_instance_id="left-hand", session_timeout=30):
         pass
     assert [one["instance_id"] for one in (await place.json("show"))["members"]] == ["left-hand"]
@@ -259,17 +259,17 @@ async def test_a_static_member_that_has_gone_leaves_for_good(place: Place) -> No
     assert "has no static member 'left-hand'" in (await place.run("leave", "left-hand", code=1)).errors
 
 
-async def test_who_has_left_is_told_to_programs(place: Place) -> None:
+async def test_json_names_the_removed_member(place: Place) -> None:
     async with place.app(group_instance_id="left-hand", session_timeout=30):
         pass
     assert await place.json("leave", "left-hand") == {"group": place.group, "left": "left-hand"}
     assert (await place.json("show"))["members"] == []
 
 
-# Partitions that were given by hand
+# Manually assigned partitions
 
 
-async def test_a_group_whose_partitions_are_given_by_hand_is_empty_and_its_commits_are_told(place: Place) -> None:
+async def test_a_group_with_manual_assignment_is_empty_and_shows_its_commits(place: Place) -> None:
     async with place.app(assign={place.topic: [0]}, commit_interval=0.1) as app:
         async with asyncio.timeout(20):
             while (await place.committed()).get(0, Committed(0, "")).offset != 10:  # noqa: ASYNC110 - brokers tell nobody

@@ -1,4 +1,4 @@
-"""Typical mistakes of a new user: each ends with an exit code and with one sentence that names the fix."""
+"""Typical mistakes of a new user: each ends with an exit code and an error that names the fix."""
 
 import json
 import re
@@ -151,7 +151,7 @@ def test_a_target_that_is_not_an_app_is_refused_with_the_fix(ended: Mapping[str,
     assert ended[target].lacks(*TARGETS[target]) == []
 
 
-def test_without_an_address_of_a_broker_the_sentence_names_every_place_for_it(tmp_path: Path) -> None:
+def test_a_missing_broker_address_names_every_way_to_set_it(tmp_path: Path) -> None:
     without = run_app(tmp_path, APP.replace('bootstrap_servers="localhost:9092", ', ""))
 
     assert without.code == 2
@@ -160,7 +160,7 @@ def test_without_an_address_of_a_broker_the_sentence_names_every_place_for_it(tm
     assert without.lacks(*places) == []
 
 
-def test_a_broker_that_does_not_answer_ends_with_1_and_its_address(tmp_path: Path) -> None:
+def test_an_unresponsive_broker_ends_with_1_and_its_address(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there
         address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""`aioshard park`: what is parked is listed by key, released on request, and given up for good."""
+"""`aioshard park`: parked keys are listed, released and dropped."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -54,7 +54,7 @@ class ParkTopic:
         return json.loads((await self.run("list", "--json", *options)).output)["parked"]
 
     async def written(self) -> list[Any]:
-        """What the command wrote: everything behind the records of the fixture."""
+        """Return the records that the command wrote: everything after the fixture's."""
         records = [one for one in await self.kafka.read(self.topic) if not one.headers]
         return [read_parked(one) for one in records]
 
@@ -74,7 +74,7 @@ async def parked(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic
 
 
 def place(offset: int, generation: int = 4) -> Place:
-    """Where a record of partition 0 is stored."""
+    """Return the place of a stored record of partition 0."""
     return Place(Coordinates("orders", 0, offset), generation)
 
 
@@ -84,7 +84,7 @@ ALICE, BOB = Coordinates("orders", 0, 5), Coordinates("orders", 0, 8)
 # Listing
 
 
-async def test_keys_are_listed_with_what_waits_behind_their_first_record(
+async def test_keys_are_listed_with_the_records_behind_the_first(
     parked: ParkTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
@@ -103,7 +103,7 @@ async def test_keys_are_listed_with_what_waits_behind_their_first_record(
     assert "  when released  " in lines[5]
 
 
-async def test_a_program_is_told_all_about_a_key(parked: ParkTopic) -> None:
+async def test_json_has_every_field_of_a_key(parked: ParkTopic) -> None:
     assert await parked.listed("--key", "alice") == [
         {
             "key": "alice",
@@ -118,7 +118,7 @@ async def test_a_program_is_told_all_about_a_key(parked: ParkTopic) -> None:
     ]
 
 
-async def test_what_was_written_again_counts_as_it_is_now_and_what_was_removed_not_at_all(parked: ParkTopic) -> None:
+async def test_the_latest_copy_counts_and_removed_records_are_not_listed(parked: ParkTopic) -> None:
     await parked.park(5, b"alice", due=FAILED_AT + 900, replays=3, why={"error": "KeyError"})
     await parked.publish(*(tombstone(parked.topic, Place(gone, 4)) for gone in (BOB, Coordinates("orders", 0, 7))))
 
@@ -130,7 +130,7 @@ async def test_what_was_written_again_counts_as_it_is_now_and_what_was_removed_n
     assert listed["alice"]["error"] == "KeyError"
 
 
-async def test_a_request_is_shown_until_it_is_answered(parked: ParkTopic) -> None:
+async def test_a_release_request_is_shown_until_it_is_answered(parked: ParkTopic) -> None:
     await parked.publish(release(parked.topic, Coordinates("orders", 0, 9)))
     assert [one["release_requested"] for one in await parked.listed("--key", "alice")] == [True]
 
@@ -152,11 +152,11 @@ async def test_a_request_is_shown_until_it_is_answered(parked: ParkTopic) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value[0] if value else "", str) else "",
 )
-async def test_filters_choose_keys(parked: ParkTopic, options: list[str], firsts: list[int]) -> None:
+async def test_filters_select_keys(parked: ParkTopic, options: list[str], firsts: list[int]) -> None:
     assert [one["offsets"][0] for one in await parked.listed(*options)] == firsts
 
 
-async def test_what_is_not_listed_is_said(parked: ParkTopic, publish: Publish) -> None:
+async def test_a_shortened_list_says_so(parked: ParkTopic, publish: Publish) -> None:
     await publish(dead_letter(parked.topic, Record("orders", 0, 1, b"k", b"", (), 1.6e9), FAILURE))
 
     ended = await parked.run("list", "--limit", "1", "--key", "alice")
@@ -165,7 +165,7 @@ async def test_what_is_not_listed_is_said(parked: ParkTopic, publish: Publish) -
     assert ended.output.endswith("\n1 more key not shown: --limit shows more\n")
 
 
-async def test_keys_of_several_partitions_and_topics_are_several(parked: ParkTopic) -> None:
+async def test_a_key_in_several_partitions_and_topics_is_listed_for_each(parked: ParkTopic) -> None:
     await parked.park(11, b"alice", partition=1)
     await parked.park(11, b"alice", topic="refunds")
 
@@ -181,7 +181,7 @@ async def test_keys_of_several_partitions_and_topics_are_several(parked: ParkTop
 # Releasing
 
 
-async def test_a_release_is_requested_once_for_a_key(parked: ParkTopic) -> None:
+async def test_a_release_is_requested_once_per_key(parked: ParkTopic) -> None:
     ended = await parked.run("release", "--key", "alice")
 
     assert ended.output == (
@@ -190,7 +190,7 @@ async def test_a_release_is_requested_once_for_a_key(parked: ParkTopic) -> None:
     assert await parked.written() == [ReleaseRequest(ALICE)]
 
 
-async def test_a_record_stands_for_its_key(parked: ParkTopic) -> None:
+async def test_a_record_selects_its_key(parked: ParkTopic) -> None:
     ended = await parked.run("release", "--record", "orders/0/9", "--json")
 
     told = json.loads(ended.output)
@@ -198,7 +198,7 @@ async def test_a_record_stands_for_its_key(parked: ParkTopic) -> None:
     assert await parked.written() == [ReleaseRequest(ALICE)]
 
 
-async def test_everything_can_be_released(parked: ParkTopic) -> None:
+async def test_all_keys_can_be_released(parked: ParkTopic) -> None:
     ended = await parked.run("release", "--all")
 
     assert "release of 4 keys with 6 parked records" in ended.output
@@ -232,14 +232,14 @@ async def test_a_key_is_dropped_with_all_its_records(parked: ParkTopic) -> None:
 
 
 async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
-    """The way out for the one that never succeeds: those behind it go on."""
+    """For a record that never succeeds: the ones behind it resume."""
     await parked.run("drop", "--record", "orders/0/5", "--yes")
 
     assert await parked.written() == [Removed(Place(ALICE, 4))]
     assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
-async def test_a_record_that_two_members_have_parked_is_one(parked: ParkTopic) -> None:
+async def test_a_record_parked_by_two_members_is_listed_once(parked: ParkTopic) -> None:
     """As after one of them was slow to notice that the partition was taken away from it."""
     await parked.park(5, b"alice", generation=5, due=FAILED_AT + 900)
     listed = await parked.listed("--key", "alice")
@@ -251,7 +251,7 @@ async def test_a_record_that_two_members_have_parked_is_one(parked: ParkTopic) -
     assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
-async def test_what_a_member_that_had_lost_the_partition_takes_out_was_its_own(parked: ParkTopic) -> None:
+async def test_a_removal_by_a_stale_member_affects_only_its_own_copy(parked: ParkTopic) -> None:
     await parked.park(5, b"alice", generation=5)
 
     await parked.publish(tombstone(parked.topic, place(5)))
@@ -259,7 +259,7 @@ async def test_what_a_member_that_had_lost_the_partition_takes_out_was_its_own(p
     assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[5, 7, 9]]
 
 
-async def test_thousands_are_dropped(parked: ParkTopic, publish: Publish) -> None:
+async def test_thousands_of_records_are_dropped(parked: ParkTopic, publish: Publish) -> None:
     records = [Record("orders", 0, 100 + number, b"%d" % number, b"", (), 1.6e9) for number in range(1500)]
     await publish(*(park(parked.topic, record, FAILURE, generation=4, due=1.0) for record in records))
 
@@ -269,11 +269,11 @@ async def test_thousands_are_dropped(parked: ParkTopic, publish: Publish) -> Non
     assert await parked.listed() == []
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("command", ["release", "drop"])
-async def test_what_is_not_parked_is_named(parked: ParkTopic, command: str) -> None:
+async def test_an_unparked_record_is_named(parked: ParkTopic, command: str) -> None:
     ended = await parked.run(command, "--key", "carol", code=3)
 
     assert ended.errors == (
@@ -282,7 +282,9 @@ async def test_what_is_not_parked_is_named(parked: ParkTopic, command: str) -> N
 
 
 @pytest.mark.parametrize("command", ["release", "drop"])
-async def test_all_of_nothing_is_no_error(aioshard: Aioshard, kafka: SharedKafka, topic: str, command: str) -> None:
+async def test_all_on_an_empty_topic_is_not_an_error(
+    aioshard: Aioshard, kafka: SharedKafka, topic: str, command: str
+) -> None:
     await kafka.create_topic(topic, 1)
 
     ended = await aioshard("park", command, topic, "--all", "--bootstrap-servers", kafka.bootstrap)
@@ -301,7 +303,7 @@ async def test_all_of_nothing_is_no_error(aioshard: Aioshard, kafka: SharedKafka
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-async def test_a_choice_that_makes_no_sense_is_refused(
+async def test_contradictory_selections_are_refused(
     aioshard: Aioshard, command: str, options: list[str], sentence: str
 ) -> None:
     ended = await aioshard("park", command, "t", *options, "--bootstrap-servers", "127.0.0.1:1")
@@ -310,7 +312,7 @@ async def test_a_choice_that_makes_no_sense_is_refused(
     assert sentence in " ".join(ended.errors.split())
 
 
-async def test_a_message_that_is_parked_can_be_any(parked: ParkTopic, publish: Publish) -> None:
+async def test_foreign_records_in_the_park_topic_are_tolerated(parked: ParkTopic, publish: Publish) -> None:
     await publish(Message(parked.topic, b"1", b"release/orders/0/x"), Message(parked.topic, b"", b"orders/7/5@3"))
 
     ended = await parked.run("list")

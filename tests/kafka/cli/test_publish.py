@@ -1,4 +1,4 @@
-"""`aioshard publish`: lines to records, and what it says when that is not possible."""
+"""`aioshard publish`: lines become records, with errors for the ones that cannot."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ Start = Callable[..., Awaitable[Publishing]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts `aioshard publish` in a directory of its own; the process is gone when the test ends."""
+    """Starts `aioshard publish` in its own directory; the process ends with the test."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def started(*arguments: str, **environment: str) -> Publishing:
@@ -101,7 +101,7 @@ async def read(broker: EmbeddedBroker, topic: str, records: int) -> list[Any]:
     return sorted(found, key=lambda record: (record.partition, record.offset))
 
 
-# What is published
+# Published records
 
 
 async def test_json_lines_are_published_as_they_are(
@@ -123,7 +123,7 @@ async def test_json_lines_are_published_as_they_are(
     assert "records/s" in publishing.output
 
 
-async def test_a_file_of_windows_is_published_and_its_end_told(
+async def test_a_windows_file_is_published_with_a_summary(
     broker: EmbeddedBroker, start: Start, tmp_path: Path, topic: str
 ) -> None:
     """With the mark of UTF-8 in front, two characters that end a line, and any extension."""
@@ -143,7 +143,7 @@ async def test_a_file_of_windows_is_published_and_its_end_told(
 
 
 async def test_standard_input_is_published_while_it_is_open(broker: EmbeddedBroker, start: Start, topic: str) -> None:
-    """What a slow source has said does not wait for what it says next."""
+    """Lines of a slow source are published before its next line arrives."""
     await broker.create_topic(topic, partitions=1)
     publishing = await start("-", topic, "--bootstrap-servers", broker.bootstrap_servers)
 
@@ -154,7 +154,7 @@ async def test_standard_input_is_published_while_it_is_open(broker: EmbeddedBrok
     assert await publishing.ends() == 0
 
 
-async def test_an_interrupt_tells_what_was_published(broker: EmbeddedBroker, start: Start, topic: str) -> None:
+async def test_an_interrupt_reports_the_published_records(broker: EmbeddedBroker, start: Start, topic: str) -> None:
     """Also when the input neither ends nor says anything."""
     await broker.create_topic(topic, partitions=1)
     publishing = await start("-", topic, "--bootstrap-servers", broker.bootstrap_servers)
@@ -203,7 +203,7 @@ async def test_records_without_a_key_fill_all_partitions(broker: EmbeddedBroker,
 # On a real broker
 
 
-async def test_a_guarded_broker_is_reached_with_the_settings_of_an_app(
+async def test_a_secured_broker_is_reached_with_the_settings_of_an_app(
     kafka: SharedKafka, start: Start, tmp_path: Path, topic: str
 ) -> None:
     user = Credentials(f"user-of-{topic}"[:60], "secret")
@@ -237,7 +237,7 @@ async def test_a_guarded_broker_is_reached_with_the_settings_of_an_app(
     assert "wrong" not in stranger.errors
 
 
-async def test_a_topic_that_may_be_read_only_is_named(kafka: SharedKafka, topic: str) -> None:
+async def test_a_read_only_topic_is_named(kafka: SharedKafka, topic: str) -> None:
     """The refusal comes with the first batch; until then the topic looks like any other."""
     user = Credentials(f"user-of-{topic}"[:60], "secret")
     await create_scram_user(kafka, user)
@@ -260,7 +260,7 @@ async def test_a_topic_that_may_be_read_only_is_named(kafka: SharedKafka, topic:
     assert publisher.acknowledged == 0
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.mark.parametrize("arguments", [["--bootstrap-servers", NOWHERE], ["--bootstrap-servers", "kafka.invalid:9092"]])
@@ -275,7 +275,7 @@ async def test_a_wrong_broker_is_named_within_10_seconds(start: Start, tmp_path:
     assert len(publishing.errors.splitlines()) == 1
 
 
-async def test_a_server_that_takes_connections_and_says_nothing_is_named_in_time() -> None:
+async def test_a_server_that_accepts_and_never_responds_is_named_in_time() -> None:
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
             await reader.read()
@@ -288,7 +288,7 @@ async def test_a_server_that_takes_connections_and_says_nothing_is_named_in_time
                 await publisher.publish([Message("t", b"v")])
 
 
-async def test_without_an_address_the_error_says_how_to_give_one(start: Start, tmp_path: Path) -> None:
+async def test_a_missing_address_error_says_how_to_set_it(start: Start, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     publishing = await start("rows.jsonl", "t")
 
@@ -296,7 +296,7 @@ async def test_without_an_address_the_error_says_how_to_give_one(start: Start, t
     assert "AIOSHARD_BOOTSTRAP_SERVERS=localhost:9092" in publishing.errors
 
 
-async def test_a_bad_line_ends_it_with_1_after_what_came_before(
+async def test_a_bad_line_ends_with_1_after_publishing_the_lines_before(
     broker: EmbeddedBroker, start: Start, tmp_path: Path, topic: str
 ) -> None:
     await broker.create_topic(topic, partitions=1)
@@ -314,7 +314,7 @@ async def test_a_bad_line_ends_it_with_1_after_what_came_before(
         assert await reader.end_offsets([TopicPartition(topic, 0)]) == {TopicPartition(topic, 0): 2}
 
 
-async def test_a_key_field_that_no_record_has_is_told(
+async def test_a_key_field_missing_in_every_record_is_reported(
     broker: EmbeddedBroker, start: Start, tmp_path: Path, topic: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"id": 1}\n')
@@ -332,7 +332,9 @@ async def test_a_key_field_that_no_record_has_is_told(
         (["rows.txt"], "Missing argument 'TOPIC'"),
     ],
 )
-async def test_wrong_options_end_it_with_2(start: Start, tmp_path: Path, arguments: list[str], sentence: str) -> None:
+async def test_wrong_options_end_the_command_with_2(
+    start: Start, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
     (tmp_path / "rows.txt").write_text("{}\n")
 
     publishing = await start(*arguments, AIOSHARD_BOOTSTRAP_SERVERS=NOWHERE)
@@ -341,7 +343,7 @@ async def test_wrong_options_end_it_with_2(start: Start, tmp_path: Path, argumen
     assert sentence in publishing.errors
 
 
-async def test_a_broker_that_dies_ends_it_although_the_producer_would_try_for_ever(
+async def test_a_broker_that_dies_ends_the_command(
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producer, "_PATIENCE", 0.5)
@@ -364,7 +366,7 @@ def parsed(lines: JsonLines, *pieces: bytes) -> list[tuple[bytes | None, bytes |
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_lines_are_whole_wherever_the_bytes_are_cut(size: int) -> None:
+def test_lines_are_whole_however_the_bytes_are_split(size: int) -> None:
     text = b'{"a": 1}\n\n{"b": 2}\r\n{"c": 3}'
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
 
@@ -379,7 +381,7 @@ def test_lines_are_whole_wherever_the_bytes_are_cut(size: int) -> None:
     ("value", "key"),
     [('"text"', b"text"), ("7", b"7"), ('"\\u00e5"', "å".encode()), ("null", None), ("false", b"false")],
 )
-def test_keys_of_json(value: str, key: bytes | None) -> None:
+def test_keys_are_read_from_json_fields(value: str, key: bytes | None) -> None:
     assert parsed(JsonLines("rows", "t", "id"), f'{{"id": {value}}}'.encode()) == [(key, f'{{"id": {value}}}'.encode())]
 
 
@@ -394,13 +396,13 @@ def test_keys_of_json(value: str, key: bytes | None) -> None:
         (b"[" * 100_000, "line 1 of rows is not JSON (maximum recursion depth exceeded"),
     ],
 )
-def test_bad_json_is_told_with_its_line(text: bytes, sentence: str) -> None:
+def test_bad_json_is_reported_with_its_line(text: bytes, sentence: str) -> None:
     with pytest.raises(BadLineError) as caught:
         parsed(JsonLines("rows", "t", "id"), text)
     assert str(caught.value).startswith(sentence)
 
 
-def test_rows_before_a_bad_line_are_there() -> None:
+def test_rows_before_a_bad_line_are_published() -> None:
     lines = JsonLines("rows", "t", "id")
 
     assert list(lines.feed(b'{"id": 1}\n')) == [Message("t", b'{"id": 1}', b"1")]

@@ -1,4 +1,4 @@
-"""`aioshard run --reload`: the app starts again when its code changes."""
+"""`aioshard run --reload`: the app restarts when its code changes."""
 
 import contextlib
 import signal
@@ -45,7 +45,7 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
         yield started
 
 
-async def test_a_change_drains_and_starts_again_and_what_is_broken_waits_for_the_next_one(
+async def test_a_change_reloads_the_app_and_a_broken_one_waits_for_the_next(
     kafka: SharedKafka, start: Start, tmp_path: Path, group: str, topic: str
 ) -> None:
     words = tmp_path / "words.py"
@@ -75,7 +75,7 @@ async def test_a_change_drains_and_starts_again_and_what_is_broken_waits_for_the
     assert await kafka.committed(group, topic) == {0: 3}
 
 
-async def test_only_python_files_count(start: Start, tmp_path: Path) -> None:
+async def test_only_python_files_trigger_a_reload(start: Start, tmp_path: Path) -> None:
     app = await start(NOWHERE)
     await app.warns(f"watching {tmp_path} for changes")
     await app.says("imported")

@@ -118,7 +118,7 @@ app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earlies
         pytest.param("held without uvloop", signal.SIGTERM, marks=pytest.mark.chaos),
     ],
 )
-async def test_the_first_signal_drains_commits_and_ends_with_0(
+async def test_the_first_signal_drains_commits_and_exits_0(
     kafka: SharedKafka, start: Start, group: str, topic: str, *, number: signal.Signals, handler: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -144,7 +144,7 @@ async def test_the_first_signal_drains_commits_and_ends_with_0(
         pytest.param("blocking without uvloop", marks=pytest.mark.chaos),
     ],
 )
-async def test_the_second_signal_leaves_at_once_with_130(
+async def test_the_second_signal_exits_at_once_with_130(
     kafka: SharedKafka, start: Start, group: str, topic: str, handler: str
 ) -> None:
     """Also when the handler ignores its cancellation, sits in a thread or blocks the event loop."""
@@ -161,7 +161,7 @@ async def test_the_second_signal_leaves_at_once_with_130(
 
 
 @pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["one", "several"])
-async def test_sigterm_while_the_app_is_imported_ends_with_0(tmp_path: Path, workers: tuple[str, ...]) -> None:
+async def test_sigterm_during_the_import_exits_0(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "slow.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(60)\n")
     app = await Running.start(tmp_path, "run", "slow:app", *workers)
     await app.says("imported")
@@ -170,7 +170,7 @@ async def test_sigterm_while_the_app_is_imported_ends_with_0(tmp_path: Path, wor
     assert "SIGTERM: draining and committing" in app.errors
 
 
-async def test_a_signal_while_no_broker_answers_ends_with_0(start: Start) -> None:
+async def test_a_signal_during_a_broker_outage_exits_0(start: Start) -> None:
     app = await start("quick", NOWHERE, "--health-port", "0", start_timeout=600)
     async with await app.health() as client:
         await settled(client, "/readyz", lambda response: "Connection refused" in response.text)
@@ -182,7 +182,7 @@ async def test_a_signal_while_no_broker_answers_ends_with_0(start: Start) -> Non
 
 
 @pytest.mark.parametrize("handler", [pytest.param("endless", marks=pytest.mark.chaos), "ignoring", "thread"])
-async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
+async def test_a_handler_that_outlasts_shutdown_exits_4_and_is_named(
     kafka: SharedKafka, start: Start, group: str, topic: str, handler: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -199,7 +199,7 @@ async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
-async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
+async def test_the_last_commit_survives_brokers_frozen_for_8_seconds(
     own_kafka: KafkaBroker, start: Start, group: str, topic: str, client: str
 ) -> None:
     app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=60)
@@ -211,7 +211,7 @@ async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
-async def test_a_last_commit_that_is_never_acknowledged_ends_with_4_and_names_the_partition(
+async def test_an_unacknowledged_last_commit_exits_4_and_names_the_partition(
     own_kafka: KafkaBroker, start: Start, topic: str, client: str
 ) -> None:
     app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=2)
@@ -239,7 +239,7 @@ async def frozen_while_the_last_record_runs(
 
 
 @pytest.mark.chaos
-async def test_a_wrong_address_is_an_error_that_names_it_and_ends_with_1(start: Start) -> None:
+async def test_a_wrong_address_exits_1_and_is_named(start: Start) -> None:
     app = await start("quick", NOWHERE, start_timeout=1)
     async with asyncio.timeout(10):
         assert await app.ends() == 1
@@ -259,7 +259,7 @@ async def test_a_wrong_address_is_an_error_that_names_it_and_ends_with_1(start: 
         (["--bootstrap-servers", "kafka://a:1"], "without a scheme"),
     ],
 )
-async def test_wrong_options_end_with_2(start: Start, arguments: list[str], sentence: str) -> None:
+async def test_wrong_options_exit_2(start: Start, arguments: list[str], sentence: str) -> None:
     app = await start("quick", NOWHERE, *arguments)
     assert await app.ends() == 2
     assert sentence in app.errors
@@ -267,7 +267,7 @@ async def test_wrong_options_end_with_2(start: Start, arguments: list[str], sent
 
 
 @pytest.mark.parametrize("target", ["service:ap", "servic:app", "service"])
-async def test_an_unknown_app_ends_with_2(tmp_path: Path, target: str) -> None:
+async def test_an_unknown_app_exits_2(tmp_path: Path, target: str) -> None:
     (tmp_path / "service.py").write_text("from aioshard import App\napp = App('billing')\n")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -281,7 +281,7 @@ async def test_an_unknown_app_ends_with_2(tmp_path: Path, target: str) -> None:
     assert target.partition(":")[0].encode() in errors
 
 
-async def test_without_an_address_the_error_says_how_to_give_one(tmp_path: Path) -> None:
+async def test_a_missing_address_error_says_how_to_set_it(tmp_path: Path) -> None:
     source = "from aioshard import App\napp = App('billing')\n@app.consume('orders')\nasync def on(record): ...\n"
     (tmp_path / "service.py").write_text(source)
     process = await asyncio.create_subprocess_exec(
@@ -299,7 +299,7 @@ async def test_without_an_address_the_error_says_how_to_give_one(tmp_path: Path)
 # Until caught up
 
 
-async def test_until_caught_up_processes_what_is_there_and_ends_with_0(
+async def test_until_caught_up_processes_all_records_and_exits_0(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic, partitions=3)
@@ -313,7 +313,7 @@ async def test_until_caught_up_processes_what_is_there_and_ends_with_0(
     assert ending["statistics"]["handlers"][0]["processed"] == 50
 
 
-async def test_until_caught_up_ends_with_3_and_names_the_halted_record(
+async def test_until_caught_up_exits_3_and_names_the_halted_record(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -328,7 +328,7 @@ async def test_until_caught_up_ends_with_3_and_names_the_halted_record(
 # Health
 
 
-async def test_health_while_running_and_while_draining(
+async def test_health_is_served_while_running_and_draining(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -356,7 +356,9 @@ async def test_health_while_running_and_while_draining(
 
 
 @pytest.mark.chaos
-async def test_an_outage_changes_neither_answer_and_is_told(own_kafka: KafkaBroker, start: Start, topic: str) -> None:
+async def test_an_outage_changes_neither_health_status_and_is_reported(
+    own_kafka: KafkaBroker, start: Start, topic: str
+) -> None:
     await own_kafka.create_topic(topic)
     app = await start("quick", own_kafka.bootstrap, "--health-port", "0", session_timeout=6, heartbeat_interval=1)
     async with await app.health() as client:
@@ -369,7 +371,7 @@ async def test_an_outage_changes_neither_answer_and_is_told(own_kafka: KafkaBrok
         assert await app.ends() == 0
 
 
-async def test_a_health_port_in_use_ends_with_1_before_anything_is_consumed(start: Start) -> None:
+async def test_a_health_port_in_use_exits_1_before_consuming(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         app = await start("quick", NOWHERE, "--health-port", str(port), start_timeout=600)
@@ -380,7 +382,7 @@ async def test_a_health_port_in_use_ends_with_1_before_anything_is_consumed(star
 # Logs
 
 
-async def test_what_may_surprise_is_logged_at_the_start(start: Start) -> None:
+async def test_surprising_settings_are_logged_at_startup(start: Start) -> None:
     app = await start("quick", NOWHERE, variables={"AIOSHARD_COMIT_INTERVAL": "3"})
     await app.warns("AIOSHARD_COMIT_INTERVAL is not used; did you mean AIOSHARD_COMMIT_INTERVAL?")
 

@@ -1,4 +1,4 @@
-"""`aioshard run` as a process that is traced and logs: spans, which record a line is about."""
+"""`aioshard run` with tracing and logs: spans and the record of each log line."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -48,7 +48,7 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
         await running.kill()
 
 
-async def test_spans_and_lines_of_a_handler_name_the_same_record(
+async def test_spans_and_log_lines_of_a_handler_name_the_same_record(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic)

@@ -46,7 +46,7 @@ def asked(action: str = "check", token: str = TOKEN) -> dict[str, Any]:
     return {"json": {"action": action}, "headers": {"authorization": f"Bearer {token}"}}
 
 
-async def test_the_page_is_beside_the_health_routes_and_only_shows(start: Start) -> None:
+async def test_the_dashboard_is_read_only_and_next_to_the_health_routes(start: Start) -> None:
     async with start() as client:
         assert client.base_url.host == "127.0.0.1"
         assert "<title>aioshard</title>" in (await client.get("/")).text
@@ -79,7 +79,7 @@ async def test_an_empty_variable_is_not_a_token(start: Start) -> None:
         assert (await client.get("/dashboard.json")).json()["actions"] is False
 
 
-async def test_other_processes_are_named_by_their_urls(start: Start) -> None:
+async def test_other_processes_are_shown_by_url(start: Start) -> None:
     async with start("--member", "http://127.0.0.1:1/", "--member", "127.0.0.1:2") as client:
         assert (await client.get("/dashboard.json")).json()["group"] is True
         members = (await client.get("/members.json")).json()["members"]

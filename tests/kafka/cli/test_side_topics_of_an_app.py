@@ -1,4 +1,4 @@
-"""What a running app writes to its side topics, the commands read; and what they write, it acts on."""
+"""Commands read the side topics of a running app, and the app acts on the commands."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ async def told(aioshard: Aioshard, kafka: SharedKafka, *arguments: str) -> Any:
     return json.loads(ended.output)
 
 
-async def test_a_dead_letter_of_an_app_is_shown_and_sent_back_to_it(
+async def test_a_dead_letter_of_an_app_is_shown_and_republished_to_it(
     aioshard: Aioshard, kafka: SharedKafka, topic: str, group: str, publish: Publish, handler: Handler
 ) -> None:
     await kafka.create_topic(topic, 1)
@@ -115,7 +115,7 @@ async def test_a_parked_key_of_an_app_is_listed_and_runs_in_order_when_it_is_rel
     assert not key["release_requested"]
 
 
-async def test_those_behind_a_record_that_is_dropped_go_on_without_it(
+async def test_records_behind_a_dropped_one_resume_without_it(
     aioshard: Aioshard, kafka: SharedKafka, topic: str, group: str, publish: Publish, handler: Handler
 ) -> None:
     await kafka.create_topic(topic, 1)

@@ -1,4 +1,4 @@
-"""The supervisor and its children, piece by piece; whole they are in `test_workers.py` and `test_reload.py`."""
+"""Parts of the supervisor and its children; see `test_workers.py` and `test_reload.py` for the whole."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def endings(supervisor: Supervisor) -> list[tuple[int, int]]:
     return [(worker.exit_code, worker.restarts) for worker in supervisor.workers]
 
 
-async def test_a_worker_that_stops_reporting_is_killed_and_followed_by_another(
+async def test_a_worker_that_stops_reporting_is_killed_and_replaced(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stopped process reports nothing and does not drain."""
@@ -73,7 +73,7 @@ async def test_a_worker_that_stops_reporting_is_killed_and_followed_by_another(
     assert endings(supervisor) == [(0, 1)]
 
 
-async def test_where_no_process_can_be_started_it_is_tried_again(
+async def test_a_failed_process_start_is_retried(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries = 0
@@ -96,7 +96,7 @@ async def test_where_no_process_can_be_started_it_is_tried_again(
 @pytest.mark.parametrize(
     ("silent", "problems", "unhealthy"),
     [(-float("inf"), [], False), (14.0, [], False), (14.0, ["it hangs"], False), (15.1, [], True), (15.1, ["x"], True)],
-    ids=["not yet heard of", "healthy", "lately ill", "silent", "ill"],
+    ids=["no report yet", "healthy", "recently unhealthy", "silent", "silent and unhealthy"],
 )
 async def test_a_worker_is_unhealthy_after_silence_or_problems_but_not_before_its_first_report(
     supervisor: Supervisor, silent: float, problems: list[str], *, unhealthy: bool
@@ -124,7 +124,7 @@ class Ended:
         return self._ending
 
 
-async def test_an_instance_id_that_another_process_has_ends_all(
+async def test_an_instance_id_used_by_another_process_ends_all_workers(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def start(*_: Any, **__: Any) -> Ended:
@@ -138,7 +138,7 @@ async def test_an_instance_id_that_another_process_has_ends_all(
 
 
 @pytest.mark.parametrize(("ago", "permanent"), [(85.0, False), (91.0, True)])
-def test_the_instance_id_of_a_worker_that_was_killed_is_waited_for(
+def test_a_restart_waits_for_the_instance_id_of_a_killed_worker(
     supervisor: Supervisor, ago: float, *, permanent: bool
 ) -> None:
     """For two sessions of 45 s: until one is over the brokers keep it."""
@@ -147,7 +147,7 @@ def test_the_instance_id_of_a_worker_that_was_killed_is_waited_for(
     assert supervisor._is_permanent(worker, Ending(1, "InstanceIdTakenError", seconds=1.0)) == permanent
 
 
-async def test_pauses_grow_to_half_a_minute_and_begin_anew_after_a_minute_of_life(
+async def test_restart_delays_grow_to_30_s_and_reset_after_a_minute_of_uptime(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     (worker,) = supervisor.workers
@@ -181,7 +181,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Paren
 
 
 @pytest.mark.parametrize("way", ["asked", "dead"])
-def test_a_child_hears_its_parents_request_and_death_and_ends_in_bounded_time(
+def test_a_child_stops_on_request_or_parent_death_in_bounded_time(
     ends: tuple[socket.socket, Parent], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, parent = ends

@@ -1,4 +1,4 @@
-"""`aioshard top`: several processes in a terminal, as one."""
+"""`aioshard top`: several processes in one terminal view."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ Aioshard = Callable[..., Awaitable[Any]]
 def statistics(
     topic: str = "orders", first: int = 0, *, done: int = 0, partitions: int = 2, **given: Any
 ) -> dict[str, Any]:
-    """What a process with a handler and some partitions tells, as JSON has it."""
+    """Return the JSON statistics of a process with a handler and some partitions."""
     return {
         "state": "running",
         "group_id": "billing",
@@ -82,7 +82,7 @@ def drawn(frame: Frame, width: int, height: int | None = None) -> list[str]:
 # As one ----------------------------------------------------------------------------------
 
 
-def test_processes_are_summed_and_rates_are_those_between_two_looks() -> None:
+def test_processes_are_summed_and_rates_are_between_two_samples() -> None:
     frames = Frames()
     first = frames.add([told("a:1", 0.0, statistics(done=100)), told("b:1", 0.0, statistics(first=2, done=50))], 0.0)
     second = frames.add([told("a:1", 2.0, statistics(done=300)), told("b:1", 4.0, statistics(first=2, done=90))], 2.0)
@@ -101,7 +101,7 @@ def test_processes_are_summed_and_rates_are_those_between_two_looks() -> None:
     assert (handler["records_per_second"], handler["processed"], handler["concurrency"]) == (110, 390, 128)
 
 
-def test_a_process_that_was_started_anew_has_no_rate_at_first() -> None:
+def test_a_restarted_process_has_no_rate_at_first() -> None:
     frames = Frames()
     frames.add([told("a:1", 0.0, statistics(done=100))], 0.0)
     anew = frames.add([told("a:1", 2.0, statistics(done=3))], 2.0)
@@ -111,7 +111,7 @@ def test_a_process_that_was_started_anew_has_no_rate_at_first() -> None:
     assert after.totals["records_per_second"] == 2
 
 
-def test_a_process_that_does_not_answer_is_shown_and_comes_back() -> None:
+def test_an_unresponsive_process_is_shown_until_it_recovers() -> None:
     frames = Frames()
     frames.add([told("a:1", 0.0, statistics(done=0)), told("b:1", 0.0, statistics(first=2))], 0.0)
     away = frames.add([told("a:1", 2.0, statistics(done=4)), told("b:1", 2.0, None, "cannot be reached")], 2.0)
@@ -158,7 +158,7 @@ def test_a_frame_fits_the_terminal(width: int) -> None:
     assert ":8085" in text
 
 
-def test_what_records_hold_does_not_move_the_cursor() -> None:
+def test_control_characters_are_escaped() -> None:
     evil = "halted: \x1b[2J\x1b]0;title\x07 [bold]"
     found = statistics()
     found["handlers"][0]["name"] = evil
@@ -170,7 +170,7 @@ def test_what_records_hold_does_not_move_the_cursor() -> None:
     assert text.count("[bold]") == 2, "and is no markup"
 
 
-def test_the_picture_for_the_documentation_is_drawn() -> None:
+def test_the_picture_for_the_docs_is_drawn() -> None:
     assert "on_order" in picture_of_top(Frames().add([told("a:1", 0.0, statistics())], 0.0))
 
 
@@ -204,7 +204,7 @@ async def test_one_frame_as_json_has_rates(aioshard: Aioshard, url: str) -> None
     assert frame["handlers"][0]["records_per_second"] == frame["totals"]["records_per_second"]
 
 
-async def test_where_there_is_no_terminal_one_frame_is_printed(aioshard: Aioshard, url: str) -> None:
+async def test_without_a_terminal_one_frame_is_printed(aioshard: Aioshard, url: str) -> None:
     ended = await aioshard("top", url, "http://127.0.0.1:1", "--interval", "0.2")
 
     assert ended.code == 0, ended
@@ -214,7 +214,7 @@ async def test_where_there_is_no_terminal_one_frame_is_printed(aioshard: Aioshar
     assert "\x1b" not in ended.output
 
 
-async def test_when_nobody_answers_it_ends_with_3(aioshard: Aioshard) -> None:
+async def test_without_any_response_top_exits_3(aioshard: Aioshard) -> None:
     ended = await aioshard("top", "http://127.0.0.1:1", "--once", "--interval", "0.1")
 
     assert ended.code == 3
@@ -223,7 +223,7 @@ async def test_when_nobody_answers_it_ends_with_3(aioshard: Aioshard) -> None:
 
 @contextlib.contextmanager
 def in_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`aioshard` in a terminal of its own."""
+    """`aioshard` in its own terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "aioshard", *arguments],
@@ -251,7 +251,7 @@ def read_until(fd: int, text: bytes) -> bytes:
     return seen
 
 
-async def test_an_interrupt_ends_it_cleanly(url: str) -> None:
+async def test_an_interrupt_ends_top_cleanly(url: str) -> None:
     def play() -> int:
         with in_terminal("top", url, "--interval", "60") as (process, terminal):
             shown = read_until(terminal, b"orders/0")

@@ -1,4 +1,4 @@
-"""`aioshard run --workers N`: processes of one group that are kept running, each with its own health server."""
+"""`aioshard run --workers N`: supervised processes of one group, each with its health server."""
 
 import asyncio
 import contextlib
@@ -106,7 +106,7 @@ async def shared(clients: list[httpx.AsyncClient], count: int) -> list[dict[str,
             found = [await statistics(client) for client in clients]
             owned = list(map(partitions_of, found))
             whole = all(owned) and sorted(one for each in owned for one in each) == list(range(count))
-            # Who has been given its partitions may still wait for the other.
+            # A worker with its partitions may still wait for the other.
             if whole and not any(one["paused"] for each in found for one in each["partitions"]):
                 return found
             await asyncio.sleep(0.05)
@@ -134,10 +134,10 @@ def finished(app: Running) -> set[tuple[int, int]]:
 
 
 @pytest.mark.chaos
-async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
+async def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
-    """With the default session time-out of 45 s: nobody waits until that of the dead member is over."""
+    """With the default session timeout of 45 s: nothing waits for the dead member to time out."""
     await kafka.create_topic(topic, partitions=8)
     await kafka.produce(topic, [(b"%d" % number, b"v") for number in range(100)])
     app = await start(kafka.bootstrap, "--health-port", "0", "--json")
@@ -180,10 +180,8 @@ async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
 
 
 @pytest.mark.chaos
-async def test_static_members_are_told_apart_and_a_killed_one_gets_its_partitions_back(
-    kafka: SharedKafka, start: Start, topic: str
-) -> None:
-    """With the default session time-out of 45 s, which nobody waits for here."""
+async def test_a_killed_static_member_gets_its_partitions_back(kafka: SharedKafka, start: Start, topic: str) -> None:
+    """With the default session timeout of 45 s, without waiting for it."""
     await kafka.create_topic(topic, partitions=4)
     app = await start(kafka.bootstrap, "--health-port", "0", group_instance_id="left-hand")
     workers = Workers(app)
@@ -215,7 +213,7 @@ async def test_each_worker_listens_on_its_own_port(start: Start) -> None:
 
 
 @pytest.mark.chaos
-async def test_a_worker_that_cannot_start_is_tried_again(start: Start) -> None:
+async def test_a_worker_that_cannot_start_is_retried(start: Start) -> None:
     crashing = "import os, sys\nif os.environ.get('AIOSHARD_WORKER') == '1': os._exit(1)\n"
     app = await start(NOWHERE, before=crashing, start_timeout=600)
     assert "worker 1 ended with exit code 1" in await app.warns("(restart 2)")
@@ -223,7 +221,7 @@ async def test_a_worker_that_cannot_start_is_tried_again(start: Start) -> None:
     assert await app.ends() == 0
 
 
-async def test_what_a_restart_would_not_cure_ends_all(start: Start) -> None:
+async def test_a_permanent_worker_error_ends_all_workers(start: Start) -> None:
     refused = (
         "import os\nif os.environ.get('AIOSHARD_WORKER') == '0': os.environ['AIOSHARD_HEARTBEAT_INTERVAL'] = '40'\n"
     )
@@ -235,7 +233,7 @@ async def test_what_a_restart_would_not_cure_ends_all(start: Start) -> None:
 
 # The end ----------------------------------------------------------------------------------
 @pytest.mark.chaos
-async def test_without_their_supervisor_the_workers_drain_and_end(
+async def test_workers_drain_and_exit_without_their_supervisor(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -269,7 +267,7 @@ async def test_the_second_signal_kills_the_workers(kafka: SharedKafka, start: St
 
 
 @pytest.mark.chaos
-async def test_a_signal_to_all_of_them_at_once_is_one_signal(kafka: SharedKafka, start: Start, topic: str) -> None:
+async def test_a_signal_to_the_process_group_counts_once(kafka: SharedKafka, start: Start, topic: str) -> None:
     """As systemd does it: the supervisor and the workers get it, and the workers are asked beside that."""
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, [(b"k", b"v")], partition=0)
@@ -281,7 +279,7 @@ async def test_a_signal_to_all_of_them_at_once_is_one_signal(kafka: SharedKafka,
     assert finished(app) == {(0, 0)}
 
 
-async def test_a_worker_that_the_signal_ends_before_it_can_hear_it_has_ended_as_it_should(start: Start) -> None:
+async def test_a_worker_killed_by_the_signal_during_startup_counts_as_stopped(start: Start) -> None:
     """Nothing ran in it: an interpreter that only just starts is ended by SIGTERM itself."""
     deaf = "import os, signal, time\nif os.environ.get('AIOSHARD_WORKER') == '1':\n"
     deaf += "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    print('deaf', flush=True)\n    time.sleep(600)\n"
@@ -292,7 +290,7 @@ async def test_a_worker_that_the_signal_ends_before_it_can_hear_it_has_ended_as_
     assert await app.ends() == 0, app.errors
 
 
-async def test_workers_that_have_caught_up_end_and_are_not_started_again(
+async def test_workers_that_have_caught_up_exit_and_are_not_restarted(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic, partitions=4)
@@ -317,7 +315,7 @@ async def test_workers_that_have_caught_up_end_and_are_not_started_again(
     ],
     ids=["reload", "assign-option", "assign-setting", "none"],
 )
-async def test_what_does_not_go_together_ends_with_2(
+async def test_incompatible_options_exit_2(
     start: Start, arguments: list[str], settings: dict[str, Any], sentence: str
 ) -> None:
     app = await start(NOWHERE, *arguments, **settings)

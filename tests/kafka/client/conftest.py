@@ -1,4 +1,4 @@
-"""Members of a group that are closed when their test ends, and a broker that tests may harm."""
+"""Members of a group that close with their test, and a broker that tests may break."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -40,7 +40,7 @@ async def own_kafka(broker_to_harm: KafkaBroker) -> KafkaBroker:
 
 @pytest.fixture
 async def members() -> AsyncIterator[list[Member]]:
-    """Whoever is in here is closed at the end."""
+    """Members in this list are closed at the end."""
     joined: list[Member] = []
     yield joined
     for member in joined:

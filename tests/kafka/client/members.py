@@ -1,4 +1,4 @@
-"""A group member as the engine would be one, with everything that happens to it written down."""
+"""A group member that acts like the engine and records its events."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -23,7 +23,7 @@ def everything(_: TopicPartition) -> Allowance:
 
 
 def settings_for(bootstrap: str, **overrides: Any) -> Settings:
-    """Settings with quick group time-outs."""
+    """Settings with short group timeouts."""
     quick: dict[str, Any] = {
         "session_timeout": 6,
         "heartbeat_interval": 0.2,
@@ -53,7 +53,7 @@ class Member:
     """One transport, and the listener that an engine would give it. Starts each partition at *start*."""
 
     def __init__(self, settings: Settings, group: str, start: int = 0) -> None:
-        # Whatever the settings ask for; what aiokafka's alone has is looked at by the tests of that one only.
+        # Any client of the settings; tests of aiokafka alone use its specific attributes.
         self.transport = cast("AiokafkaTransport", kafka_clients(settings, group).transport())
         self.start = start
         self.at_revoke: Callable[[Collection[TopicPartition], bool], Awaitable[None]] | None = None
@@ -111,7 +111,7 @@ class Member:
         return found
 
     async def poll_until(self, condition: Callable[[], bool], allowance: AllowanceOf = everything) -> None:
-        """Poll until something is so."""
+        """Poll until a condition holds."""
         async with asyncio.timeout(PATIENCE):
             while not condition():
                 await self.poll(allowance)

@@ -1,4 +1,4 @@
-"""What an app does with a real broker that only one can show: seeks in a rebalance, topics that appear."""
+"""Apps on a real broker: seeks during rebalances, new topics, lag."""
 
 import asyncio
 import time
@@ -61,11 +61,11 @@ class Process:
         )
         self.done: Counter[tuple[int, int]] = Counter()
         self.hanging: set[int] = set()
-        self.let_go = asyncio.Event()
+        self.release = asyncio.Event()
 
     async def handle(self, record: Record) -> None:
         if record.offset in self.hanging:
-            await self.let_go.wait()
+            await self.release.wait()
         self.done[record.partition, record.offset] += 1
 
 
@@ -82,7 +82,7 @@ async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_partition_goes_on_where_it_was_asked_to(
+async def test_a_seek_moves_a_partition_and_reprocesses_it(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     await fill(kafka, topic, 1)
@@ -109,7 +109,7 @@ async def test_a_partition_goes_on_where_it_was_asked_to(
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so_where_it_does_not(
+async def test_a_seek_survives_a_rebalance_only_if_the_partition_stays(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     await fill(kafka, topic, 2)
@@ -128,7 +128,7 @@ async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so
         async with second.app:
             await until(lambda: [len(app.assignment()) for app in (first.app, second.app)] == [1, 1])
             ended = await asyncio.gather(*seeking, return_exceptions=True)
-            first.let_go.set()
+            first.release.set()
             (kept,), (moved,) = first.app.assignment(), second.app.assignment()
 
             assert {kept, moved} == {TopicPartition(topic, 0), TopicPartition(topic, 1)}
@@ -144,7 +144,7 @@ async def test_a_seek_outlives_a_rebalance_where_the_partition_stays_and_says_so
 
 
 @CLIENTS
-async def test_a_pattern_takes_in_a_topic_that_appears_from_its_start(
+async def test_a_pattern_reads_a_new_topic_from_its_start(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     await fill(kafka, f"{topic}-a", 1)

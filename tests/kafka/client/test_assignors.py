@@ -41,7 +41,7 @@ async def settle(*members: Member, partitions: int) -> None:
         *(pytest.param(name, marks=pytest.mark.chaos) for name in ("roundrobin", "fair", "lag", "cooperative-fair")),
     ],
 )
-async def test_three_members_agree_and_those_who_stay_take_over_from_the_one_that_leaves(
+async def test_remaining_members_take_over_from_the_one_that_leaves(
     kafka: SharedKafka, topic: str, member: Join, assignor: str
 ) -> None:
     await kafka.create_topic(topic, partitions=9)
@@ -76,7 +76,7 @@ async def test_members_with_different_subscriptions_get_two_each(kafka: SharedKa
     assert not any(at.topic[-1] in "24" for one in members[1:3] for at in held(one)), "to subscribers only"
 
 
-async def test_who_joins_a_group_that_is_behind_gets_a_share_of_the_backlog(
+async def test_a_member_joining_a_lagging_group_gets_a_share_of_the_backlog(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=6)
@@ -107,7 +107,7 @@ async def test_who_joins_a_group_that_is_behind_gets_a_share_of_the_backlog(
 
 
 @pytest.mark.chaos
-async def test_a_backlog_that_stays_unequal_moves_and_an_equal_one_does_not(
+async def test_an_unequal_backlog_is_rebalanced_and_an_equal_one_is_not(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=4)
@@ -155,7 +155,9 @@ async def three_with_a_delay(member: Join, topic: str, delay: float) -> list[Mem
     return members
 
 
-async def test_what_a_member_had_waits_for_the_one_in_its_place(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_partitions_of_a_member_that_left_wait_for_its_replacement(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
     await kafka.create_topic(topic, partitions=6)
     one, two, three = await three_with_a_delay(member, topic, 60)
     before = [held(m) for m in (one, two, three)]
@@ -171,7 +173,7 @@ async def test_what_a_member_had_waits_for_the_one_in_its_place(kafka: SharedKaf
     assert [held(m) for m in (one, two, new)] == before
 
 
-async def test_what_nobody_comes_for_is_given_to_the_others(
+async def test_withheld_partitions_go_to_the_others_after_the_delay(
     kafka: SharedKafka, topic: str, member: Join, caplog: pytest.LogCaptureFixture
 ) -> None:
     await kafka.create_topic(topic, partitions=6)
@@ -189,7 +191,7 @@ async def test_what_nobody_comes_for_is_given_to_the_others(
 
 
 @pytest.mark.chaos
-async def test_the_leader_may_be_the_one_that_leaves(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_the_leaving_member_may_be_the_leader(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=6)
     one, two, three = await three_with_a_delay(member, topic, 2)
     before = [held(m) for m in (two, three)]

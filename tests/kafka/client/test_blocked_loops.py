@@ -1,4 +1,4 @@
-"""A handler that blocks: for how long a member keeps its place, with each of the clients."""
+"""A blocking handler: how long its member stays in the group, for each client."""
 
 import asyncio
 import re
@@ -97,7 +97,7 @@ class Ages:
         for name, case in CASES.items()
     ],
 )
-async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
+async def test_a_blocked_member_stays_as_long_as_its_client_sends_heartbeats(
     kafka: SharedKafka, topic: str, group: str, case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
     await kafka.create_topic(topic, 1)

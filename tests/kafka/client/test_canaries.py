@@ -1,4 +1,4 @@
-"""What we rely on in aiokafka beyond its documentation: when one of these fails, read our code before you upgrade.
+"""Undocumented aiokafka behavior that we rely on: if a test fails, review our code before upgrading.
 
 Each private attribute that `aioshard.kafka.aiokafka` uses stands in the table below with the object that has it.
 """
@@ -100,7 +100,7 @@ ATTRIBUTES = {
 INHERITED = {
     "BareClient": {"_get_conn", "_metadata_update", "_sync_task", "_topics"},
 }
-"""What our subclasses of theirs use of themselves."""
+"""Attributes that our subclasses use of themselves."""
 
 OTHERS = {
     "coordinator": {
@@ -128,11 +128,11 @@ OTHERS = {
 """Public by name, and documented nowhere."""
 
 
-def test_the_version_is_the_one_that_was_read() -> None:
+def test_the_client_version_is_the_reviewed_one() -> None:
     assert importlib.metadata.version("aiokafka").startswith("0.14.")
 
 
-def test_the_table_holds_every_private_attribute_that_we_use() -> None:
+def test_the_table_lists_every_private_attribute_that_aioshard_uses() -> None:
     used: dict[str, set[str]] = {}
     for module in Path(*aiokafka.__path__).glob("*.py"):
         for name, attribute in re.findall(r"\b([a-z]+)\.(_[a-z][a-z_]*)", module.read_text()):
@@ -141,14 +141,14 @@ def test_the_table_holds_every_private_attribute_that_we_use() -> None:
     assert used == ATTRIBUTES
 
 
-def test_the_table_holds_every_private_attribute_that_our_client_uses_of_theirs() -> None:
+def test_the_table_lists_every_private_attribute_that_our_client_uses() -> None:
     used = set(re.findall(r"\bself\.(_[a-z][a-z_]*)", inspect.getsource(BareClient)))
     ours = {"_creates_topics"}
 
     assert used - ours == INHERITED["BareClient"]
 
 
-async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_every_listed_attribute_exists_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"v")])
     one = member()
@@ -181,7 +181,7 @@ async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str,
     assert all(not task.done() for task in internals.background_tasks().values())
 
 
-async def test_a_consumer_without_a_group_has_what_we_end(kafka: SharedKafka, topic: str) -> None:
+async def test_a_consumer_without_a_group_has_the_task_that_we_cancel(kafka: SharedKafka, topic: str) -> None:
     await kafka.create_topic(topic)
     async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap) as consumer:
         consumer.assign([TheirTopicPartition(topic, 0)])
@@ -191,11 +191,11 @@ async def test_a_consumer_without_a_group_has_what_we_end(kafka: SharedKafka, to
         assert isinstance(consumer._coordinator._reset_committed_task, asyncio.Task)
 
 
-def test_their_partitions_are_ours_in_a_dictionary() -> None:
+def test_their_topic_partitions_equal_ours_as_dictionary_keys() -> None:
     assert {TheirTopicPartition("t", 1): "found"}[TopicPartition("t", 1)] == "found"
 
 
-def test_the_state_of_a_partition_has_what_we_use() -> None:
+def test_the_state_of_a_partition_has_the_attributes_that_we_use() -> None:
     names = {"pause", "resume", "seek", "consumed_to", "position", "paused"}
     assert names <= set(dir(TopicPartitionState))
     assert {"active", "tps", "state_value"} <= set(dir(Assignment))
@@ -264,7 +264,7 @@ async def test_the_client_never_leaves_because_nobody_calls_getmany(
     assert "asyncio.sleep(sleep_time)" in inspect.getsource(GroupCoordinator._heartbeat_routine)
 
 
-async def test_no_partition_waits_for_one_that_is_not_taken(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_an_untaken_partition_does_not_delay_the_others(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"v")])
     one = member()
@@ -278,10 +278,10 @@ async def test_no_partition_waits_for_one_that_is_not_taken(kafka: SharedKafka, 
     assert result.calculate_backoff() == 0
 
 
-async def test_a_record_that_the_client_steps_over_is_gone_back_to(
+async def test_a_record_the_client_skips_is_fetched_again(
     kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiokafka takes a batch that comes in part for one that never comes whole, and goes on behind it."""
+    """aiokafka takes a batch that comes in part for one that never comes whole, and continues after it."""
     await kafka.create_topic(topic)
     at = TopicPartition(topic, 0)
     await kafka.produce(topic, [(None, bytes(1000))] * 3)
@@ -311,9 +311,7 @@ async def test_a_record_that_the_client_steps_over_is_gone_back_to(
     assert one.offsets(at) == [0, 1, 2]
 
 
-async def test_a_connection_to_a_broker_that_names_no_versions_is_given_up(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_a_connection_without_api_versions_is_closed(kafka: SharedKafka, topic: str, member: Join) -> None:
     """A broker that is just starting does; the client would fail with every request on it, for minutes."""
     await kafka.create_topic(topic)
     one = member()
@@ -339,7 +337,7 @@ async def test_a_connection_to_a_broker_that_names_no_versions_is_given_up(
         (kafka_errors.GroupAuthorizationFailedError("a-group"), AuthorizationError, "READ"),
         (RuntimeError("nobody thought of it"), ClientLostError, "nobody thought of it"),
     ],
-    ids=["a refusal", "one that nobody foresaw"],
+    ids=["a refusal", "an unexpected error"],
 )
 async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
     kafka: SharedKafka, topic: str, member: Join, error: Exception, raised: type[Exception], told: str
@@ -361,7 +359,7 @@ async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
     pushed.cancel()
 
 
-async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(
+async def test_the_client_accepts_an_assignor_object_and_calls_these_methods(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     called = []
@@ -401,7 +399,7 @@ async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(
 # Other clients --------------------------------------------------------------------------
 
 
-async def test_a_reader_has_what_we_use(kafka: SharedKafka) -> None:
+async def test_a_reader_has_the_attributes_that_we_use(kafka: SharedKafka) -> None:
     settings = Settings(bootstrap_servers=kafka.bootstrap)
     client = await connected(settings, client_options(settings, request_timeout=5), BareClient)
     missing = [one for one in INHERITED["BareClient"] | ATTRIBUTES["client"] if not hasattr(client, one)]
@@ -410,7 +408,7 @@ async def test_a_reader_has_what_we_use(kafka: SharedKafka) -> None:
     assert missing == []
 
 
-async def test_their_producer_still_breaks_its_partition_with_a_refusal(kafka: SharedKafka, topic: str) -> None:
+async def test_their_producer_still_breaks_a_partition_after_a_refusal(kafka: SharedKafka, topic: str) -> None:
     """Why ours is our own. Theirs would do once this fails."""
     await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
     producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, enable_idempotence=True, max_request_size=1 << 20)
@@ -422,11 +420,11 @@ async def test_their_producer_still_breaks_its_partition_with_a_refusal(kafka: S
             await producer.send_and_wait(topic, b"v")
 
 
-def test_their_look_up_would_create_topics() -> None:
+def test_their_metadata_lookup_would_create_topics() -> None:
     assert "MetadataRequest(list(topics) if topics else None)" in inspect.getsource(AIOKafkaClient._metadata_update)
     assert inspect.signature(MetadataRequest).parameters["allow_auto_topic_creation"].default is None
 
 
-def test_murmur2_is_that_of_java() -> None:
+def test_murmur2_matches_java() -> None:
     """The vectors of Kafka's own tests."""
     assert [murmur2(key) - 2**32 for key in (b"21", b"foobar")] == [-973932308, -790332482]

@@ -1,4 +1,4 @@
-"""The embedded broker: its life, its topics, what it says when it cannot go on."""
+"""The embedded broker: its lifecycle, topics and errors."""
 
 import asyncio
 import ctypes
@@ -40,7 +40,7 @@ def producer_of(broker: EmbeddedBroker) -> Any:
 # Life
 
 
-async def test_what_is_published_is_consumed(broker: EmbeddedBroker, topic: str, group: str) -> None:
+async def test_published_records_are_consumed(broker: EmbeddedBroker, topic: str, group: str) -> None:
     await broker.create_topic(topic, partitions=3)
     async with producer_of(broker) as producer:
         for number in range(10):
@@ -57,8 +57,8 @@ async def test_what_is_published_is_consumed(broker: EmbeddedBroker, topic: str,
     assert seen == [b"%d" % number for number in range(10)]
 
 
-async def test_an_app_may_be_run_again(broker: EmbeddedBroker, topic: str, group: str) -> None:
-    """The mock lets a group that somebody left wait for a session time-out; the broker's settings make that short."""
+async def test_an_app_can_run_again(broker: EmbeddedBroker, topic: str, group: str) -> None:
+    """In the mock, a group waits a session timeout after a member has left; the broker's settings make that short."""
     await broker.create_topic(topic, partitions=1)
     seen: list[int] = []
     for number in range(2):
@@ -75,10 +75,10 @@ async def test_an_app_may_be_run_again(broker: EmbeddedBroker, topic: str, group
         assert seen == [*range(number + 1)]
 
 
-async def test_an_app_that_parks_is_told_that_this_broker_cannot(
+async def test_an_app_that_parks_is_refused_by_the_embedded_broker(
     broker: EmbeddedBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has no controller, as a cluster that elects one, so the start goes on."""
+    """It has no controller, as a cluster that elects one, so the start continues."""
     await broker.create_topic(topic, partitions=1)
     app = App(group, **broker.settings, auto_offset_reset="earliest", start_timeout=1.0)
 
@@ -114,7 +114,7 @@ async def test_the_process_ends_with_the_context() -> None:
     assert not psutil.pid_exists(process.pid)
 
 
-async def test_the_process_ends_when_the_one_that_started_it_is_killed() -> None:
+async def test_the_broker_process_ends_when_its_parent_is_killed() -> None:
     script = (
         "import asyncio\n"
         "from aioshard.kafka.embedded import EmbeddedBroker\n"
@@ -138,7 +138,7 @@ async def test_the_process_ends_when_the_one_that_started_it_is_killed() -> None
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_an_interrupt_of_the_terminal_does_not_end_the_process(broker: EmbeddedBroker, topic: str) -> None:
+async def test_a_terminal_interrupt_does_not_end_the_broker_process(broker: EmbeddedBroker, topic: str) -> None:
     """Ctrl-C reaches all processes; an app has to commit before its broker ends."""
     os.kill(broker.pid, signal.SIGINT)
 
@@ -161,7 +161,7 @@ async def test_before_the_start_there_is_no_address(name: str) -> None:
 # Topics
 
 
-async def test_a_topic_has_the_partitions_that_were_asked_for(broker: EmbeddedBroker, topic: str) -> None:
+async def test_a_topic_has_the_requested_partitions(broker: EmbeddedBroker, topic: str) -> None:
     await broker.create_topic(topic, partitions=7)
 
     async with producer_of(broker) as producer:
@@ -169,7 +169,7 @@ async def test_a_topic_has_the_partitions_that_were_asked_for(broker: EmbeddedBr
         assert len(await producer.partitions_for(f"{topic}-of-its-own")) == DEFAULT_PARTITIONS
 
 
-async def test_topics_are_created_at_the_same_time(broker: EmbeddedBroker, topic: str) -> None:
+async def test_topics_are_created_concurrently(broker: EmbeddedBroker, topic: str) -> None:
     """Each caller gets its own answer."""
     names = [f"{topic}-{number % 5}" for number in range(10)]
 
@@ -182,7 +182,7 @@ async def test_topics_are_created_at_the_same_time(broker: EmbeddedBroker, topic
     ]
 
 
-async def test_an_abandoned_question_does_not_shift_the_answers(broker: EmbeddedBroker, topic: str) -> None:
+async def test_an_abandoned_request_does_not_shift_the_responses(broker: EmbeddedBroker, topic: str) -> None:
     abandoned = asyncio.create_task(broker.create_topic(topic))
     await asyncio.sleep(0)
     abandoned.cancel()
@@ -216,7 +216,7 @@ def free_port() -> int:
         return port
 
 
-async def test_a_chosen_port_leads_to_the_broker(topic: str) -> None:
+async def test_a_chosen_port_reaches_the_broker(topic: str) -> None:
     port = free_port()
     async with asyncio.timeout(DEADLINE), EmbeddedBroker(port=port) as broker:
         assert broker.bootstrap_servers == f"127.0.0.1:{port}"
@@ -243,7 +243,7 @@ async def test_a_port_in_use_is_named() -> None:
                 pytest.fail("it started on a port that somebody else has")
 
 
-# What goes wrong
+# Errors
 
 
 async def test_a_broker_that_is_killed_says_so(broker: EmbeddedBroker) -> None:
@@ -254,7 +254,7 @@ async def test_a_broker_that_is_killed_says_so(broker: EmbeddedBroker) -> None:
         await broker.create_topic("t")
 
 
-async def test_questions_that_a_dead_broker_leaves_open_are_answered(broker: EmbeddedBroker) -> None:
+async def test_pending_requests_fail_when_the_broker_dies(broker: EmbeddedBroker) -> None:
     os.kill(broker.pid, signal.SIGSTOP)
     asking = asyncio.create_task(broker.create_topic("t"))
     await asyncio.sleep(0)
@@ -265,7 +265,7 @@ async def test_questions_that_a_dead_broker_leaves_open_are_answered(broker: Emb
         await asking
 
 
-async def test_without_confluent_kafka_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_confluent_kafka_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
 
     with pytest.raises(MissingExtraError, match=r"pip install 'aioshard\[broker\]'"):
@@ -281,7 +281,7 @@ async def test_without_confluent_kafka_the_extra_is_named(monkeypatch: pytest.Mo
     ],
     ids=["missing", "another-library"],
 )
-async def test_a_library_that_does_not_do_is_refused_in_a_sentence(
+async def test_an_unusable_library_is_refused_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, library: str, sentence: str
 ) -> None:
     monkeypatch.setattr(embedded, "_library", lambda: library)
@@ -291,7 +291,7 @@ async def test_a_library_that_does_not_do_is_refused_in_a_sentence(
             pytest.fail("it started with a library that is not librdkafka")
 
 
-async def test_what_it_cannot_tell_of_a_group_is_a_sentence() -> None:
+async def test_a_group_it_cannot_describe_is_a_clear_error() -> None:
     async with (
         EmbeddedBroker() as broker,
         KafkaAdmin(Settings(bootstrap_servers=broker.bootstrap_servers)) as brokers,

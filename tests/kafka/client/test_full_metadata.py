@@ -1,4 +1,4 @@
-"""128 partitions, and with each committed offset as long a text as the broker stores: all arrive whole and are used."""
+"""Commit metadata of maximum length for 128 partitions is stored and used."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ PARTITIONS = 128
 HEAD, HOLE, TAIL = 100, 60_500, 300
 """Records of each partition: some, then a transaction that was aborted and that nobody is given, then some."""
 SECOND = HEAD + HOLE + 1
-"""Where they go on: behind the marker of the transaction's end."""
+"""Resume positions: after the marker of the transaction's end."""
 LOOK_INTERVAL = 0.05
 HELD = 6
 """Of the first records of each partition."""
@@ -65,7 +65,7 @@ async def abort_transaction(kafka: KafkaCluster, topic: str) -> None:
 
 
 class Noted:
-    """Where a group is, and what is noted there."""
+    """The committed offsets of a group and their metadata."""
 
     def __init__(self, brokers: KafkaAdmin, topic: str, group: str) -> None:
         self.partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
@@ -81,7 +81,7 @@ class Noted:
             await self.brokers.commit_without_member(self.group, {one: offsets[one] for one in some})
 
     async def now(self) -> dict[TopicPartition, tuple[Run, ...]]:
-        """What counts as finished; every text is at its limit and whole."""
+        """Return the finished offsets; every metadata text is complete and at its limit."""
         found = await self.brokers.all_commits(self.group)
         assert sorted(found) == self.partitions
         noted = {}
@@ -96,7 +96,7 @@ class Noted:
 
 @functools.lru_cache
 def _read(committed: Committed) -> CommitMetadata:
-    """What is noted with a commit; in these tests it is the same in every partition."""
+    """Return the metadata of a commit; in these tests it is the same in every partition."""
     return CommitMetadata.read(committed.metadata, committed.offset)
 
 
@@ -140,7 +140,7 @@ class Owner:
         self.most_records = HELD
         self.held = {offset: asyncio.Event() for offset in range(HELD)}
 
-    async def until_noted(self, offset: int) -> None:
+    async def until_stored(self, offset: int) -> None:
         """Return when that has finished in every partition, and has changed what is noted of each."""
         before = dict(self.stored)
 
@@ -186,7 +186,7 @@ async def noted(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[Not
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("writes", "reads"), [("confluent", "aiokafka"), ("aiokafka", "confluent")])
-async def test_full_texts_of_128_partitions_are_stored_and_used(
+async def test_full_metadata_of_128_partitions_is_stored_and_used(
     kafka: SharedKafka, noted: Noted, topic: str, group: str, writes: str, reads: str
 ) -> None:
     await noted.fill()
@@ -197,7 +197,7 @@ async def test_full_texts_of_128_partitions_are_stored_and_used(
         await stack.enter_async_context(first.app.started(first.transport))
         for offset in (1, 3):
             first.held[offset].set()
-            await first.until_noted(offset)
+            await first.until_stored(offset)
         with pytest.raises(NotDrainedError):
             await stack.aclose()
     finished = await noted.now()
@@ -237,7 +237,9 @@ async def sparing(kafka: SharedKafka, tmp_path: Path) -> AsyncIterator[KafkaBrok
 
 
 @pytest.mark.chaos
-async def test_offsets_are_committed_where_no_text_is_stored(sparing: KafkaBroker, topic: str, group: str) -> None:
+async def test_offsets_are_committed_even_when_metadata_is_rejected(
+    sparing: KafkaBroker, topic: str, group: str
+) -> None:
     await sparing.create_topic(topic)
     await sparing.produce(topic, [(None, b"x")] * 20)
     for client in ("aiokafka", "confluent"):

@@ -1,4 +1,4 @@
-"""A group seen from outside, of both protocols; and a static member that somebody else removes."""
+"""Groups of both protocols seen from outside, and removal of a static member."""
 
 from collections.abc import AsyncIterator, Callable
 
@@ -48,7 +48,7 @@ def static(kafka: SharedKafka, group: str, members: list[Member], member: Join) 
 
 
 @PROTOCOLS
-async def test_members_are_described_with_what_they_have(
+async def test_members_are_described_with_their_partitions(
     static: Join, brokers: KafkaAdmin, group: str, partitions: tuple[TopicPartition, ...], protocol: str
 ) -> None:
     alone = static("alone", protocol)
@@ -65,14 +65,14 @@ async def test_members_are_described_with_what_they_have(
     assert found.owners == dict.fromkeys(partitions, described)
 
 
-async def test_a_group_that_there_is_not_is_dead_and_has_a_coordinator(brokers: KafkaAdmin, group: str) -> None:
+async def test_an_unknown_group_is_dead_and_has_a_coordinator(brokers: KafkaAdmin, group: str) -> None:
     assert await brokers.all_commits(group) == {}
     assert (await brokers.group(group))[:2] == ("dead", "classic")
     found = await brokers.coordinator(group)
     assert found.host == "127.0.0.1"
 
 
-async def test_all_that_a_group_has_committed_is_told(
+async def test_all_commits_of_a_group_are_listed(
     member: Join, brokers: KafkaAdmin, group: str, partitions: tuple[TopicPartition, ...]
 ) -> None:
     committing = member()
@@ -83,7 +83,7 @@ async def test_all_that_a_group_has_committed_is_told(
 
 
 @PROTOCOLS
-async def test_a_static_member_is_removed_for_good(
+async def test_a_static_member_can_be_removed(
     static: Join, brokers: KafkaAdmin, group: str, partitions: tuple[TopicPartition, ...], protocol: str
 ) -> None:
     gone = static("gone", protocol)

@@ -1,4 +1,4 @@
-"""Clients that start while one of several brokers takes connections and never answers."""
+"""Clients start while one of several brokers accepts connections and never responds."""
 
 import asyncio
 import socket
@@ -51,14 +51,14 @@ def options_of(servers: str) -> tuple[Settings, dict[str, Any]]:
     return settings, client_options(settings, request_timeout=30.0)
 
 
-async def test_a_bootstrap_server_that_hangs_delays_nothing(kafka: SharedKafka, hanging: str) -> None:
+async def test_a_hanging_bootstrap_server_delays_nothing(kafka: SharedKafka, hanging: str) -> None:
     settings, options = options_of(f"{hanging},{kafka.bootstrap},{hanging}")
     async with asyncio.timeout(CONNECT_TIMEOUT - 1.0):
         assert await find_broker(settings, options) == kafka.bootstrap.split(",")[0]
 
 
 @pytest.mark.usefixtures("advertised")
-async def test_a_consumer_starts_although_an_advertised_broker_hangs(
+async def test_a_consumer_starts_despite_a_hanging_advertised_broker(
     kafka: SharedKafka, hanging: str, group: str, topic: str
 ) -> None:
     settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
@@ -76,7 +76,7 @@ async def test_a_consumer_starts_although_an_advertised_broker_hangs(
 
 @pytest.mark.chaos
 @pytest.mark.usefixtures("advertised")
-async def test_a_producer_starts_although_an_advertised_broker_hangs(
+async def test_a_producer_starts_despite_a_hanging_advertised_broker(
     kafka: SharedKafka, hanging: str, topic: str
 ) -> None:
     settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
@@ -88,7 +88,7 @@ async def test_a_producer_starts_although_an_advertised_broker_hangs(
         await producer.close()
 
 
-async def test_the_hint_names_the_broker_that_hangs_and_not_the_listeners(
+async def test_the_hint_names_the_hanging_broker_and_not_the_listeners(
     kafka: SharedKafka, hanging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT", 1.0)

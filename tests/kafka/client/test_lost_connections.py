@@ -1,4 +1,4 @@
-"""Connections that break while something is being sent: under uvloop too it is the brokers that are away, no more."""
+"""Connections that break during a request count as a broker outage, under uvloop too."""
 
 import asyncio
 import contextlib
@@ -87,7 +87,7 @@ CLIENTS = pytest.mark.parametrize("connected", [reading, sending, consuming, adm
 
 @LOOPS
 @CLIENTS
-def test_what_is_sent_on_a_connection_that_was_just_lost_fails_as_any_other_outage(
+def test_a_request_on_a_lost_connection_fails_like_any_outage(
     kafka: SharedKafka,
     connected: Connected,
     new_loop: NewLoop,
@@ -110,7 +110,7 @@ def test_what_is_sent_on_a_connection_that_was_just_lost_fails_as_any_other_outa
 
 
 @LOOPS
-def test_a_member_whose_connections_break_again_and_again_reads_on_and_stays_a_member(
+def test_a_member_with_flapping_connections_stays_and_keeps_reading(
     kafka: SharedKafka, topic: str, group: str, new_loop: NewLoop
 ) -> None:
     rounds = 40
@@ -146,7 +146,7 @@ def test_a_member_whose_connections_break_again_and_again_reads_on_and_stays_a_m
 
 
 @CLIENTS
-async def test_a_connection_that_is_lost_while_it_is_being_made_is_a_broker_that_is_not_ready(
+async def test_a_connection_lost_during_its_setup_means_the_broker_is_not_ready(
     kafka: SharedKafka,
     connected: Connected,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""An app with a thousand partitions: for how long a rebalance holds its event loop."""
+"""How long a rebalance of a thousand partitions blocks the event loop."""
 
 import asyncio
 import gc
@@ -83,7 +83,9 @@ async def measured(turns: dict[str, float]) -> AsyncIterator[Callable[[str], Non
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("no_collection")
-async def test_no_rebalance_of_a_thousand_partitions_holds_the_loop(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_rebalance_of_a_thousand_partitions_does_not_block_the_loop(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
     await kafka.create_topic(topic, PARTITIONS)
     app, turns, leave = make_app(kafka, topic, group), dict[str, float](), threading.Event()
     async with app:  # also imports what is imported on use

@@ -1,4 +1,4 @@
-"""The group: who is told what and when, and which commits are sent."""
+"""Membership: listener calls and which commits are sent."""
 
 import asyncio
 import time
@@ -85,7 +85,7 @@ async def test_a_seek_while_being_assigned_takes_effect_for_every_partition(
         await second.transport.close()
 
 
-async def test_nothing_is_handed_out_before_the_engine_has_seeked_and_resumed(
+async def test_no_record_is_returned_before_the_engine_seeks_and_resumes(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=4)
@@ -107,9 +107,7 @@ async def test_nothing_is_handed_out_before_the_engine_has_seeked_and_resumed(
     assert one.offsets(partitions[2]) == list(range(9, 20))
 
 
-async def test_two_members_share_a_topic_and_nothing_is_handed_out_while_they_agree(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_no_record_is_returned_while_two_members_rebalance(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=4)
     for partition in range(4):
         await kafka.produce(topic, [(None, b"v")] * 2000, partition=partition)
@@ -137,7 +135,7 @@ async def test_two_members_share_a_topic_and_nothing_is_handed_out_while_they_ag
     assert len(after.partitions) == 2
 
 
-async def test_a_commit_while_partitions_are_taken_away_is_accepted(
+async def test_a_commit_during_a_revocation_is_accepted(
     kafka: SharedKafka, topic: str, group: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=4)
@@ -214,7 +212,7 @@ async def test_between_two_generations_nothing_may_be_committed(
     assert await kafka.committed(group, topic) == {}
 
 
-async def test_a_member_that_the_group_has_dropped_is_told_that_it_lost_its_partitions(
+async def test_a_dropped_member_learns_that_it_lost_its_partitions(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -229,7 +227,7 @@ async def test_a_member_that_the_group_has_dropped_is_told_that_it_lost_its_part
     assert one.assignments[-1].membership.member_id != before.membership.member_id
 
 
-async def test_what_the_listener_raises_ends_the_client(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_an_exception_in_the_listener_ends_the_client(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
 
     def fail(_partitions: Collection[TopicPartition], _membership: Membership) -> None:
@@ -256,7 +254,7 @@ async def test_what_the_listener_raises_ends_the_client(kafka: SharedKafka, topi
 
 
 @pytest.mark.parametrize("task", ["fetching", "group membership", "looking up topics"])
-async def test_a_client_whose_background_work_ended_says_so_at_once(
+async def test_a_client_whose_background_task_ended_raises_at_once(
     kafka: SharedKafka, topic: str, member: Join, task: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -272,7 +270,7 @@ async def test_a_client_whose_background_work_ended_says_so_at_once(
             await waiting
 
 
-async def test_topics_and_a_pattern_go_together_and_a_new_topic_joins_in(
+async def test_topics_and_a_pattern_can_be_combined_and_match_new_topics(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     named, matching, later, other = topic, f"{topic}.a.x", f"{topic}.b.x", f"{topic}.c.x.y"
@@ -322,7 +320,7 @@ async def test_new_partitions_are_found(kafka: SharedKafka, topic: str, member: 
     await one.poll_until(lambda: len(one.assignments[-1].partitions) == 3)
 
 
-async def test_partitions_and_bounds_of_logs_are_asked_for(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_partitions_and_log_ranges_are_queried(kafka: SharedKafka, topic: str, member: Join) -> None:
     other = f"{topic}-other"
     await kafka.create_topic(topic, partitions=2)
     await kafka.create_topic(other, partitions=5)
@@ -362,7 +360,7 @@ async def test_every_assignor_spreads_the_partitions(
         assert ours.generation == one.transport.membership().generation, "aiokafka does not tell it"
 
 
-async def test_a_static_member_comes_back_without_a_rebalance(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_a_static_member_rejoins_without_a_rebalance(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=4)
     one, two = member(group_instance_id="one"), member(group_instance_id="two")
     await one.join(topic)
@@ -378,7 +376,7 @@ async def test_a_static_member_comes_back_without_a_rebalance(kafka: SharedKafka
     assert two.revocations == []
 
 
-async def test_whoever_closes_leaves_the_group_at_once(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_closing_leaves_the_group_at_once(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=4)
     one, two = member(session_timeout=30), member(session_timeout=30)
     await one.join(topic)
@@ -395,7 +393,7 @@ async def test_whoever_closes_leaves_the_group_at_once(kafka: SharedKafka, topic
         await one.transport.start([topic], None, one)
 
 
-async def test_closing_while_the_group_agrees_waits_for_nobody(
+async def test_closing_during_a_rebalance_waits_for_no_member(
     kafka: SharedKafka, topic: str, group: str, members: list[Member]
 ) -> None:
     """The third joins and is closed while the second still drains: its partitions must not wait for its session."""

@@ -1,4 +1,4 @@
-"""Brokers that are gone, frozen, unreachable or lie: polls return, closing ends, and what is wrong is said."""
+"""Brokers that are gone, frozen, unreachable or wrong: polls return, closing ends, errors are reported."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         warnings.simplefilter("always")
         yield
         started = time.monotonic()
-        # What the engine does: anyio's deadline cancels again and again until its scope is left.
+        # As the engine does: anyio's deadline cancels again and again until its scope is left.
         with anyio.move_on_after(within):
             await member.transport.close()
         assert time.monotonic() - started < within + 3
@@ -91,14 +91,14 @@ async def test_an_unreachable_server_is_named_with_the_reason(group: str) -> Non
     await member.transport.close()
 
 
-async def test_a_host_that_has_no_address_is_named(group: str) -> None:
+async def test_an_unresolvable_host_is_named(group: str) -> None:
     member = Member(settings_for("no-such-host.invalid:9092"), group)
     with pytest.raises(ConnectError, match=r"no-such-host\.invalid:9092"):
         await member.transport.start(["t"], None, member)
     await member.transport.close()
 
 
-async def test_a_server_that_says_nothing_is_given_up_in_time(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_times_out(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT", 1.0)
     async with silent_server() as address:
         member = Member(settings_for(address), group)
@@ -109,7 +109,7 @@ async def test_a_server_that_says_nothing_is_given_up_in_time(group: str, monkey
         await member.transport.close()
 
 
-async def test_one_good_server_among_bad_ones_is_enough(
+async def test_one_reachable_server_is_enough(
     kafka: SharedKafka, topic: str, group: str, members: list[Member]
 ) -> None:
     await kafka.create_topic(topic)
@@ -121,7 +121,7 @@ async def test_one_good_server_among_bad_ones_is_enough(
         assert time.monotonic() - started < 3, "nobody waited for the silent one"
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_cancelled_start_leaves_nothing_behind(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     before = asyncio.all_tasks()
     for steps in range(0, 60, 3):
@@ -140,7 +140,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(kafka: SharedKafka, topi
 
 
 @pytest.mark.chaos
-async def test_polls_go_on_returning_while_the_broker_is_gone_and_then_with_records(
+async def test_polls_return_during_an_outage_and_deliver_records_afterwards(
     own_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
 ) -> None:
     await own_kafka.create_topic(topic)
@@ -172,7 +172,7 @@ async def test_polls_go_on_returning_while_the_broker_is_gone_and_then_with_reco
 
 
 @pytest.mark.parametrize("end", [pytest.param("kill", marks=pytest.mark.chaos), "freeze"])
-async def test_closing_without_a_broker_ends_and_leaves_nothing(
+async def test_closing_without_a_broker_ends_and_leaves_nothing_behind(
     own_kafka: KafkaBroker, topic: str, group: str, end: str
 ) -> None:
     await own_kafka.create_topic(topic, partitions=3)
@@ -192,7 +192,7 @@ async def test_closing_without_a_broker_ends_and_leaves_nothing(
         own_kafka.thaw()
 
 
-async def test_closing_in_order_leaves_nothing(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_closing_leaves_nothing_behind(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, partitions=3)
     member = Member(settings_for(kafka.bootstrap), group)
     polling: list[asyncio.Task[object]] = []
@@ -205,7 +205,7 @@ async def test_closing_in_order_leaves_nothing(kafka: SharedKafka, topic: str, g
         assert "closed" in str(failed)
 
 
-async def test_a_damaged_batch_is_a_fault_and_what_is_before_it_is_read(
+async def test_a_damaged_batch_is_a_fault_after_the_records_before_it(
     own_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
 ) -> None:
     await own_kafka.create_topic(topic, partitions=2)
@@ -243,9 +243,7 @@ async def test_a_damaged_batch_is_a_fault_and_what_is_before_it_is_read(
 
 
 @pytest.mark.chaos
-async def test_a_broker_that_advertises_what_cannot_be_reached_is_found_out(
-    tmp_path: Path, topic: str, group: str
-) -> None:
+async def test_unreachable_advertised_listeners_are_detected(tmp_path: Path, topic: str, group: str) -> None:
     dead = unused_port()
     broker = KafkaBroker(tmp_path)
     broker.properties["advertised.listeners"] = f"PLAINTEXT://127.0.0.1:{dead},SECURE://127.0.0.1:{dead + 1}"

@@ -1,4 +1,4 @@
-"""The producer on a real broker: what it refuses, what it outlives, and what is stored afterwards."""
+"""The producer on a real broker: refusals, recovery and stored messages."""
 
 import asyncio
 import contextlib
@@ -127,7 +127,9 @@ async def test_concurrent_messages_share_requests(kafka: SharedKafka, topic: str
     assert 0 < len(requests) < 40
 
 
-async def test_keys_go_where_java_puts_them(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+async def test_keys_use_the_partitions_of_the_java_client(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
     await kafka.create_topic(topic, 7)
     keys = [b"", b"a", "å".encode(), *(b"key-%d" % number for number in range(100))]
 
@@ -142,7 +144,7 @@ async def test_keys_go_where_java_puts_them(kafka: SharedKafka, topic: str, prod
 
 
 @pytest.mark.parametrize("key", [None, b"the only one"])
-async def test_messages_that_take_turns_spread_evenly(
+async def test_round_robin_messages_spread_evenly(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, key: bytes | None
 ) -> None:
     other = f"{topic}-other"
@@ -161,7 +163,7 @@ async def test_messages_that_take_turns_spread_evenly(
     assert max(ends) <= 1.3 * 100
 
 
-async def test_those_who_come_first_share_one_connection_attempt(
+async def test_the_first_callers_share_one_connection_attempt(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(topic)
@@ -183,7 +185,7 @@ async def test_those_who_come_first_share_one_connection_attempt(
     assert len(attempts) == 1
 
 
-async def test_where_nobody_listens_everybody_is_told_at_once(make: Make) -> None:
+async def test_an_unreachable_broker_fails_every_caller_at_once(make: Make) -> None:
     producer = make(NOWHERE)
 
     async with asyncio.timeout(5):
@@ -195,7 +197,7 @@ async def test_where_nobody_listens_everybody_is_told_at_once(make: Make) -> Non
     assert all(isinstance(end, ConnectError) and end.retriable for end in ended)
 
 
-async def test_a_server_that_says_nothing_is_named_in_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_is_named_in_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT", 1.0)
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -209,7 +211,7 @@ async def test_a_server_that_says_nothing_is_named_in_time(make: Make, monkeypat
             await make(f"{host}:{port}").publish(Message("t", b"v"))
 
 
-# What the brokers refuse -----------------------------------------------------------------
+# Refusals by the brokers -----------------------------------------------------------------
 
 
 async def test_a_refusal_does_not_break_the_partition(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
@@ -225,7 +227,7 @@ async def test_a_refusal_does_not_break_the_partition(kafka: SharedKafka, topic:
     assert await values(kafka, topic) == [b"before", b"after 0", b"after 1", b"after 2"]
 
 
-async def test_one_message_is_refused_and_not_those_that_were_in_its_batch(
+async def test_a_refused_message_does_not_fail_its_batch(
     kafka: SharedKafka, topic: str, producer: KafkaProducer
 ) -> None:
     """A broker refuses batches; a message among others is refused for what it is, or for what they are together."""
@@ -243,7 +245,7 @@ async def test_one_message_is_refused_and_not_those_that_were_in_its_batch(
     assert sorted((value or b"")[0] for value in await values(kafka, topic)) == [*range(7), *range(8, 20)]
 
 
-async def test_a_compacted_topic_takes_no_message_without_a_key(
+async def test_a_compacted_topic_refuses_a_message_without_a_key(
     kafka: SharedKafka, topic: str, producer: KafkaProducer
 ) -> None:
     await kafka.create_topic(topic, 1, {"cleanup.policy": "compact"})
@@ -258,9 +260,7 @@ async def test_a_compacted_topic_takes_no_message_without_a_key(
     assert keyed == 0
 
 
-async def test_a_time_stamp_that_the_topic_does_not_take_is_told(
-    kafka: SharedKafka, topic: str, producer: KafkaProducer
-) -> None:
+async def test_a_refused_timestamp_is_reported(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
     await kafka.create_topic(topic, 1, {"message.timestamp.before.max.ms": "60000"})
 
     with pytest.raises(TransportError, match="INVALID_TIMESTAMP") as caught:
@@ -270,10 +270,10 @@ async def test_a_time_stamp_that_the_topic_does_not_take_is_told(
     assert await producer.publish(Message(topic, b"v")) == 0
 
 
-async def test_a_message_that_no_request_has_room_for_is_refused_here(
+async def test_a_message_too_large_for_any_request_is_refused_by_the_client(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broker closes the connection on it without a word, and it would be sent again, for ever."""
+    """A broker just closes the connection on it, and it would be resent forever."""
     await kafka.create_topic(topic)
     producer = make(kafka.bootstrap)
     monkeypatch.setattr(producing, "_MOST_REQUEST_BYTES", 3000)
@@ -284,7 +284,7 @@ async def test_a_message_that_no_request_has_room_for_is_refused_here(
     assert await producer.publish(Message(topic, bytes(2900))) == 0
 
 
-async def test_the_limit_of_a_message_is_the_brokers_not_the_clients(
+async def test_the_message_size_limit_is_that_of_the_broker(
     kafka: SharedKafka, topic: str, producer: KafkaProducer
 ) -> None:
     await kafka.create_topic(topic, 1, {"max.message.bytes": str(8 * 1024 * 1024)})
@@ -292,7 +292,7 @@ async def test_the_limit_of_a_message_is_the_brokers_not_the_clients(
     assert await producer.publish(Message(topic, bytes(4 * 1024 * 1024))) == 0
 
 
-async def test_who_may_not_write_is_refused_until_it_is_granted(
+async def test_publishing_is_refused_until_write_is_granted(
     kafka: SharedKafka, topic: str, make: Make, user: Credentials
 ) -> None:
     """And again when it is taken away; another topic is not affected."""
@@ -318,7 +318,7 @@ async def test_who_may_not_write_is_refused_until_it_is_granted(
     assert len(await values(kafka, other)) == 2
 
 
-async def test_who_may_not_even_see_the_topic_is_refused_at_once(
+async def test_publishing_without_describe_permission_is_refused_at_once(
     kafka: SharedKafka, topic: str, make: Make, user: Credentials
 ) -> None:
     other = f"{topic}-other"
@@ -335,7 +335,7 @@ async def test_who_may_not_even_see_the_topic_is_refused_at_once(
     assert await producer.publish(Message(other, b"v")) == 0
 
 
-async def test_who_may_write_nowhere_gets_no_producer_until_it_may(
+async def test_publishing_without_any_write_permission_is_refused_until_granted(
     kafka: SharedKafka, topic: str, make: Make, user: Credentials
 ) -> None:
     await kafka.create_topic(topic)
@@ -348,7 +348,7 @@ async def test_who_may_write_nowhere_gets_no_producer_until_it_may(
     assert await producer.publish(Message(topic, b"v")) == 0
 
 
-async def test_a_wrong_password_is_told(kafka: SharedKafka, topic: str, make: Make, user: Credentials) -> None:
+async def test_a_wrong_password_is_reported(kafka: SharedKafka, topic: str, make: Make, user: Credentials) -> None:
     producer = make(kafka.secure_bootstrap, **{**login(kafka, user), "sasl_password": "wrong"})
 
     with pytest.raises(AuthenticationError, match=f"refused user '{user.username}'"):
@@ -358,7 +358,7 @@ async def test_a_wrong_password_is_told(kafka: SharedKafka, topic: str, make: Ma
 # Topics that are not there ---------------------------------------------------------------
 
 
-async def test_a_missing_topic_is_told_once_for_all_who_wait(
+async def test_a_missing_topic_is_reported_to_all_waiters_at_once(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.5)
@@ -386,7 +386,7 @@ async def test_a_topic_that_appears_meanwhile_is_found(kafka: SharedKafka, topic
     assert await call == 0
 
 
-async def test_a_deleted_topic_is_told_and_not_asked_for_in_a_loop(
+async def test_a_deleted_topic_is_reported_without_a_busy_loop(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """aiokafka would ask for it some 2,000 times a second, with a line in the log for each."""
@@ -414,7 +414,7 @@ async def test_a_deleted_topic_is_told_and_not_asked_for_in_a_loop(
     assert await producer.publish(Message(topic, b"v")) == 0
 
 
-async def test_new_partitions_are_found_when_one_is_asked_for(
+async def test_new_partitions_are_found_when_one_is_named(
     kafka: SharedKafka, topic: str, producer: KafkaProducer
 ) -> None:
     await kafka.create_topic(topic)
@@ -428,7 +428,7 @@ async def test_new_partitions_are_found_when_one_is_asked_for(
 
 
 @pytest.mark.chaos
-async def test_a_restart_of_the_broker_is_waited_for(
+async def test_publishing_waits_for_a_broker_restart(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_QUIET", 0.3)
@@ -449,7 +449,7 @@ async def test_a_restart_of_the_broker_is_waited_for(
 
 
 @pytest.mark.chaos
-async def test_what_was_given_up_is_not_sent_later(
+async def test_an_abandoned_message_is_not_sent_later(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_PATIENCE", 1.0)
@@ -473,7 +473,7 @@ async def test_what_was_given_up_is_not_sent_later(
     assert await values(own_kafka, topic) == [b"before", b"after"]
 
 
-async def test_a_broker_that_hangs_is_trouble_and_closing_does_not_wait_for_it(
+async def test_a_hanging_broker_is_trouble_and_does_not_delay_closing(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_QUIET", 0.3)
@@ -493,10 +493,10 @@ async def test_a_broker_that_hangs_is_trouble_and_closing_does_not_wait_for_it(
         own_kafka.thaw()
 
 
-async def test_a_partition_that_stands_still_is_given_up_alone(
+async def test_only_the_stalled_partition_is_abandoned(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too few replicas in sync: its messages end, others are stored, and it goes on when it can."""
+    """Too few replicas in sync: its messages end, others are stored, and it resumes when it can."""
     monkeypatch.setattr(producing, "_PATIENCE", 1.0)
     monkeypatch.setattr(producing, "_QUIET", 0.3)
     stuck = f"{topic}-stuck"
@@ -568,7 +568,7 @@ async def test_a_client_whose_task_ended_is_replaced(kafka: SharedKafka, topic: 
     assert client_of(producer) is not client
 
 
-async def test_a_client_that_breaks_while_messages_wait_tells_them(
+async def test_a_broken_client_fails_its_waiting_messages(
     kafka: SharedKafka, topic: str, producer: KafkaProducer
 ) -> None:
     await kafka.create_topic(topic)
@@ -587,7 +587,7 @@ async def test_a_client_that_breaks_while_messages_wait_tells_them(
 @pytest.mark.parametrize(
     "code", [kafka_errors.OutOfOrderSequenceNumber, kafka_errors.UnknownProducerId, kafka_errors.InvalidProducerEpoch]
 )
-async def test_a_producer_id_that_the_broker_does_not_take_is_replaced(
+async def test_a_rejected_producer_id_is_replaced(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, code: type[kafka_errors.BrokerResponseError]
 ) -> None:
     await kafka.create_topic(topic)

@@ -1,4 +1,4 @@
-"""Records come out as they were produced: all, in order, once, and never more than was allowed."""
+"""Records are read completely, in order, once, and within their allowance."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ async def ends_of(kafka: SharedKafka, topic: str) -> dict[TopicPartition, int]:
     return {TopicPartition(topic, partition): end for partition, end in (await kafka.end_offsets(topic)).items()}
 
 
-async def test_eight_partitions_are_read_complete_and_in_order(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_eight_partitions_are_read_completely_and_in_order(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=8)
     await kafka.produce(topic, numbered(20_000), headers=[("source", b"test"), ("empty", None)])
     reader = member()
@@ -40,9 +40,7 @@ async def test_eight_partitions_are_read_complete_and_in_order(kafka: SharedKafk
     assert all(len(batch.records) <= 500 for batch in reader.batches)
 
 
-async def test_a_tombstone_and_a_record_without_a_key_come_as_none(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_tombstones_and_missing_keys_are_none(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(b"k", None), (None, b"v"), (b"", b"")])
     reader = member()
@@ -57,7 +55,7 @@ async def test_a_tombstone_and_a_record_without_a_key_come_as_none(
     ]
 
 
-async def test_any_allowances_lose_and_repeat_nothing(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_no_allowance_pattern_loses_or_repeats_records(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=4)
     chance = random.Random(7)
     messages = [(b"%d" % number, bytes(chance.choice((0, 10, 100, 3000)))) for number in range(4000)]
@@ -87,7 +85,7 @@ async def test_any_allowances_lose_and_repeat_nothing(kafka: SharedKafka, topic:
     assert {at: reader.offsets(at) for at in ends} == {at: list(range(end)) for at, end in ends.items()}
 
 
-async def test_a_partition_without_allowance_is_left_alone_and_the_others_go_on(
+async def test_a_partition_without_allowance_does_not_stop_the_others(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -105,7 +103,7 @@ async def test_a_partition_without_allowance_is_left_alone_and_the_others_go_on(
     assert reader.offsets(held) == reader.offsets(free) == list(range(3000))
 
 
-async def test_what_one_partition_takes_counts_against_the_others(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_an_allowance_is_shared_by_all_partitions(kafka: SharedKafka, topic: str, member: Join) -> None:
     """An engine says what is free now: two partitions that both take it would take it twice."""
     await kafka.create_topic(topic, partitions=4)
     for partition in range(4):
@@ -138,7 +136,7 @@ async def test_every_partition_has_its_turn(kafka: SharedKafka, topic: str, memb
     assert {at: len(records) for at, records in reader.records.items()} == dict.fromkeys(ends, 100)
 
 
-async def test_a_record_larger_than_its_allowance_waits_and_is_taken_alone(
+async def test_a_record_larger_than_its_allowance_waits_and_is_read_alone(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic)
@@ -168,7 +166,7 @@ async def test_a_record_larger_than_its_allowance_waits_and_is_taken_alone(
     assert reader.offsets(at) == [0, 1, 2]
 
 
-async def test_a_record_that_waits_survives_pause_and_is_read_anew_after_seek(
+async def test_a_waiting_record_survives_pause_and_is_refetched_after_seek(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic)
@@ -190,7 +188,7 @@ async def test_a_record_that_waits_survives_pause_and_is_read_anew_after_seek(
     assert reader.offsets(at) == [0, 1, 1]
 
 
-async def test_nothing_comes_of_a_paused_partition(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_a_paused_partition_returns_nothing(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, partitions=2)
     paused, running = TopicPartition(topic, 0), TopicPartition(topic, 1)
     for partition in (0, 1):
@@ -207,9 +205,7 @@ async def test_nothing_comes_of_a_paused_partition(kafka: SharedKafka, topic: st
     assert reader.offsets(paused) == list(range(1000))
 
 
-async def test_a_poll_ends_with_its_time_out_and_at_once_when_woken(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_a_poll_ends_at_its_timeout_or_when_woken(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     reader = member()
     await reader.join(topic)
@@ -226,9 +222,7 @@ async def test_a_poll_ends_with_its_time_out_and_at_once_when_woken(
         assert await waiting == []
 
 
-async def test_waking_looks_again_with_the_allowances_of_that_moment(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_a_woken_poll_uses_the_current_allowances(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, numbered(10))
     reader = member()
@@ -285,7 +279,7 @@ async def test_positions_pass_markers_and_aborted_batches(kafka: SharedKafka, to
     assert not reader.batches[-1].records, "what ends the log holds no record: the batch is there for its position"
 
 
-async def test_read_uncommitted_sees_what_was_aborted(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_read_uncommitted_sees_aborted_records(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     at = TopicPartition(topic, 0)
     await kafka.produce_transaction(topic, numbered(4), transactional_id=topic, abort=True)
@@ -297,9 +291,7 @@ async def test_read_uncommitted_sees_what_was_aborted(kafka: SharedKafka, topic:
     assert reader.offsets(at) == [0, 1, 2, 3]
 
 
-async def test_an_open_transaction_ends_the_log_for_those_who_read_committed(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_read_committed_ends_at_an_open_transaction(kafka: SharedKafka, topic: str, member: Join) -> None:
     from aiokafka import AIOKafkaProducer  # noqa: PLC0415
 
     await kafka.create_topic(topic)
@@ -323,7 +315,7 @@ async def test_an_open_transaction_ends_the_log_for_those_who_read_committed(
     assert (await reader.transport.log_ranges([at]))[at] == (0, 5, 5)
 
 
-async def test_positions_pass_what_compaction_removed(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_positions_pass_compacted_offsets(kafka: SharedKafka, topic: str, member: Join) -> None:
     quick = {
         "cleanup.policy": "compact",
         "segment.ms": "100",
@@ -349,7 +341,7 @@ async def test_positions_pass_what_compaction_removed(kafka: SharedKafka, topic:
     assert reader.next_offsets[at] == end
 
 
-async def test_a_position_outside_the_log_is_a_fault_of_its_partition_alone(
+async def test_a_position_outside_the_log_faults_only_its_partition(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
@@ -367,16 +359,14 @@ async def test_a_position_outside_the_log_is_a_fault_of_its_partition_alone(
     assert fault.topic_partition == gone
     assert isinstance(fault.error, OffsetOutOfRangeError)
     assert (fault.error.topic_partition, fault.error.position) == (gone, 0)
-    assert reader.transport.position(gone) == 0, "the client must not choose where to go on"
+    assert reader.transport.position(gone) == 0, "the client must not choose a position"
     reader.transport.seek(gone, (await reader.transport.log_ranges([gone]))[gone].start)
     await reader.read_to({gone: 100})
     assert reader.offsets(gone) == list(range(60, 100))
 
 
 @pytest.mark.chaos
-async def test_a_fault_is_told_about_once_a_second_and_not_without_end(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_a_fault_is_reported_about_once_a_second(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     reader = member(start=77)
     await reader.join(topic)
@@ -386,9 +376,7 @@ async def test_a_fault_is_told_about_once_a_second_and_not_without_end(
     assert 1 < len(reader.faults) <= 4
 
 
-async def test_a_partition_cannot_go_on_before_it_was_given_a_position(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_a_partition_cannot_resume_without_a_position(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     reader = member()
     reader.at_assign = lambda _partitions, _membership: None
@@ -399,7 +387,7 @@ async def test_a_partition_cannot_go_on_before_it_was_given_a_position(
         reader.transport.resume([TopicPartition(topic, 0)])
 
 
-async def test_what_is_not_ours_is_no_ones_concern(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_calls_for_a_foreign_partition_do_nothing(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic)
     reader = member()
     foreign = TopicPartition("somewhere", 4)
@@ -434,7 +422,7 @@ async def test_prefetch_is_bounded_and_leaves_room_for_every_partition(
     assert max(fetched) > bound // 8, "the first partitions use what is free"
 
 
-async def test_a_fetch_brings_large_batches_of_many_partitions(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_a_fetch_returns_large_batches_of_many_partitions(kafka: SharedKafka, topic: str, member: Join) -> None:
     """With an equal share of the bound for each partition, none of these batches fits, and a fetch brings only one."""
     await kafka.create_topic(topic, partitions=64)
     for partition in range(64):
@@ -457,9 +445,7 @@ async def test_a_fetch_brings_large_batches_of_many_partitions(kafka: SharedKafk
 
 
 @pytest.mark.chaos
-async def test_drained_partitions_make_the_fetcher_check_its_partitions_rarely(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
+async def test_drained_partitions_rarely_wake_the_fetcher(kafka: SharedKafka, topic: str, member: Join) -> None:
     """Each check visits every partition."""
     await kafka.create_topic(topic, partitions=500)
     await kafka.produce(topic, [(None, bytes(10))] * 1000)
@@ -487,7 +473,7 @@ async def test_drained_partitions_make_the_fetcher_check_its_partitions_rarely(
     assert checks < 50, "each poll has drained a partition"
 
 
-async def test_a_drained_partition_does_not_wait_for_its_idle_neighbours(
+async def test_a_drained_partition_is_refetched_without_waiting_for_idle_ones(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     """A broker answers one fetch at a time, and holds one that has nothing to return for `fetch_max_wait`."""

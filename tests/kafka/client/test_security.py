@@ -1,4 +1,4 @@
-"""Whoever is refused learns who, by what and why; and no secret is ever in it."""
+"""Refused connections and permissions: errors name the user, the object and the reason, never a secret."""
 
 import asyncio
 import importlib.util
@@ -47,7 +47,7 @@ def guarded(kafka: SharedKafka, group: str, members: list[Member]) -> Guarded:
 
 
 @pytest.fixture(autouse=True)
-def no_secret_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+def no_secret_is_shown(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """Everything is logged, also what nobody would switch on."""
     logger = logging.getLogger("aiokafka")
     before = logger.level
@@ -123,9 +123,7 @@ async def test_a_mechanism_that_is_not_offered_is_named(kafka: SharedKafka, grou
         await member.transport.start(["t"], None, member)
 
 
-async def test_a_certificate_of_a_stranger_names_the_file_it_was_checked_against(
-    kafka: SharedKafka, guarded: Guarded
-) -> None:
+async def test_an_untrusted_certificate_names_the_ca_file(kafka: SharedKafka, guarded: Guarded) -> None:
     stranger = str(kafka.certificates.stranger_file)
     member = guarded(ssl_cafile=stranger)
     with pytest.raises(AuthenticationError, match="was not accepted") as told:
@@ -134,7 +132,7 @@ async def test_a_certificate_of_a_stranger_names_the_file_it_was_checked_against
     assert kafka.secure_bootstrap in str(told.value)
 
 
-async def test_without_a_ca_file_the_systems_certificates_count(guarded: Guarded) -> None:
+async def test_without_a_ca_file_the_system_certificates_are_used(guarded: Guarded) -> None:
     member = guarded(ssl_cafile=None)
     with pytest.raises(AuthenticationError, match="the system's certificates"):
         await member.transport.start(["t"], None, member)
@@ -146,7 +144,7 @@ SASL = {"sasl_mechanism": "PLAIN", "sasl_username": SUPER_USER.username, "sasl_p
 @pytest.mark.parametrize(
     ("protocol", "tls", "sasl"), [("PLAINTEXT", False, {}), ("SASL_PLAINTEXT", False, SASL), ("SSL", True, {})]
 )
-async def test_a_listener_that_wants_more_security_is_recognised(
+async def test_a_listener_that_requires_more_security_is_recognized(
     kafka: SharedKafka, group: str, protocol: str, *, tls: bool, sasl: dict[str, str]
 ) -> None:
     files = {"ssl_cafile": str(kafka.certificates.ca_file)} if tls else {}
@@ -157,7 +155,7 @@ async def test_a_listener_that_wants_more_security_is_recognised(
 
 
 @pytest.mark.parametrize(("protocol", "sasl"), [("SSL", {}), ("SASL_SSL", SASL), ("SASL_PLAINTEXT", SASL)])
-async def test_a_listener_that_wants_less_security_is_recognised(
+async def test_a_listener_that_requires_less_security_is_recognized(
     kafka: SharedKafka, group: str, protocol: str, sasl: dict[str, str]
 ) -> None:
     member = Member(settings_for(kafka.bootstrap, security_protocol=protocol, **sasl), group)
@@ -166,7 +164,7 @@ async def test_a_listener_that_wants_less_security_is_recognised(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_a_broker_that_wants_a_certificate_of_ours_is_recognised(
+async def test_a_broker_that_requires_a_client_certificate_is_recognized(
     kafka: SharedKafka, group: str, version: ssl.TLSVersion
 ) -> None:
     demanding = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -183,9 +181,7 @@ async def test_a_broker_that_wants_a_certificate_of_ours_is_recognised(
             await member.transport.start(["t"], None, member)
 
 
-async def test_a_topic_that_is_not_allowed_is_named(
-    kafka: SharedKafka, topic: str, group: str, guarded: Guarded
-) -> None:
+async def test_a_forbidden_topic_is_named(kafka: SharedKafka, topic: str, group: str, guarded: Guarded) -> None:
     await kafka.create_topic(topic)
     await allow(kafka, PLAIN_USER, "group", group)
     member = guarded(PLAIN_USER)
@@ -193,9 +189,7 @@ async def test_a_topic_that_is_not_allowed_is_named(
         await member.transport.start([topic], None, member)
 
 
-async def test_a_group_that_is_not_allowed_is_named(
-    kafka: SharedKafka, topic: str, group: str, guarded: Guarded
-) -> None:
+async def test_a_forbidden_group_is_named(kafka: SharedKafka, topic: str, group: str, guarded: Guarded) -> None:
     await kafka.create_topic(topic)
     await allow(kafka, PLAIN_USER, "topic", topic)
     member = guarded(PLAIN_USER)
@@ -203,7 +197,7 @@ async def test_a_group_that_is_not_allowed_is_named(
         await member.transport.start([topic], None, member)
 
 
-async def test_a_group_that_may_be_seen_and_not_joined_is_named_by_the_first_poll(
+async def test_the_first_poll_names_a_group_without_join_permission(
     kafka: SharedKafka, topic: str, group: str, guarded: Guarded
 ) -> None:
     await kafka.create_topic(topic)
@@ -215,7 +209,7 @@ async def test_a_group_that_may_be_seen_and_not_joined_is_named_by_the_first_pol
         await member.poll_until(lambda: False)
 
 
-async def test_rights_that_are_taken_away_later_are_told(
+async def test_permissions_revoked_later_are_reported(
     kafka: SharedKafka, topic: str, group: str, guarded: Guarded
 ) -> None:
     await kafka.create_topic(topic)
@@ -239,7 +233,7 @@ async def test_rights_that_are_taken_away_later_are_told(
         await member.transport.committed([TopicPartition(topic, 0)])
 
 
-# What is refused before anything is sent ------------------------------------------------------
+# Refusals before anything is sent -------------------------------------------------------------
 
 
 def refused(**overrides: Any) -> str:
@@ -248,7 +242,7 @@ def refused(**overrides: Any) -> str:
     return str(told.value)
 
 
-def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_certificates_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.write_text("nothing")
     told = refused(security_protocol="SSL", ssl_cafile=str(empty))
@@ -257,7 +251,7 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
     assert f"ssl_certfile='{empty}'" in told
 
 
-def test_a_key_that_is_encrypted_needs_the_right_password(tmp_path: Path) -> None:
+def test_an_encrypted_key_needs_the_right_password(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
 
     files = make_certificates(tmp_path)
@@ -285,23 +279,23 @@ def test_kerberos_needs_its_package() -> None:
     assert "pip install gssapi" in refused(security_protocol="SASL_PLAINTEXT", sasl_mechanism="GSSAPI")
 
 
-def test_a_context_of_the_users_is_taken_as_it_is() -> None:
+def test_a_custom_ssl_context_is_used_unchanged() -> None:
     context = ssl.create_default_context()
     settings = settings_for("localhost:1", security_protocol="SSL", client_options={"ssl_context": context})
     assert AiokafkaTransport(settings, "g")._options["ssl_context"] is context
 
 
-def test_a_host_name_may_be_left_unchecked() -> None:
+def test_host_name_verification_can_be_disabled() -> None:
     settings = settings_for("localhost:1", security_protocol="SSL", ssl_check_hostname=False)
     assert AiokafkaTransport(settings, "g")._options["ssl_context"].check_hostname is False
 
 
-async def test_a_value_that_the_client_refuses_is_told(kafka: SharedKafka, group: str) -> None:
+async def test_a_value_the_client_refuses_is_reported(kafka: SharedKafka, group: str) -> None:
     member = Member(settings_for(kafka.bootstrap, client_options={"retry_backoff_ms": "soon"}), group)
     with pytest.raises(SettingsError, match="refused an option"):
         await member.transport.start(["t"], None, member)
 
 
-def test_an_option_of_the_client_reaches_it() -> None:
+def test_a_client_option_reaches_the_client() -> None:
     transport = AiokafkaTransport(settings_for("localhost:1", client_options={"fetch_min_bytes": 77}), "g")
     assert transport._options["fetch_min_bytes"] == 77

@@ -1,4 +1,4 @@
-"""Side topics on a real broker: compaction, refusals, outages, and what a fetch may bring."""
+"""Side topics on a real broker: compaction, refusals, outages and fetches."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -110,7 +110,7 @@ async def catch_up(side_topics: KafkaSideTopics, *partitions: TopicPartition) ->
 
 
 async def failure_of(side_topics: KafkaSideTopics) -> TransportError:
-    """What polling raises, sooner or later."""
+    """Poll until an exception is raised, and return it."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -133,7 +133,7 @@ def configuration(kafka: SharedKafka, topic: str) -> dict[str, str]:
     return {name: entry.value for name, entry in answer.result().items()}
 
 
-async def test_a_topic_is_created_compacted(kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics) -> None:
+async def test_a_side_topic_is_created_compacted(kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics) -> None:
     await side_topics.ensure(topic, 5)
 
     found = await asyncio.to_thread(configuration, kafka, topic)
@@ -143,9 +143,7 @@ async def test_a_topic_is_created_compacted(kafka: SharedKafka, topic: str, side
     assert len(await kafka.partitions(topic)) == 5
 
 
-async def test_two_that_create_a_topic_at_the_same_time_both_have_it(
-    kafka: SharedKafka, topic: str, make: Make
-) -> None:
+async def test_two_clients_can_create_a_topic_concurrently(kafka: SharedKafka, topic: str, make: Make) -> None:
     one, two = make(kafka.bootstrap), make(kafka.bootstrap)
 
     await asyncio.gather(*(who.ensure(topic, 2) for who in (one, two, one, two)))
@@ -163,14 +161,14 @@ async def test_a_topic_that_deletes_by_age_is_refused(
         await side_topics.ensure(topic, 1)
 
 
-async def test_a_name_that_cannot_be_is_refused_in_the_brokers_words(side_topics: KafkaSideTopics) -> None:
+async def test_an_invalid_name_is_refused_with_the_brokers_message(side_topics: KafkaSideTopics) -> None:
     with pytest.raises(TransportError, match=r"could not be created.*other than ASCII") as caught:
         await side_topics.ensure("not a name", 1)
 
     assert not caught.value.retriable
 
 
-async def test_who_may_not_create_it_is_told_what_to_do(
+async def test_a_missing_create_permission_says_what_to_grant(
     kafka: SharedKafka, topic: str, make: Make, user: Credentials
 ) -> None:
     side_topics = make(kafka.secure_bootstrap, **login(kafka, user))
@@ -186,7 +184,7 @@ async def test_who_may_not_create_it_is_told_what_to_do(
     await side_topics.ensure(topic, 2)
 
 
-async def test_what_is_only_looked_for_is_not_created(
+async def test_a_lookup_does_not_create_a_topic(
     topic: str, side_topics: KafkaSideTopics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker may create topics on use: then a misspelt name would make one, which is not compacted."""
@@ -212,7 +210,7 @@ async def test_what_is_only_looked_for_is_not_created(
     assert set(asked) == {False}
 
 
-# What a fetch may bring ------------------------------------------------------------------
+# Contents of a fetch ---------------------------------------------------------------------
 
 
 async def test_a_compacted_topic_is_read_to_its_end(
@@ -246,10 +244,10 @@ async def test_a_compacted_topic_is_read_to_its_end(
     assert offsets(await side_topics.read(at, 0))[0] == found[0].offset
 
 
-async def test_an_end_that_holds_nothing_is_come_to(
+async def test_the_end_is_reached_when_the_last_batches_are_gone(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
-    """Where the last batches have gone a broker returns nothing, although the end is further on."""
+    """When its last batches are gone, a broker returns nothing although the end is further on."""
     one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
     await kafka.create_topic(topic, 2)
     for at in (one, two):
@@ -269,7 +267,7 @@ async def test_an_end_that_holds_nothing_is_come_to(
             assert await side_topics.poll(1.0) == []
 
 
-async def test_a_fetch_that_was_on_its_way_is_not_for_a_partition_that_came_back(
+async def test_a_fetch_in_flight_is_ignored_for_a_partition_watched_again(
     kafka: SharedKafka, topic: str, make: Make
 ) -> None:
     at = TopicPartition(topic, 0)
@@ -288,7 +286,7 @@ async def test_a_fetch_that_was_on_its_way_is_not_for_a_partition_that_came_back
     assert await side_topics.poll(0.3) == []
 
 
-async def test_that_others_bring_so_much_is_not_taken_for_the_end(
+async def test_an_empty_response_beside_large_ones_is_not_the_end(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
     """A broker also returns nothing of a partition when what it returns of others is enough."""
@@ -304,7 +302,7 @@ async def test_that_others_bring_so_much_is_not_taken_for_the_end(
         assert offsets([record for record in found if record.topic_partition == at]) == list(range(8))
 
 
-async def test_records_larger_than_a_fetch_come_too(
+async def test_records_larger_than_a_fetch_are_read_too(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
     one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
@@ -320,7 +318,7 @@ async def test_records_larger_than_a_fetch_come_too(
     assert offsets(await side_topics.read(one, 1))[0] == 1
 
 
-async def test_a_batch_that_cannot_be_read_is_told_and_not_skipped(
+async def test_an_unreadable_batch_is_reported_and_not_skipped(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
     one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
@@ -359,7 +357,7 @@ async def test_a_batch_that_cannot_be_read_is_told_and_not_skipped(
         pytest.param(kafka_errors.KafkaStorageError, marks=pytest.mark.chaos),
     ],
 )
-async def test_a_change_of_leader_is_no_failure(
+async def test_a_leader_change_is_not_a_failure(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, code: type[kafka_errors.BrokerResponseError]
 ) -> None:
     at = TopicPartition(topic, 0)
@@ -381,7 +379,7 @@ async def test_a_change_of_leader_is_no_failure(
     assert offsets(await side_topics.read(at, 0)) == [0]
 
 
-async def test_a_topic_that_was_made_anew_is_read_from_its_start(
+async def test_a_recreated_topic_is_read_from_its_start(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
     at = TopicPartition(topic, 0)
@@ -403,10 +401,10 @@ async def test_a_topic_that_was_made_anew_is_read_from_its_start(
             assert [record.value for record in found] in ([], [b"new"])
 
 
-# Who may read ----------------------------------------------------------------------------
+# Read permissions ------------------------------------------------------------------------
 
 
-async def test_who_may_not_read_is_told_until_it_may(
+async def test_a_missing_read_permission_is_reported_until_granted(
     kafka: SharedKafka, topic: str, make: Make, user: Credentials
 ) -> None:
     """READ and DESCRIBE on the topic are enough; another topic is read all the while."""
@@ -439,7 +437,7 @@ async def test_who_may_not_read_is_told_until_it_may(
     assert isinstance(await failure_of(side_topics), AuthorizationError)
 
 
-async def test_a_failure_is_told_also_while_others_bring_records(
+async def test_a_failure_is_reported_even_while_others_return_records(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_GRACE", 0.2)
@@ -465,7 +463,7 @@ async def test_a_failure_is_told_also_while_others_bring_records(
 # Brokers that are gone -------------------------------------------------------------------
 
 
-async def test_where_nobody_listens_everything_says_so(make: Make) -> None:
+async def test_an_unreachable_broker_fails_every_call(make: Make) -> None:
     side_topics = make("127.0.0.1:1")
     at = TopicPartition("parked", 0)
     side_topics.watch([at])
@@ -477,7 +475,7 @@ async def test_where_nobody_listens_everything_says_so(make: Make) -> None:
 
 
 @pytest.mark.chaos
-async def test_an_outage_is_told_and_nothing_is_left_out(
+async def test_an_outage_is_reported_and_no_record_is_lost(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_PATIENCE", 2.0)
@@ -510,7 +508,7 @@ async def test_an_outage_is_told_and_nothing_is_left_out(
 
 
 @pytest.mark.chaos
-async def test_a_long_outage_makes_the_client_anew(
+async def test_a_long_outage_rebuilds_the_client(
     own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have learned addresses that are no longer those of the brokers."""
@@ -556,7 +554,7 @@ async def test_a_client_whose_task_ended_is_replaced(
 
 
 @pytest.mark.chaos
-async def test_closing_does_not_wait_for_a_broker_that_hangs(own_kafka: KafkaBroker, topic: str, make: Make) -> None:
+async def test_closing_does_not_wait_for_a_hanging_broker(own_kafka: KafkaBroker, topic: str, make: Make) -> None:
     await own_kafka.create_topic(topic)
     side_topics = make(own_kafka.bootstrap)
     side_topics.watch([TopicPartition(topic, 0)])

@@ -1,4 +1,4 @@
-"""Static members in processes of their own: killed and started again within the session, and two with one id."""
+"""Static members in separate processes: killed and restarted within the session, and two with one id."""
 
 import asyncio
 import os
@@ -104,7 +104,7 @@ async def until(condition: Callable[[], object], timeout: float = 30.0) -> None:
 
 @OPTIONS
 @pytest.mark.timeout(120)
-async def test_one_that_is_started_again_comes_back_to_its_partitions_and_nobody_else_notices(
+async def test_a_restarted_static_member_gets_its_partitions_without_a_rebalance(
     kafka: SharedKafka, topic: str, group: str, start: Start, options: dict[str, Any]
 ) -> None:
     await kafka.create_topic(topic, 4)
@@ -148,7 +148,7 @@ async def test_one_that_is_started_again_comes_back_to_its_partitions_and_nobody
 
 @OPTIONS
 @pytest.mark.timeout(120)
-async def test_of_two_with_one_id_one_ends_with_an_error_and_the_other_goes_on(
+async def test_of_two_members_with_one_instance_id_one_ends_with_an_error(
     kafka: SharedKafka, topic: str, start: Start, options: dict[str, Any]
 ) -> None:
     await kafka.create_topic(topic, 2)

@@ -1,4 +1,4 @@
-"""Topics that come and go while the members of a real group run."""
+"""Topics are subscribed and unsubscribed while members of a real group run."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ async def fill(kafka: SharedKafka, topic: str, name: bytes) -> set[bytes]:
 
 
 @ONE_CLIENT_QUICKLY
-async def test_a_running_app_takes_a_topic_and_gives_it_up(
+async def test_a_running_app_subscribes_and_unsubscribes_a_topic(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
 ) -> None:
     other = f"{topic}.other"

@@ -1,4 +1,4 @@
-"""Members of a group on confluent-kafka that are closed when their test ends."""
+"""Group members on confluent-kafka that close with their test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,7 +25,7 @@ def protocol(request: pytest.FixtureRequest) -> Mapping[str, Any]:
 
 @pytest.fixture
 async def members() -> AsyncIterator[list[Member]]:
-    """Whoever is in here is closed at the end."""
+    """Members in this list are closed at the end."""
     joined: list[Member] = []
     yield joined
     for member in joined:

@@ -1,6 +1,6 @@
 """Transactions while the coordinator of the group is away: `python -m tests.kafka.confluent.coordinator_away`.
 
-The brokers are librdkafka's mock cluster, in a process of its own because a failed assertion of its C code kills it.
+The brokers are librdkafka's mock cluster, in a subprocess, because a failed assertion of its C code kills it.
 The process prints, as JSON, the numbers of the transactions that were committed: 1 before, 2 while the coordinator is
 away, 3 after it has come back.
 """

@@ -1,4 +1,4 @@
-"""What the transport relies on in confluent-kafka beyond its documentation: each fails when the client changes."""
+"""Undocumented confluent-kafka behavior that the transport relies on."""
 
 import asyncio
 import struct
@@ -12,19 +12,19 @@ from tests.kafka.client.members import settings_for
 from tests.support.shared_kafka import SharedKafka
 
 
-def test_a_generation_and_a_member_id_are_read_as_the_client_writes_them() -> None:
+def test_generation_and_member_id_are_read_as_the_client_writes_them() -> None:
     raw = b"CGMDv2:" + struct.pack("=i", 7) + b"billing\0member-1\0\1"
 
     assert membership_of(raw) == Membership("member-1", 7)
 
 
 @pytest.mark.parametrize("raw", [b"", b"CGMD", b"CGMDv3:" + bytes(20), None])
-def test_metadata_of_another_version_are_no_membership(raw: object) -> None:
+def test_metadata_of_another_version_is_not_a_membership(raw: object) -> None:
     assert membership_of(raw) == Membership("", -1)
 
 
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
-async def test_the_metadata_of_a_member_hold_its_id_and_its_generation(
+async def test_the_metadata_of_a_member_has_its_id_and_generation(
     kafka: SharedKafka, topic: str, group: str, protocol: str
 ) -> None:
     await kafka.create_topic(topic, 1)

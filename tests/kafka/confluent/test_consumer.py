@@ -1,4 +1,4 @@
-"""The confluent client itself: its options, its thread, and what it notes with a commit."""
+"""The confluent client: its options, its thread and commit metadata."""
 
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ from tests.kafka.client.members import Member, settings_for
 from tests.support.shared_kafka import SharedKafka
 
 
-async def test_an_option_that_the_client_does_not_know_is_refused_in_its_words(
+async def test_an_unknown_client_option_is_refused_with_the_clients_message(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     chosen = Settings(bootstrap_servers=kafka.bootstrap, client="confluent", client_options={"no.such.option": 1})
@@ -52,14 +52,14 @@ asyncio.run(main())
 """
 
 
-def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
+def test_a_hanging_call_does_not_keep_the_process_alive() -> None:
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=30, check=True)
 
     assert ended.stdout == "3\n"
 
 
 @pytest.mark.parametrize(("writes", "reads"), [("confluent", "aiokafka"), ("aiokafka", "confluent")])
-async def test_what_one_client_notes_with_a_commit_the_other_reads(
+async def test_commit_metadata_written_by_one_client_is_read_by_the_other(
     kafka: SharedKafka, topic: str, group: str, writes: str, reads: str
 ) -> None:
     await kafka.create_topic(topic, 1)

@@ -1,4 +1,4 @@
-"""Rebalances that take only what moves: what is kept goes on, what moves is drained and committed."""
+"""Incremental rebalances: kept partitions continue, moved ones are drained and committed."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -45,7 +45,7 @@ async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
 
 
 async def until(condition: Callable[[], bool], *members: Member) -> None:
-    """Poll members, one record of each partition at a time, until something is so."""
+    """Poll members, one record of each partition at a time, until a condition holds."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.gather(*(member.poll(one_by_one) for member in members))
@@ -55,7 +55,9 @@ def held(member: Member) -> set[TopicPartition]:
     return set(member.assignments[-1].partitions) if member.assignments else set()
 
 
-async def test_what_is_kept_is_handed_out_while_the_rest_drains(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_kept_partitions_return_records_while_the_others_drain(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
     await fill(kafka, topic, 4)
     one, two = member(), member()
     keep_kept(one)
@@ -116,7 +118,7 @@ def keep_kept(one: Member) -> None:
 
 
 @COOPERATIVE_QUICKLY
-async def test_what_another_member_leaves_comes_in_addition(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_partitions_of_a_leaving_member_are_added(kafka: SharedKafka, topic: str, member: Join) -> None:
     await fill(kafka, topic, 4)
     one, two = member(), member()
     keep_kept(one)
@@ -133,7 +135,7 @@ async def test_what_another_member_leaves_comes_in_addition(kafka: SharedKafka, 
     await until(lambda: all(len(one.offsets(at)) == RECORDS for at in held(one)), one)
 
 
-async def test_a_commit_of_what_has_moved_is_refused(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_a_commit_of_a_moved_partition_is_refused(kafka: SharedKafka, topic: str, member: Join) -> None:
     await fill(kafka, topic, 2)
     one, two = member(), member()
     keep_kept(one)
@@ -180,7 +182,7 @@ async def test_closing_while_the_engine_drains_waits_for_its_commit(
 
 
 @COOPERATIVE_QUICKLY
-async def test_two_members_with_one_instance_id_are_told_so(kafka: SharedKafka, topic: str, member: Join) -> None:
+async def test_a_duplicate_instance_id_is_reported(kafka: SharedKafka, topic: str, member: Join) -> None:
     await kafka.create_topic(topic, 2)
     first, second = member(group_instance_id="one"), member(group_instance_id="one")
     await first.join(topic)
@@ -202,7 +204,7 @@ async def test_two_members_with_one_instance_id_are_told_so(kafka: SharedKafka, 
     assert not refused.value.retriable
 
 
-async def test_a_subscription_that_cannot_be_changed_costs_the_clients_life_and_is_not_silence(
+async def test_a_subscription_that_cannot_change_ends_the_client(
     kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(f"{topic}.a")

@@ -15,7 +15,7 @@ SESSION = 30.0
 """Seconds for which the brokers wait for a member that is gone: longer than the test may take."""
 
 
-async def test_the_group_does_not_wait_for_a_session_of_who_was_before(
+async def test_the_group_does_not_wait_for_the_session_of_a_stale_member(
     kafka: SharedKafka, topic: str, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(topic, 1)

@@ -1,4 +1,4 @@
-"""Errors of each call of a transaction: what is visible afterwards is all of it or nothing, and the next one works."""
+"""Errors of every transaction call: all or nothing is visible, and the next transaction works."""
 
 import asyncio
 import itertools
@@ -151,7 +151,7 @@ async def commit(transactions: Transactions, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("call", ["init_transactions", "send_offsets_to_transaction", "commit_transaction"])
-async def test_an_error_that_passes_delays_it(broker: Broker, transactions: Transactions, call: str) -> None:
+async def test_a_transient_error_delays_a_transaction(broker: Broker, transactions: Transactions, call: str) -> None:
     broker.errors = {call: [RETRIABLE, RETRIABLE]}
     await commit(transactions, b"1")
     assert (broker.visible, broker.clients) == ([b"1"], 1)
@@ -176,7 +176,7 @@ async def test_a_member_that_has_left_is_refused(broker: Broker, transactions: T
 
 
 @pytest.mark.parametrize("commits", [True, False])
-async def test_what_is_undecided_is_decided_before_anything_else(
+async def test_an_undecided_transaction_is_settled_first(
     broker: Broker, transactions: Transactions, commits: bool
 ) -> None:
     broker.errors, broker.commits_undecided = {"commit_transaction": [RETRIABLE] * 100}, commits
@@ -222,7 +222,7 @@ async def test_a_transaction_succeeds_after_the_coordinator_of_the_group_was_awa
     assert (process.returncode, json.loads(output)) == (0, [1, 3])
 
 
-async def test_a_client_that_is_given_up_while_it_hangs_is_replaced_too(
+async def test_a_client_abandoned_while_hanging_is_replaced_too(
     broker: Broker, transactions: Transactions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SLICE", 0.01)
@@ -243,14 +243,14 @@ async def test_brokers_without_transactions_are_named(broker: Broker, transactio
         await transactions.settle()
 
 
-async def test_a_closed_one_refuses(transactions: Transactions) -> None:
+async def test_closed_transactions_refuse_commits(transactions: Transactions) -> None:
     await transactions.close()
     assert not transactions._producer.thread.is_alive()
     with pytest.raises(ClientLostError):
         await transactions.settle()
 
 
-async def test_closing_ends_what_is_tried_again(
+async def test_closing_ends_retries(
     broker: Broker, transactions: Transactions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread would keep the process alive."""
@@ -269,9 +269,7 @@ async def test_closing_ends_what_is_tried_again(
 # Messages and offsets -------------------------------------------------------------------
 
 
-async def test_messages_without_a_key_and_those_that_ask_for_it_take_turns(
-    broker: Broker, transactions: Transactions
-) -> None:
+async def test_keyless_and_round_robin_messages_take_turns(broker: Broker, transactions: Transactions) -> None:
     rest = [Message("out", b"", key=b"k", partitioner="round_robin"), Message("out", b"", key=b"k")]
     for _ in range(2):
         await transactions.commit([Message("out", b""), *rest, Message("other", b"")], OFFSETS, b"")
@@ -279,7 +277,7 @@ async def test_messages_without_a_key_and_those_that_ask_for_it_take_turns(
     assert turns == [0, 1, None, 0, 2, 0, None, 1]
 
 
-async def test_a_topic_whose_partitions_are_not_told_fails_the_transaction(
+async def test_a_topic_without_known_partitions_fails_the_transaction(
     broker: Broker, transactions: Transactions
 ) -> None:
     broker.errors["list_topics"] = [RETRIABLE]
@@ -290,7 +288,7 @@ async def test_a_topic_whose_partitions_are_not_told_fails_the_transaction(
     assert broker.visible == [b"1"]
 
 
-async def test_a_message_has_all_that_it_was_given(broker: Broker, transactions: Transactions) -> None:
+async def test_a_message_keeps_all_its_fields(broker: Broker, transactions: Transactions) -> None:
     headers = (("of", b"1"), ("of", None))
     message = Message("out", b"1", key=b"k", headers=headers, partition=0, timestamp=1.5)
     await transactions.commit([message, Message("out", b"2", key=b"k")], OFFSETS, b"")
@@ -329,7 +327,7 @@ async def test_a_queue_that_stays_full_fails_the_transaction(broker: Broker, tra
 # Delivery reports -------------------------------------------------------------------------
 
 
-async def test_a_message_that_was_not_stored_is_named(broker: Broker, transactions: Transactions) -> None:
+async def test_an_unstored_message_is_named(broker: Broker, transactions: Transactions) -> None:
     broker.refuses = {"out": KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "not allowed")}
     with pytest.raises(CommitError, match=r"message was not stored: out: .*not allowed"):
         await commit(transactions, b"1")
@@ -338,9 +336,7 @@ async def test_a_message_that_was_not_stored_is_named(broker: Broker, transactio
     assert broker.visible == [b"2"]
 
 
-async def test_the_reason_of_an_earlier_transaction_is_not_given_again(
-    broker: Broker, transactions: Transactions
-) -> None:
+async def test_the_error_of_an_earlier_transaction_is_not_repeated(broker: Broker, transactions: Transactions) -> None:
     broker.refuses = {"out": KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "not allowed")}
     with pytest.raises(CommitError):
         await commit(transactions, b"1")
@@ -350,7 +346,7 @@ async def test_the_reason_of_an_earlier_transaction_is_not_given_again(
 
 
 @pytest.mark.parametrize("code", [KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT])
-async def test_a_message_that_an_abort_dropped_is_not_the_reason(
+async def test_a_message_purged_by_an_abort_is_not_the_error(
     broker: Broker, transactions: Transactions, code: int
 ) -> None:
     broker.refuses = {"out": KafkaError(code, "purged")}

@@ -1,6 +1,6 @@
-"""What `aioshard.ports.Transport` promises, asked of an implementation.
+"""The contract of `aioshard.ports.Transport`, tested on each implementation.
 
-The tests know a client only as the port. Another implementation takes part with a harness of its own.
+The tests know a client only as the port. Another implementation takes part with its own harness.
 """
 
 import asyncio
@@ -149,14 +149,14 @@ EAGER = [
     pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
 ]
 when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect=True)
-"""For what is so in rebalances that take every partition from everybody; tests/kafka/confluent has the others."""
+"""For eager rebalances, which revoke every partition; tests/kafka/confluent has the others."""
 
 
 CONFLUENT = [pytest.mark.kafka]
 also_on_confluent = pytest.mark.parametrize(
     "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
 )
-"""For what the client on confluent-kafka does with code of its own; a plain run leaves out its other tests here."""
+"""For behavior that the confluent-kafka client implements itself; a plain run leaves out its other tests here."""
 
 
 @pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos])])
@@ -207,7 +207,7 @@ async def test_an_assigned_partition_is_paused_until_it_is_resumed(harness: Harn
     assert [record.value for record in await take(client, 1)] == [b"a"]
 
 
-async def test_a_partition_cannot_go_on_before_it_has_a_position(harness: Harness) -> None:
+async def test_a_partition_cannot_resume_before_it_has_a_position(harness: Harness) -> None:
     client, _, _ = await started(harness, opening=False)
 
     assert client.position(harness.one) is None
@@ -215,7 +215,7 @@ async def test_a_partition_cannot_go_on_before_it_has_a_position(harness: Harnes
         client.resume([harness.one])
 
 
-async def test_a_closed_client_gives_nothing_and_is_no_member(harness: Harness) -> None:
+async def test_a_closed_client_returns_nothing_and_is_not_a_member(harness: Harness) -> None:
     client, _, _ = await started(harness)
 
     await client.close()
@@ -239,7 +239,7 @@ async def test_a_seek_inside_assigned_decides_the_first_record(harness: Harness)
 # Records ---------------------------------------------------------------------------------
 
 
-async def test_a_batch_has_its_records_in_order_their_sizes_and_the_position_after_them(harness: Harness) -> None:
+async def test_a_batch_has_ordered_records_their_sizes_and_the_next_position(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"bb")
     client, _, _ = await started(harness)
 
@@ -270,7 +270,7 @@ async def test_the_position_passes_offsets_without_a_record(harness: Harness) ->
     assert batches[-1].next_offset == 7
 
 
-async def test_a_hole_that_comes_later_moves_the_position_without_records(harness: Harness) -> None:
+async def test_a_later_hole_moves_the_position_without_records(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     client, _, _ = await started(harness)
     await take(client, 1)
@@ -285,7 +285,7 @@ async def test_a_hole_that_comes_later_moves_the_position_without_records(harnes
 
 
 @also_on_confluent
-async def test_no_more_records_than_allowed_and_none_twice(harness: Harness) -> None:
+async def test_polls_return_no_more_records_than_allowed_and_none_twice(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     client, _, _ = await started(harness)
 
@@ -295,7 +295,7 @@ async def test_no_more_records_than_allowed_and_none_twice(harness: Harness) -> 
     assert [batch.next_offset for [batch] in polls] == [1, 2, 3]
 
 
-async def test_what_one_partition_takes_counts_against_the_others(harness: Harness) -> None:
+async def test_an_allowance_is_shared_by_all_partitions(harness: Harness) -> None:
     """Allowances are as of the start of a poll, so together they may not exceed the greatest (I6)."""
     await harness.publish(harness.one, b"a", b"b")
     await harness.publish(harness.two, b"c", b"d")
@@ -306,7 +306,7 @@ async def test_what_one_partition_takes_counts_against_the_others(harness: Harne
     assert 0 < sum(len(batch.records) for batch in first) <= 3
 
 
-async def test_the_bytes_that_one_partition_takes_count_against_the_others_too(harness: Harness) -> None:
+async def test_the_byte_allowance_is_shared_by_all_partitions_too(harness: Harness) -> None:
     await harness.publish(harness.one, b"a" * 100)
     await harness.publish(harness.two, b"b" * 100)
     client, _, _ = await started(harness)
@@ -328,7 +328,7 @@ async def test_every_partition_has_its_turn(harness: Harness) -> None:
     assert {batch.topic_partition for [batch] in turns} == {harness.one, harness.two}
 
 
-async def test_no_more_bytes_than_allowed(harness: Harness) -> None:
+async def test_polls_return_no_more_bytes_than_allowed(harness: Harness) -> None:
     await harness.publish(harness.one, b"a" * 100, b"b" * 100, b"c" * 100)
     client, _, _ = await started(harness)
 
@@ -363,7 +363,7 @@ async def test_a_record_that_does_not_fit_ends_a_poll_once(harness: Harness) -> 
     assert clock() - before >= 0.045
 
 
-async def test_alone_takes_the_first_record_whatever_its_size(harness: Harness) -> None:
+async def test_alone_returns_the_first_record_of_any_size(harness: Harness) -> None:
     await harness.publish(harness.one, b"a" * 1000, b"b" * 1000)
     client, _, _ = await started(harness)
 
@@ -397,7 +397,7 @@ async def test_wake_ends_a_waiting_poll(harness: Harness) -> None:
         assert await polling == []
 
 
-async def test_a_waiting_poll_returns_when_a_record_comes(harness: Harness) -> None:
+async def test_a_waiting_poll_returns_when_a_record_arrives(harness: Harness) -> None:
     client, _, _ = await started(harness)
     polling = asyncio.ensure_future(poll_batches(client, timeout=60.0))
     await asyncio.sleep(0)
@@ -424,7 +424,7 @@ async def test_a_cancelled_poll_loses_nothing(harness: Harness) -> None:
 
 
 @also_on_confluent
-async def test_a_paused_partition_hands_out_nothing_and_goes_on_where_it_was(harness: Harness) -> None:
+async def test_a_paused_partition_returns_nothing_and_resumes_in_place(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
     await client.poll(lambda _: Allowance(1, 1 << 20), 5.0)
@@ -437,7 +437,7 @@ async def test_a_paused_partition_hands_out_nothing_and_goes_on_where_it_was(har
     assert [record.value for record in await take(client, 1)] == [b"b"]
 
 
-async def test_a_seek_back_hands_out_again(harness: Harness) -> None:
+async def test_a_seek_back_returns_records_again(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
     await take(client, 2)
@@ -449,7 +449,7 @@ async def test_a_seek_back_hands_out_again(harness: Harness) -> None:
 
 
 @also_on_confluent
-async def test_a_position_outside_the_log_is_a_fault_of_that_partition_alone(harness: Harness) -> None:
+async def test_a_position_outside_the_log_faults_only_that_partition(harness: Harness) -> None:
     await harness.publish(harness.two, b"b")
     client, _, _ = await started(harness, opening=False)
     client.seek(harness.one, 5)
@@ -482,7 +482,7 @@ async def test_synchronous_calls_for_a_partition_that_is_not_assigned_do_nothing
 # Questions and commits -------------------------------------------------------------------
 
 
-async def test_log_ranges_partitions_and_ends_are_those_of_the_log(harness: Harness) -> None:
+async def test_log_ranges_partitions_and_ends_match_the_log(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
     await take(client, 2)
@@ -496,7 +496,7 @@ async def test_log_ranges_partitions_and_ends_are_those_of_the_log(harness: Harn
     assert client.end_offset(harness.one) == 2
 
 
-async def test_topics_are_told_and_offsets_by_time(harness: Harness) -> None:
+async def test_topics_and_offsets_by_time_are_returned(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
 
@@ -533,7 +533,7 @@ async def test_a_commit_under_another_membership_is_refused(harness: Harness, wr
 
 
 @when_everything_is_taken
-async def test_a_rebalance_keeps_the_member_id_and_takes_the_generation_up_by_one(harness: Harness) -> None:
+async def test_a_rebalance_keeps_the_member_id_and_increments_the_generation(harness: Harness) -> None:
     client, listener, before = await started(harness)
 
     await harness.rebalance()
@@ -594,7 +594,7 @@ async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) 
 
 
 @also_on_confluent
-async def test_a_lost_membership_is_told_and_nothing_can_be_committed(harness: Harness) -> None:
+async def test_a_lost_membership_is_reported_and_blocks_commits(harness: Harness) -> None:
     client, listener, before = await started(harness)
     await harness.forget(before.member_id)
 
@@ -607,7 +607,7 @@ async def test_a_lost_membership_is_told_and_nothing_can_be_committed(harness: H
 
 
 @when_everything_is_taken
-async def test_two_members_share_the_partitions_and_the_rest_inherits(harness: Harness) -> None:
+async def test_two_members_share_the_partitions_and_the_remaining_one_takes_over(harness: Harness) -> None:
     one, listener, _ = await started(harness)
     two, other, _ = await started(harness)
     shared = await listener.assignments.get()

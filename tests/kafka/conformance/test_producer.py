@@ -1,4 +1,4 @@
-"""What `aioshard.ports.Producer` promises, asked of both implementations, and what the one in memory does beyond it."""
+"""The contract of `aioshard.ports.Producer`, tested on both implementations, and extras of the in-memory one."""
 
 import asyncio
 import contextlib
@@ -119,7 +119,7 @@ async def test_a_message_is_stored_as_it_is(harness: Harness) -> None:
     assert record == Record(harness.topic, 1, offset, b"key", b"value", headers, 1_700_000_000.125)
 
 
-async def test_without_a_time_stamp_it_is_now(harness: Harness) -> None:
+async def test_a_missing_timestamp_is_now(harness: Harness) -> None:
     before = time.time()
 
     await harness.producer().publish(Message(harness.topic, b"v"))
@@ -147,7 +147,7 @@ async def test_messages_of_a_partition_are_stored_in_the_order_of_the_calls(harn
     assert offsets == list(range(1000))
 
 
-async def test_messages_that_are_published_while_others_wait_do_not_overtake(harness: Harness) -> None:
+async def test_messages_published_while_others_wait_do_not_overtake(harness: Harness) -> None:
     """One after the other, at whatever moment the client makes room for those that wait."""
     producer = harness.producer()
     waiting: list[asyncio.Task[int]] = []
@@ -181,7 +181,7 @@ async def test_messages_without_a_key_fill_all_partitions(harness: Harness) -> N
     pytest.fail("2,000 messages without a key went to one partition")
 
 
-async def test_a_partition_that_is_not_there_is_an_error(harness: Harness) -> None:
+async def test_a_missing_partition_is_an_error(harness: Harness) -> None:
     producer = harness.producer()
 
     with pytest.raises(TransportError, match="0 to 1 and not 2"):
@@ -190,7 +190,7 @@ async def test_a_partition_that_is_not_there_is_an_error(harness: Harness) -> No
     assert await producer.publish(Message(harness.topic, b"v", partition=1)) == 0
 
 
-async def test_what_one_topic_does_not_take_leaves_others_alone(harness: Harness) -> None:
+async def test_a_refusal_by_one_topic_does_not_affect_others(harness: Harness) -> None:
     producer = harness.producer()
 
     async def refused() -> None:
@@ -205,7 +205,7 @@ async def test_what_one_topic_does_not_take_leaves_others_alone(harness: Harness
     assert len(await harness.records()) == 15
 
 
-async def test_a_cancelled_call_does_not_hurt_others(harness: Harness) -> None:
+async def test_a_cancelled_call_does_not_affect_others(harness: Harness) -> None:
     producer = harness.producer()
     values = [b"%d" % number for number in range(20)]
     calls = [asyncio.create_task(producer.publish(Message(harness.topic, value, partition=0))) for value in values]
@@ -222,7 +222,7 @@ async def test_a_cancelled_call_does_not_hurt_others(harness: Harness) -> None:
     assert [call.result() for call in calls[1::2]] == [found.index(value) for value in values[1::2]]
 
 
-async def test_nothing_is_in_trouble_that_does_not_wait(harness: Harness) -> None:
+async def test_an_idle_producer_has_no_trouble(harness: Harness) -> None:
     producer = harness.producer()
     assert producer.trouble is None
 
@@ -242,7 +242,7 @@ async def test_after_close_nothing_is_published(harness: Harness) -> None:
     assert len(await harness.records()) == 1
 
 
-async def test_what_waits_at_close_is_told(harness: Harness) -> None:
+async def test_messages_waiting_at_close_fail(harness: Harness) -> None:
     producer = harness.producer()
     calls = [asyncio.create_task(producer.publish(Message(harness.topic, b"v"))) for _ in range(10)]
     await asyncio.sleep(0)
@@ -266,7 +266,7 @@ def make_producer(timeout: float = 60.0) -> tuple[InMemoryBroker, InMemoryProduc
     return broker, InMemoryProducer(broker, timeout=timeout)
 
 
-async def test_publishes_fail_until_they_may_succeed() -> None:
+async def test_publishes_fail_until_allowed() -> None:
     broker, producer = make_producer()
     broker.fail_publishes("letters", AuthorizationError("not allowed"))
 
@@ -289,7 +289,7 @@ async def test_an_acknowledgement_may_be_lost() -> None:
     assert [record.value for record in broker.records("letters")] == [b"v"]
 
 
-async def test_messages_wait_for_a_broker_that_is_away_and_keep_their_order() -> None:
+async def test_messages_wait_for_an_unavailable_broker_in_order() -> None:
     broker, producer = make_producer()
     broker.available = False
     calls = [asyncio.create_task(producer.publish(Message("letters", b"%d" % number))) for number in range(5)]
@@ -304,7 +304,7 @@ async def test_messages_wait_for_a_broker_that_is_away_and_keep_their_order() ->
     assert producer.trouble is None
 
 
-def test_messages_do_not_wait_for_ever() -> None:
+def test_messages_do_not_wait_forever() -> None:
     async def scenario() -> float:
         broker, producer = make_producer(timeout=30.0)
         broker.available = False
@@ -319,7 +319,7 @@ def test_messages_do_not_wait_for_ever() -> None:
     assert run(scenario()) == 30.0
 
 
-def test_an_answer_takes_as_long_as_the_latency_says_and_order_is_kept() -> None:
+def test_acknowledgements_take_the_latency_and_keep_order() -> None:
     async def scenario() -> list[float]:
         delays = iter([3.0, 1.0, 2.0, 2.0])
         broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
@@ -337,7 +337,7 @@ def test_an_answer_takes_as_long_as_the_latency_says_and_order_is_kept() -> None
     assert run(scenario()) == [5.0, 5.0]
 
 
-async def test_a_cancelled_message_is_stored_all_the_same() -> None:
+async def test_a_cancelled_message_is_still_stored() -> None:
     """A real one may be: who publishes it again has to bear that."""
     broker, producer = make_producer()
     call = asyncio.create_task(producer.publish(Message("letters", b"v")))

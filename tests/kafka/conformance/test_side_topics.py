@@ -1,4 +1,4 @@
-"""What `aioshard.ports.SideTopics` promises, asked of both implementations, and what one does beyond it in memory."""
+"""The contract of `aioshard.ports.SideTopics`, tested on both implementations, and extras of the in-memory one."""
 
 import asyncio
 import contextlib
@@ -156,7 +156,7 @@ async def harness(unprepared: Harness) -> AsyncIterator[Harness]:
 
 
 async def take(side_topics: SideTopics, count: int) -> list[Record]:
-    """Poll until so many records came, and no more."""
+    """Poll until exactly *count* records have arrived."""
     found: list[Record] = []
     async with asyncio.timeout(20):
         while len(found) < count:
@@ -207,7 +207,7 @@ async def test_a_topic_with_too_few_partitions_is_refused(harness: Harness) -> N
 # Both: watching --------------------------------------------------------------------------
 
 
-async def test_what_is_watched_is_read_from_its_start(harness: Harness) -> None:
+async def test_a_watched_partition_is_read_from_its_start(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     side_topics = harness.side_topics()
 
@@ -222,7 +222,7 @@ async def test_what_is_watched_is_read_from_its_start(harness: Harness) -> None:
     assert side_topics.position(harness.one) == 2
 
 
-async def test_records_of_a_partition_come_in_order_each_once(harness: Harness) -> None:
+async def test_records_of_a_partition_are_read_in_order_and_once(harness: Harness) -> None:
     values = [b"%04d" % number for number in range(2000)]
     await harness.publish(harness.one, *values)
     await harness.publish(harness.two, *values)
@@ -235,7 +235,7 @@ async def test_records_of_a_partition_come_in_order_each_once(harness: Harness) 
         assert offsets([record for record in records if record.topic_partition == partition]) == list(range(2000))
 
 
-async def test_a_waiting_poll_returns_with_what_comes(harness: Harness) -> None:
+async def test_a_waiting_poll_returns_arriving_records(harness: Harness) -> None:
     side_topics = harness.side_topics()
     side_topics.watch([harness.one])
     polling = asyncio.create_task(side_topics.poll(60.0))
@@ -247,7 +247,7 @@ async def test_a_waiting_poll_returns_with_what_comes(harness: Harness) -> None:
         assert offsets(await polling) == [0]
 
 
-async def test_a_waiting_poll_reads_what_is_watched_meanwhile(harness: Harness) -> None:
+async def test_a_waiting_poll_reads_newly_watched_partitions(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     side_topics = harness.side_topics()
     polling = asyncio.create_task(side_topics.poll(60.0))
@@ -259,7 +259,7 @@ async def test_a_waiting_poll_reads_what_is_watched_meanwhile(harness: Harness) 
         assert offsets(await polling) == [0]
 
 
-async def test_a_poll_returns_empty_in_time(harness: Harness) -> None:
+async def test_an_empty_poll_returns_at_its_timeout(harness: Harness) -> None:
     side_topics = harness.side_topics()
     clock = asyncio.get_running_loop().time
     for partitions in ([], [harness.one]):
@@ -283,7 +283,7 @@ async def test_a_cancelled_poll_loses_nothing(harness: Harness) -> None:
     assert offsets(came or await take(side_topics, 1)) == [0]
 
 
-async def test_partitions_that_stay_go_on_and_those_that_come_back_begin_anew(harness: Harness) -> None:
+async def test_kept_partitions_continue_and_rewatched_ones_restart(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     await harness.publish(harness.two, b"b", b"c")
     side_topics = harness.side_topics()
@@ -299,7 +299,7 @@ async def test_partitions_that_stay_go_on_and_those_that_come_back_begin_anew(ha
     assert [record.value for record in await take(side_topics, 1)] == [b"d"]
 
 
-async def test_what_is_watched_no_more_does_not_come(harness: Harness) -> None:
+async def test_an_unwatched_partition_returns_nothing(harness: Harness) -> None:
     side_topics = harness.side_topics()
     side_topics.watch([harness.one])
     polling = asyncio.create_task(side_topics.poll(60.0))
@@ -313,7 +313,7 @@ async def test_what_is_watched_no_more_does_not_come(harness: Harness) -> None:
         assert [record.value for record in await polling] == [b"b"]
 
 
-async def test_the_position_passes_holes_and_comes_to_the_end(harness: Harness) -> None:
+async def test_the_position_passes_holes_and_reaches_the_end(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     await harness.leave_hole(harness.one, 3)
     await harness.publish(harness.one, b"b")
@@ -327,7 +327,7 @@ async def test_the_position_passes_holes_and_comes_to_the_end(harness: Harness) 
     assert side_topics.position(harness.one) == await side_topics.end(harness.one) == 7
 
 
-async def test_a_hole_that_comes_later_moves_the_position_without_records(harness: Harness) -> None:
+async def test_a_later_hole_moves_the_position_without_records(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     side_topics = harness.side_topics()
     side_topics.watch([harness.one])
@@ -339,7 +339,7 @@ async def test_a_hole_that_comes_later_moves_the_position_without_records(harnes
     assert side_topics.position(harness.one) == 3
 
 
-async def test_a_log_that_begins_later_is_read_from_there(harness: Harness) -> None:
+async def test_a_log_with_a_later_start_is_read_from_there(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     await harness.delete_before(harness.one, 2)
     side_topics = harness.side_topics()
@@ -348,7 +348,7 @@ async def test_a_log_that_begins_later_is_read_from_there(harness: Harness) -> N
     assert offsets(await catch_up(side_topics, harness.one)) == [2]
 
 
-async def test_a_log_whose_records_went_while_it_was_read_goes_on(harness: Harness) -> None:
+async def test_a_log_truncated_during_the_read_is_read_on(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     side_topics = harness.side_topics()
     side_topics.watch([harness.one])
@@ -360,7 +360,7 @@ async def test_a_log_whose_records_went_while_it_was_read_goes_on(harness: Harne
     assert offsets(await catch_up(side_topics, harness.one))[-1:] == [3]
 
 
-async def test_an_open_transaction_is_not_read_and_leaves_the_end_open(harness: Harness) -> None:
+async def test_an_open_transaction_is_not_read_and_keeps_the_end_open(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     commit = await harness.begin_transaction(harness.one, b"b")
     await harness.publish(harness.one, b"c")
@@ -376,7 +376,7 @@ async def test_an_open_transaction_is_not_read_and_leaves_the_end_open(harness: 
     assert [record.value for record in await catch_up(side_topics, harness.one)] == [b"b", b"c"]
 
 
-async def test_a_partition_that_is_not_there_is_told_and_others_are_read(harness: Harness) -> None:
+async def test_a_missing_partition_is_reported_and_others_are_read(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     side_topics = harness.side_topics()
     missing = TopicPartition(harness.one.topic, 7)
@@ -395,7 +395,7 @@ async def test_a_partition_that_is_not_there_is_told_and_others_are_read(harness
 # Both: questions -------------------------------------------------------------------------
 
 
-async def test_any_record_can_be_read_whatever_is_watched(harness: Harness) -> None:
+async def test_any_record_can_be_read_independently_of_watches(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     side_topics = harness.side_topics()
     side_topics.watch([harness.two])
@@ -407,7 +407,7 @@ async def test_any_record_can_be_read_whatever_is_watched(harness: Harness) -> N
     assert side_topics.position(harness.one) == 0
 
 
-async def test_at_the_end_there_is_nothing_to_read(harness: Harness) -> None:
+async def test_reading_at_the_end_returns_nothing(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     await harness.leave_hole(harness.one, 2)
     side_topics = harness.side_topics()
@@ -415,7 +415,7 @@ async def test_at_the_end_there_is_nothing_to_read(harness: Harness) -> None:
     assert [await side_topics.read(harness.one, offset) for offset in (1, 2, 3, 10)] == [[]] * 4
 
 
-async def test_a_record_that_has_gone_is_not_read_but_the_next_one(harness: Harness) -> None:
+async def test_a_deleted_record_is_skipped_for_the_next_one(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     await harness.leave_hole(harness.one, 2)
     await harness.publish(harness.one, b"c")
@@ -426,7 +426,7 @@ async def test_a_record_that_has_gone_is_not_read_but_the_next_one(harness: Harn
     assert offsets(await side_topics.read(harness.one, 2)) == [4]
 
 
-async def test_a_question_about_what_is_not_there_is_an_error(harness: Harness) -> None:
+async def test_a_request_for_a_missing_partition_is_an_error(harness: Harness) -> None:
     side_topics = harness.side_topics()
     missing = TopicPartition(f"{harness.one.topic}-missing", 0)
 
@@ -437,7 +437,7 @@ async def test_a_question_about_what_is_not_there_is_an_error(harness: Harness) 
         assert f"{missing} cannot be read" in str(answer)
 
 
-async def test_questions_are_answered_while_a_poll_waits(harness: Harness) -> None:
+async def test_requests_are_answered_while_a_poll_waits(harness: Harness) -> None:
     await harness.publish(harness.two, b"a")
     side_topics = harness.side_topics()
     side_topics.watch([harness.one])
@@ -470,7 +470,7 @@ async def test_after_close_nothing_is_read(harness: Harness) -> None:
                 await asking
 
 
-async def test_what_was_not_used_can_be_closed(harness: Harness) -> None:
+async def test_an_unused_reader_can_be_closed(harness: Harness) -> None:
     await harness.side_topics().close()
 
 
@@ -487,7 +487,7 @@ def make_side_topics() -> tuple[InMemoryBroker, InMemorySideTopics]:
     return broker, side_topics
 
 
-async def test_fetches_fail_until_they_may_succeed() -> None:
+async def test_fetches_fail_until_allowed() -> None:
     broker, side_topics = make_side_topics()
     broker.publish("parked", b"a")
     broker.fail_fetches("parked", 0, CorruptRecordError("bad checksum"))
@@ -500,7 +500,7 @@ async def test_fetches_fail_until_they_may_succeed() -> None:
     assert offsets(await side_topics.poll(1.0)) == [0]
 
 
-async def test_while_the_broker_is_away_nothing_is_read_and_nothing_lost() -> None:
+async def test_an_outage_reads_nothing_and_loses_nothing() -> None:
     broker, side_topics = make_side_topics()
     broker.publish("parked", b"a")
     broker.available = False
@@ -526,7 +526,7 @@ async def test_a_compacted_topic_is_read_over_its_holes() -> None:
     assert side_topics.position(PARKED) == await side_topics.end(PARKED) == 3
 
 
-async def test_one_poll_brings_no_more_of_a_partition_than_it_should() -> None:
+async def test_a_poll_returns_a_bounded_number_of_records_per_partition() -> None:
     broker, _ = make_side_topics()
     side_topics = InMemorySideTopics(broker, max_records=2)
     side_topics.watch([PARKED])

@@ -1,4 +1,4 @@
-"""Which client the apps of these tests read with."""
+"""The client that the apps of these tests use."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the tests of broker faults share: an app with quick times, what its handler saw, what outsiders do."""
+"""Shared parts of the broker fault tests: a fast app, a ledger of its handler, outside actions."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -109,7 +109,7 @@ def handler_of(app: App) -> HandlerStatistics:
 
 
 class Ledger:
-    """What handlers saw, in the order in which they saw it.
+    """The records that handlers saw, in order.
 
     Register `handle` as the handler of one or several apps; while held, it starts and does not finish.
 
@@ -148,7 +148,7 @@ class Ledger:
         self._changed.set()
 
     def hold(self, which: Callable[[Record], bool] = lambda _: True) -> None:
-        """From now on let only runs of other records than *which* finish; all but *which* go on."""
+        """From now on let only runs of other records than *which* finish; all others continue."""
         self._holds = which
         released, self._released = self._released, asyncio.Event()
         released.set()
@@ -223,7 +223,7 @@ class Ledger:
 async def visiting(cluster: KafkaCluster, group: str, topic: str) -> AsyncIterator[App]:
     """Another member of the group, which reads *topic*, for as long as this lasts.
 
-    With a topic of its own it takes no partition away from the others: the group only rebalances.
+    With its own topic it takes no partition away from the others: the group only rebalances.
     """
     guest = quick_app(cluster, group)
     ledger = Ledger()

@@ -1,4 +1,4 @@
-"""Logging in, and what an access list refuses: each refusal names what was refused, and no secret is ever shown."""
+"""Authentication and ACLs: every refusal names its object and shows no secret."""
 
 import asyncio
 import logging
@@ -66,7 +66,7 @@ async def _refusal(app: App, topic: str) -> str:
     return str(refused.value)
 
 
-async def test_who_may_everything_needed_consumes(
+async def test_an_app_with_the_needed_permissions_consumes(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
     """READ and DESCRIBE on the topic and READ on the group are enough."""
@@ -103,7 +103,7 @@ async def test_a_wrong_password_under_plain_is_named_with_its_user(kafka: Shared
     assert repr(PLAIN_USER.username) in sentence
 
 
-async def test_an_unknown_certificate_is_named_with_what_it_was_checked_against(
+async def test_an_unknown_certificate_is_named_with_its_ca_file(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
     stranger = str(kafka.certificates.stranger_file)
@@ -115,7 +115,7 @@ async def test_an_unknown_certificate_is_named_with_what_it_was_checked_against(
     assert kafka.secure_bootstrap in sentence
 
 
-async def test_a_listener_with_tls_that_is_spoken_to_without_is_named(
+async def test_plaintext_to_a_tls_listener_is_named(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
     sentence = await _refusal_without_tls(kafka, topic, group, user)
@@ -125,7 +125,7 @@ async def test_a_listener_with_tls_that_is_spoken_to_without_is_named(
 
 
 async def _refusal_without_tls(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> str:
-    """Nobody said no: the app goes on trying until `start_timeout`, as brokers may only be starting."""
+    """No refusal: the app keeps trying until `start_timeout`, because the brokers may still be starting."""
     app = _guarded(kafka, group, user, security_protocol="SASL_PLAINTEXT", ssl_cafile=None, start_timeout=2)
     app.consume(topic)(Ledger().handle)
     async with asyncio.timeout(8):
@@ -134,16 +134,14 @@ async def _refusal_without_tls(kafka: SharedKafka, topic: str, group: str, user:
     return str(refused.value)
 
 
-async def test_a_topic_that_is_not_allowed_is_named(
-    kafka: SharedKafka, topic: str, group: str, user: Credentials
-) -> None:
+async def test_a_forbidden_topic_is_named(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> None:
     await kafka.create_topic(topic)
     await allow(kafka, user, "group", group)
 
     assert repr(topic) in await _refusal(_guarded(kafka, group, user), topic)
 
 
-async def test_a_topic_that_may_be_seen_and_not_read_is_named(
+async def test_a_topic_without_read_permission_is_named(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
     """Its metadata and offsets are there: the first request to be refused is the commit of the first position."""
@@ -154,7 +152,7 @@ async def test_a_topic_that_may_be_seen_and_not_read_is_named(
     assert repr(topic) in await _refusal(_guarded(kafka, group, user, start_timeout=4), topic)
 
 
-async def test_a_topic_that_may_not_be_read_any_more_is_told_by_an_app_that_starts_with_offsets(
+async def test_an_app_with_offsets_reports_a_topic_it_may_no_longer_read(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
     """Only the fetch is refused, of each partition for itself: that is a trouble of the partition."""
@@ -174,9 +172,7 @@ async def test_a_topic_that_may_not_be_read_any_more_is_told_by_an_app_that_star
     assert ledger.started == []
 
 
-async def test_a_group_that_is_not_allowed_is_named(
-    kafka: SharedKafka, topic: str, group: str, user: Credentials
-) -> None:
+async def test_a_forbidden_group_is_named(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> None:
     await kafka.create_topic(topic)
     await allow(kafka, user, "topic", topic)
 
@@ -184,10 +180,10 @@ async def test_a_group_that_is_not_allowed_is_named(
 
 
 @pytest.mark.chaos
-async def test_a_topic_that_is_forbidden_while_the_app_runs_is_told_until_it_is_allowed_again(
+async def test_a_topic_forbidden_while_running_is_reported_until_allowed_again(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
-    """I11: the app stays, says what is refused, and goes on by itself without a loss."""
+    """I11: the app stays, reports the refusal, and recovers by itself without loss."""
     await kafka.create_topic(topic)
     await allow(kafka, user, "group", group)
     await allow(kafka, user, "topic", topic)
@@ -214,7 +210,7 @@ async def test_a_topic_that_is_forbidden_while_the_app_runs_is_told_until_it_is_
 
 
 @pytest.mark.chaos
-async def test_a_group_that_is_forbidden_while_the_app_runs_is_told_until_it_is_allowed_again(
+async def test_a_group_forbidden_while_running_is_reported_until_allowed_again(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
     await kafka.create_topic(topic)

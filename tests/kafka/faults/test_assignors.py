@@ -1,4 +1,4 @@
-"""Three apps under each assignor of our own, while records flow: nothing is lost, and nothing runs twice."""
+"""Three apps under each of our assignors while records flow: nothing is lost or repeated."""
 
 from contextlib import AsyncExitStack
 
@@ -28,7 +28,7 @@ async def until_shared(*apps: App) -> None:
 
 
 @pytest.mark.parametrize("assignor", ["fair", pytest.param("sticky", marks=pytest.mark.chaos)])
-async def test_members_come_and_go_while_records_flow(
+async def test_members_join_and_leave_while_records_flow(
     kafka: SharedKafka, topic: str, group: str, assignor: str
 ) -> None:
     await kafka.create_topic(topic, partitions=PARTITIONS)
@@ -54,7 +54,7 @@ async def test_members_come_and_go_while_records_flow(
         assert all(had <= has for had, has in zip(before, after, strict=True)), "only what the third one had has moved"
 
 
-async def test_who_joins_a_group_that_is_behind_takes_half_of_the_backlog(
+async def test_a_member_joining_a_lagging_group_takes_half_of_the_backlog(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """Nothing was committed yet: what is left is counted from where the app would begin."""

@@ -1,4 +1,4 @@
-"""A commit that is answered with any error that the protocol has: no stale commit, no silent stop (I9, I11)."""
+"""A commit answered with every error of the protocol: no stale commit, no silent stop (I9, I11)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ from aiokafka import errors as kafka_errors
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.commit import OffsetCommitRequest
 
-from tests.kafka.faults.meddling import Meddler
+from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import Ledger, messages, quick_app, transport_of, until
 from tests.support.cluster import Message
 from tests.support.shared_kafka import SharedKafka
@@ -42,7 +42,7 @@ class Answers:
         monkeypatch.setattr(GroupCoordinator, "_send_req", send)
 
     async def answer(self, coordinator: Any, request: Any) -> Any:
-        """What the client is told in answer to a request."""
+        """Return the response for the client to a request."""
         if not isinstance(request, OffsetCommitRequest) or coordinator.group_id != self._group or not self.due:
             return await self._send(coordinator, request)
         code, stored = self.due.pop(0)
@@ -67,7 +67,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, group: str) -> Answers:
         pytest.param(ALL, False, id="not-stored", marks=pytest.mark.chaos),
     ],
 )
-async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
+async def test_an_app_survives_every_commit_response(
     kafka: SharedKafka, topic: str, group: str, answers: Answers, *, codes: tuple[int, ...], stored: bool
 ) -> None:
     await kafka.create_topic(topic, partitions=PARTITIONS)
@@ -76,7 +76,7 @@ async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
         Ledger(),
     )
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(transport_of(app))
+    interceptor = Interceptor(transport_of(app))
     sent: list[Message] = []
 
     def all_is_committed() -> bool:
@@ -84,7 +84,7 @@ async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
         committed = sum(one.committed or 0 for one in statistics.partitions)
         return not answers.due and committed == len(sent) and statistics.state == "running"
 
-    async with app.started(meddler):
+    async with app.started(interceptor):
         for code in codes:
             answers.due.append((code, stored))
             sent += (more := messages(CHUNK, start=len(sent)))
@@ -95,14 +95,14 @@ async def test_whatever_a_commit_is_answered_with_the_app_goes_on(
         statistics = app.statistics()
 
     assert statistics.commit_failures >= len(set(codes) - set(WITHOUT_TEXT)), "each was counted"
-    _assert_no_stale_commit(meddler)
+    _assert_no_stale_commit(interceptor)
     ledger.assert_in_order()
 
 
-def _assert_no_stale_commit(meddler: Meddler) -> None:
+def _assert_no_stale_commit(interceptor: Interceptor) -> None:
     """Every commit that was tried was made under the membership of the newest assignment, and none goes back."""
     current, highest = None, dict.fromkeys(range(PARTITIONS), 0)
-    for kind, *what in meddler.events:
+    for kind, *what in interceptor.events:
         if kind == "assigned":
             current = what[1]
         elif kind == "commit":

@@ -1,4 +1,4 @@
-"""Partitions that come back in a rebalance: when they go on where they were, and when they may not."""
+"""Partitions that return in a rebalance: when they continue in place and when not."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from aioshard.errors import CommitError
 from aioshard.ports import Committed, TransportFactory
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
-from tests.kafka.faults.meddling import MeddledTransport, Meddler
+from tests.kafka.faults.intercepting import InterceptedTransport, Interceptor
 from tests.kafka.faults.support import (
     Ledger,
     messages,
@@ -30,7 +30,7 @@ ROUNDS = 3
 # Beside another member -----------------------------------------------------------------------
 
 
-async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes(
+async def test_kept_partitions_continue_in_place_while_members_join_and_leave(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """I4 and I12: nothing runs twice, nothing is given to the engine twice, and the order is kept."""
@@ -39,10 +39,10 @@ async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes
     staying, coming = (quick_app(kafka, group) for _ in range(2))
     for app in (staying, coming):
         app.consume(topic, concurrency=16)(ledger.handle)
-    meddler = Meddler(transport_of(staying))
+    interceptor = Interceptor(transport_of(staying))
     sent: list[Message] = []
     kept = {0, 1, 2, 3}
-    async with staying.started(meddler):
+    async with staying.started(interceptor):
         epochs = {p.partition: p.epoch for p in staying.statistics().partitions}
         for turn in range(ROUNDS):
             sent += (more := messages(2000, keys=40, start=2000 * turn))
@@ -60,21 +60,21 @@ async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes
         assert {p.partition: p.epoch for p in staying.statistics().partitions if p.partition in kept} == {
             number: epochs[number] for number in kept
         }
-        assert [name for name in meddler.taken_twice if int(name.split("/")[1]) in kept] == []
+        assert [name for name in interceptor.delivered_twice if int(name.split("/")[1]) in kept] == []
         assert staying.statistics().rebalances >= 1 + 2 * ROUNDS
         assert staying.statistics().replayed == 0
     assert ledger.duplicates == []
     ledger.assert_in_order()
 
 
-async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka, topic: str, group: str) -> None:
-    """A member with a topic of its own joins while handlers run, and leaves while they still do."""
+async def test_a_rebalance_that_moves_nothing_has_no_effect(kafka: SharedKafka, topic: str, group: str) -> None:
+    """A member with its own topic joins while handlers run, and leaves while they still do."""
     await kafka.create_topic(topic, partitions=2)
     await kafka.create_topic(f"{topic}.other")
     app, ledger = quick_app(kafka, group, drain_timeout=0.5), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(transport_of(app))
-    async with app.started(meddler):
+    interceptor = Interceptor(transport_of(app))
+    async with app.started(interceptor):
         before = app.statistics()
         sent = messages(100)
         ledger.hold(lambda record: record.offset == 3)
@@ -91,63 +91,63 @@ async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka,
         assert [p.epoch for p in after.partitions] == [p.epoch for p in before.partitions]
         assert after.member_id == before.member_id
         assert after.replayed == 2, "the two that were held outlast the drain: cancelled, and run again"
-    assert meddler.taken_twice == []
+    assert interceptor.delivered_twice == []
     assert ledger.duplicates == []
     ledger.assert_in_order()
 
 
-async def test_a_partition_whose_offsets_nobody_tells_is_named_and_then_goes_on_in_place(
+async def test_a_partition_with_unknown_offsets_is_named_and_continues_in_place(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
-    """I11: it is ours and stands still, as nobody says where the group is; what is in hand stays in hand."""
+    """I11: the partition is assigned but paused, because its offsets are unknown; records in flight stay in flight."""
     await kafka.create_topic(topic)
     app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=1), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(transport_of(app))
-    async with app.started(meddler):
+    interceptor = Interceptor(transport_of(app))
+    async with app.started(interceptor):
         epoch = partition_of(app, 0).epoch
         ledger.hold(lambda record: record.offset == 3)
         sent = messages(20)
         await kafka.produce(topic, sent)
         await ledger.until_more_than(10)
 
-        meddler.questions.clear()
-        meddler.transport._internals.coordinator.request_rejoin()
+        interceptor.questions.clear()
+        interceptor.transport._internals.coordinator.request_rejoin()
         await until(lambda: f"{topic}/0" in str(app.statistics().trouble), app.explain)
         assert "do not answer" in app.explain()
         assert "rebalancing" in str(partition_of(app, 0).paused)
         assert app.statistics().state == "running"
-        meddler.questions.set()
+        interceptor.questions.set()
         ledger.release()
 
         await ledger.until_finished(sent)
         await kafka.wait_for_lag(group, topic)
         await until(lambda: app.statistics().trouble is None, app.explain)
         assert partition_of(app, 0).epoch == epoch
-    assert meddler.taken_twice == []
+    assert interceptor.delivered_twice == []
     assert ledger.duplicates == []
     ledger.assert_in_order()
 
 
-async def test_a_commit_of_which_the_answer_was_lost_begins_anew_and_repeats_nothing(
+async def test_a_lost_commit_response_starts_a_new_epoch_and_repeats_nothing(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The broker has another offset than we were told of: it may be somebody else's, so the broker is right."""
     await kafka.create_topic(topic)
     app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=0.5), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(transport_of(app))
-    async with app.started(meddler):
+    interceptor = Interceptor(transport_of(app))
+    async with app.started(interceptor):
         epoch = partition_of(app, 0).epoch
         ledger.hold(lambda record: record.offset == 30)
-        meddler.lose_answers = [CommitError("the answer was lost")] * 1000
+        interceptor.lose_answers = [CommitError("the answer was lost")] * 1000
         sent = messages(40, keys=40)
         await kafka.produce(topic, sent)
         await ledger.until_more_than(38)
 
-        meddler.transport._internals.coordinator.request_rejoin()
+        interceptor.transport._internals.coordinator.request_rejoin()
         await until(lambda: app.statistics().rebalances == 2, app.explain)
-        meddler.lose_answers.clear()
+        interceptor.lose_answers.clear()
         ledger.release()
 
         await until(lambda: partition_of(app, 0).epoch > epoch, app.explain)
@@ -171,7 +171,7 @@ class Place(Protocol):
     async def produce(self, sent: list[Message]) -> None: ...
     async def delete_before(self, offset: int) -> None: ...
     def committed(self) -> Awaitable[int | None]: ...
-    def rebalance(self, transport: MeddledTransport) -> None: ...
+    def rebalance(self, transport: InterceptedTransport) -> None: ...
 
 
 class RealPlace:
@@ -191,7 +191,7 @@ class RealPlace:
     async def committed(self) -> int | None:
         return (await self.kafka.committed(self.group, self.topic)).get(0)
 
-    def rebalance(self, transport: MeddledTransport) -> None:
+    def rebalance(self, transport: InterceptedTransport) -> None:
         transport._internals.coordinator.request_rejoin()
 
 
@@ -214,13 +214,13 @@ class MemoryPlace:
     async def committed(self) -> int | None:
         return self.broker.committed(self.group, self.topic, 0)
 
-    def rebalance(self, _transport: MeddledTransport) -> None:
+    def rebalance(self, _transport: InterceptedTransport) -> None:
         self.broker.group(self.group).rebalance()
 
 
 @pytest.fixture(params=[pytest.param("kafka", marks=pytest.mark.kafka), "memory"])
 def broker(request: pytest.FixtureRequest) -> SharedKafka | None:
-    """The run's broker, or none: a fixture of its own, because starting that broker takes a loop of its own."""
+    """The run's broker, or none: a separate fixture, because starting that broker needs its own loop."""
     found: SharedKafka | None = request.getfixturevalue("kafka") if request.param == "kafka" else None
     return found
 
@@ -242,12 +242,12 @@ class Scene:
         self.name = TopicPartition(place.topic, 0)
         self.ledger = Ledger()
         self.app.consume(place.topic, concurrency=4)(self.ledger.handle)
-        self.meddler = Meddler(place.make())
+        self.interceptor = Interceptor(place.make())
         self.done, self.taken_in = messages(10), messages(20, start=10)
 
-    async def play(self, between: Callable[[MeddledTransport], Any]) -> tuple[int, int]:
+    async def play(self, between: Callable[[InterceptedTransport], Any]) -> tuple[int, int]:
         """Rebalance once, with *between* in the middle; returns the partition's epoch before and after."""
-        ledger, app, meddler = self.ledger, self.app, self.meddler
+        ledger, app, interceptor = self.ledger, self.app, self.interceptor
         await self.place.produce(self.done)
         await ledger.until_finished(self.done)
         await until(lambda: partition_of(app, 0).committed == 10, app.explain)
@@ -261,22 +261,22 @@ class Scene:
         await ledger.until_finished(self.done + self.taken_in)
         await until(lambda: partition_of(app, 0).committed == 30, app.explain)
         assert await self.place.committed() == 30
-        assert meddler.events  # the meddler was in between
+        assert interceptor.events  # the interceptor was in between
         ledger.assert_in_order()
         return before, partition_of(app, 0).epoch
 
-    async def rebalance(self, between: Callable[[MeddledTransport], Any]) -> None:
-        async def meddle(transport: MeddledTransport) -> None:
+    async def rebalance(self, between: Callable[[InterceptedTransport], Any]) -> None:
+        async def meddle(transport: InterceptedTransport) -> None:
             answer = between(transport)
             if answer is not None:
                 await answer
 
-        app, meddler = self.app, self.meddler
+        app, interceptor = self.app, self.interceptor
         rebalances = app.statistics().rebalances
-        meddler.after_revoked = meddle
-        self.place.rebalance(meddler.transport)
+        interceptor.after_revoked = meddle
+        self.place.rebalance(interceptor.transport)
         await until(lambda: app.statistics().rebalances > rebalances, app.explain)
-        meddler.after_revoked = None
+        interceptor.after_revoked = None
 
 
 @pytest.fixture
@@ -291,37 +291,37 @@ def ended(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return reasons
 
 
-async def test_when_all_five_conditions_hold_the_partition_goes_on_in_place(
+async def test_a_partition_continues_in_place_when_all_five_conditions_hold(
     place: Place, ended: Callable[[], list[str]]
 ) -> None:
     """The control of the tests below: the same scene, and nobody meddles."""
     scene = Scene(place)
-    async with place.app.started(scene.meddler):
+    async with place.app.started(scene.interceptor):
         before, after = await scene.play(lambda _: None)
 
         assert after == before
         assert ended() == []
-        assert scene.meddler.taken_twice == []
+        assert scene.interceptor.delivered_twice == []
     assert scene.ledger.duplicates == []
 
 
-async def test_a_partition_that_was_not_in_the_preceding_assignment_begins_anew(
+async def test_a_partition_missing_from_the_last_assignment_starts_a_new_epoch(
     place: Place, ended: Callable[[], list[str]]
 ) -> None:
     scene = Scene(place)
-    async with place.app.started(scene.meddler):
+    async with place.app.started(scene.interceptor):
 
-        async def leave_out(_: MeddledTransport) -> None:
-            scene.meddler.kept_back = frozenset([scene.name])
+        async def leave_out(_: InterceptedTransport) -> None:
+            scene.interceptor.kept_back = frozenset([scene.name])
 
         async def give_back() -> None:
             await until(lambda: ended() != [])
-            scene.meddler.kept_back = frozenset()
-            place.rebalance(scene.meddler.transport)
+            scene.interceptor.kept_back = frozenset()
+            place.rebalance(scene.interceptor.transport)
 
         original = scene.rebalance
 
-        async def twice(between: Callable[[MeddledTransport], Any]) -> None:
+        async def twice(between: Callable[[InterceptedTransport], Any]) -> None:
             await original(between)
             await give_back()
             await until(lambda: place.app.statistics().partitions, place.app.explain)
@@ -334,12 +334,12 @@ async def test_a_partition_that_was_not_in_the_preceding_assignment_begins_anew(
     assert scene.ledger.duplicates == []
 
 
-async def test_another_member_id_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+async def test_another_member_id_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     scene = Scene(place)
-    async with place.app.started(scene.meddler):
+    async with place.app.started(scene.interceptor):
 
-        def rename(_: MeddledTransport) -> None:
-            scene.meddler.member_id = "somebody-else"
+        def rename(_: InterceptedTransport) -> None:
+            scene.interceptor.member_id = "somebody-else"
 
         before, after = await scene.play(rename)
 
@@ -348,13 +348,13 @@ async def test_another_member_id_begins_anew(place: Place, ended: Callable[[], l
     assert scene.ledger.duplicates == []
 
 
-async def test_a_generation_that_we_have_missed_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+async def test_a_missed_generation_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     """In between somebody may have had the partition, and given it back."""
     scene = Scene(place)
-    async with place.app.started(scene.meddler):
+    async with place.app.started(scene.interceptor):
 
-        def skip(_: MeddledTransport) -> None:
-            scene.meddler.skipped_generations = 1
+        def skip(_: InterceptedTransport) -> None:
+            scene.interceptor.skipped_generations = 1
 
         before, after = await scene.play(skip)
 
@@ -364,12 +364,12 @@ async def test_a_generation_that_we_have_missed_begins_anew(place: Place, ended:
     assert scene.ledger.duplicates == []
 
 
-async def test_a_committed_offset_that_somebody_moved_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
+async def test_a_moved_committed_offset_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     """Behind our back and under our own membership: what was moved back is read again."""
     scene = Scene(place)
-    async with place.app.started(scene.meddler):
+    async with place.app.started(scene.interceptor):
 
-        async def move(transport: MeddledTransport) -> None:
+        async def move(transport: InterceptedTransport) -> None:
             inner = transport.inner
             await inner.commit({scene.name: Committed(4, "")}, inner.membership())
 
@@ -383,22 +383,20 @@ async def test_a_committed_offset_that_somebody_moved_begins_anew(place: Place, 
     assert [offset for offset in range(30) if again(offset) not in (1, 2)] == []
 
 
-async def test_a_position_that_is_not_in_the_log_any_more_begins_anew(
-    place: Place, ended: Callable[[], list[str]]
-) -> None:
+async def test_a_position_outside_the_log_starts_a_new_epoch(place: Place, ended: Callable[[], list[str]]) -> None:
     """Retention passes it while the group rebalances; what is still there is read."""
     scene = Scene(place)
-    async with place.app.started(scene.meddler):
+    async with place.app.started(scene.interceptor):
         app, ledger = scene.app, scene.ledger
         await place.produce(scene.done)
         await ledger.until_finished(scene.done)
         await until(lambda: partition_of(app, 0).committed == 10, app.explain)
-        scene.meddler.hand_out = False
+        scene.interceptor.hand_out = False
         await place.produce(scene.taken_in)
         before = partition_of(app, 0).epoch
 
         await scene.rebalance(lambda _: place.delete_before(15))
-        scene.meddler.hand_out_again()
+        scene.interceptor.resume_delivery()
 
         await ledger.until_finished(scene.done + scene.taken_in[5:])
         await until(lambda: partition_of(app, 0).committed == 30, app.explain)

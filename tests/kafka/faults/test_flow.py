@@ -30,7 +30,7 @@ def assert_keeps(limit: RateLimit, times: Sequence[float]) -> None:
             assert count <= limit.at_once + limit.per_second * window + 1e-3
 
 
-async def test_ten_thousand_records_at_a_limited_rate(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_ten_thousand_records_are_processed_at_a_limited_rate(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, partitions=4)
     sent = messages(10_000, keys=500)
     await kafka.produce(topic, sent)

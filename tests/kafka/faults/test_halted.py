@@ -1,4 +1,4 @@
-"""Records that fail for good: what they hold up, what they do not, and what the app says of them."""
+"""Permanently failed records: what they block, what they do not, and how they are reported."""
 
 import asyncio
 from collections.abc import Hashable
@@ -48,7 +48,7 @@ def _good(sent: list[Message]) -> list[Message]:
     return [message for message in sent if message[0] != b"bad"]
 
 
-async def test_a_failing_record_halts_its_shard_alone_and_is_named(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_failing_record_halts_only_its_shard_and_is_named(kafka: SharedKafka, topic: str, group: str) -> None:
     """I1, I2, I6 and I11."""
     await kafka.create_topic(topic, partitions=2)
     app, ledger = _app(kafka, group), Failing()
@@ -88,26 +88,26 @@ async def test_a_failing_record_halts_its_shard_alone_and_is_named(kafka: Shared
     ledger.assert_in_order()
 
 
-async def test_a_halted_record_is_tried_again_after_a_restart(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_halted_record_is_retried_after_a_restart(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
-    failing, mended = _app(kafka, group), _app(kafka, group)
+    failing, fixed = _app(kafka, group), _app(kafka, group)
     broken, ledger = Failing(), Ledger()
     failing.consume(topic, retry=Retry(attempts=1))(broken.handle)
-    mended.consume(topic)(ledger.handle)
+    fixed.consume(topic)(ledger.handle)
     sent = _mixed(6)
     await kafka.produce(topic, sent)
 
     async with failing:
         await broken.until_finished(_good(sent))
         await until(lambda: handler_of(failing).halted == 1, failing.explain)
-    async with mended:
+    async with fixed:
         await kafka.wait_for_lag(group, topic)
 
     assert ledger.offsets(0) == [1, 3, 5], "what others had finished beyond it was noted"
 
 
 @pytest.mark.parametrize("count", [6, 500])
-async def test_until_caught_up_ends_with_what_is_in_the_way(
+async def test_until_caught_up_raises_the_halted_records(
     kafka: SharedKafka, topic: str, group: str, count: int
 ) -> None:
     """Also when not all that is left can be taken in behind it."""
@@ -127,7 +127,7 @@ async def test_until_caught_up_ends_with_what_is_in_the_way(
     assert ledger.attempts == [1, 1]
 
 
-async def test_until_caught_up_waits_for_another_attempt(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_until_caught_up_waits_for_a_retry(kafka: SharedKafka, topic: str, group: str) -> None:
     """A record that waits for its retry is not halted yet."""
     await kafka.create_topic(topic)
     app, runs = _app(kafka, group), [0]
@@ -158,7 +158,7 @@ def _unhashable(record: Record) -> Hashable:
 
 @pytest.mark.parametrize("shards", [None, 4])
 @pytest.mark.parametrize("shard_by", [_raises, _unhashable])
-async def test_a_sharding_function_that_fails_halts_the_record_and_no_worker(
+async def test_a_failing_sharding_function_halts_its_record_and_no_worker(
     kafka: SharedKafka, topic: str, group: str, shard_by: Any, shards: int | None
 ) -> None:
     """Without a key there is no order to run it in; the record never runs, and the others do."""

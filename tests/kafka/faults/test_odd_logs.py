@@ -1,4 +1,4 @@
-"""Topics that grow, go and come again; logs with holes, markers and open ends."""
+"""Topics that grow and are recreated; logs with holes, markers and open transactions."""
 
 import asyncio
 from typing import Literal
@@ -29,7 +29,7 @@ SOON = 15.0
 
 
 @pytest.mark.parametrize("policy", [pytest.param("earliest", marks=pytest.mark.chaos), "latest"])
-async def test_new_partitions_are_read_from_their_beginning(
+async def test_new_partitions_are_read_from_the_beginning(
     kafka: SharedKafka, topic: str, group: str, policy: str
 ) -> None:
     """Their first records come before the app can know of the partitions: `latest` must not skip them (I3)."""
@@ -63,7 +63,7 @@ async def test_new_partitions_are_read_from_their_beginning(
         pytest.param(3, 1, id="fewer", marks=pytest.mark.chaos),
     ],
 )
-async def test_a_topic_made_anew_is_read_from_its_beginning(
+async def test_a_recreated_topic_is_read_from_the_beginning(
     kafka: SharedKafka, topic: str, group: str, policy: str, before: int, after: int
 ) -> None:
     """The group's offsets belong to a log that is gone; nothing of the new one may be skipped; never quiet (I11)."""
@@ -91,7 +91,7 @@ async def test_a_topic_made_anew_is_read_from_its_beginning(
 
 
 @on_aiokafka_at_least
-async def test_a_topic_made_anew_between_two_look_ups_is_read_from_its_beginning(
+async def test_a_topic_recreated_between_lookups_is_read_from_the_beginning(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The client may never see it missing: only its positions, which the new log does not have, tell."""
@@ -121,7 +121,9 @@ def _values(sent: list[Message]) -> set[bytes | None]:
 
 
 @on_aiokafka_at_least
-async def test_transactions_are_read_as_they_ended(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_committed_transactions_are_read_and_aborted_ones_are_not(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
     """I10: markers and aborted records are offsets without a record; what is open holds the end, until it ends."""
     await kafka.create_topic(topic)
     app, ledger = quick_app(kafka, group), Ledger()
@@ -156,7 +158,7 @@ async def test_transactions_are_read_as_they_ended(kafka: SharedKafka, topic: st
     assert ledger.duplicates == []
 
 
-async def test_read_uncommitted_takes_what_was_aborted_and_what_is_open(
+async def test_read_uncommitted_processes_aborted_and_open_transactions(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic)
@@ -179,7 +181,7 @@ async def test_read_uncommitted_takes_what_was_aborted_and_what_is_open(
 
 
 @on_aiokafka_at_least
-async def test_an_aborted_end_of_the_log_leaves_no_lag(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_an_aborted_transaction_at_the_end_leaves_no_lag(kafka: SharedKafka, topic: str, group: str) -> None:
     """Nothing comes after it that could carry the position over the hole."""
     await kafka.create_topic(topic)
     sent = messages(5)
@@ -214,7 +216,7 @@ async def test_until_caught_up_ends_at_the_last_stable_offset(kafka: SharedKafka
 
 
 @on_aiokafka_at_least
-async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
+async def test_compaction_ahead_of_the_position_causes_neither_loss_nor_lag(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """I10: what is left of a compacted log has holes, before, between and after the newest of each key."""
@@ -243,10 +245,10 @@ async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
 
 @on_both_clients
 @pytest.mark.parametrize("policy", ["earliest", pytest.param("latest", marks=pytest.mark.chaos)])
-async def test_retention_that_overtakes_the_position_is_passed_and_told(
+async def test_retention_that_overtakes_the_position_is_skipped_and_reported(
     kafka: SharedKafka, topic: str, group: str, policy: Literal["earliest", "latest"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was taken in stays in hand, also what runs; what was deleted before is nobody's; the rest is read."""
+    """Buffered and running records continue; earlier ones are deleted; the rest is read."""
     await kafka.create_topic(topic)
     app = quick_app(kafka, group, auto_offset_reset=policy, max_buffered_records=40, max_buffered_bytes=128 * 1024)
     ledger = Ledger()
@@ -279,7 +281,7 @@ async def test_retention_that_overtakes_the_position_is_passed_and_told(
     assert any("retention" in one and f"{taken_in} to 11899 of {topic}/0" in one for one in told), (taken_in, told)
 
 
-async def test_retention_that_overtakes_what_was_given_back_leaves_a_hole(
+async def test_retention_that_overtakes_evicted_records_leaves_a_hole(
     kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A partition that cannot advance keeps a minimum and gives the rest back; then the log loses that."""
@@ -310,9 +312,7 @@ async def test_retention_that_overtakes_what_was_given_back_leaves_a_hole(
     assert any("retention" in r.getMessage() for r in caplog.records)
 
 
-async def test_retention_that_overtakes_the_position_ends_an_app_that_must_not_guess(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
+async def test_under_error_retention_past_the_position_ends_the_app(kafka: SharedKafka, topic: str, group: str) -> None:
     """`auto_offset_reset="error"`: what was deleted unread is for a human to decide about."""
     await kafka.create_topic(topic)
     await commit_from_outside(kafka, group, topic, {0: 0})

@@ -1,4 +1,4 @@
-"""Where a group goes on: without a committed offset, with one that its log does not have, and with a mark of others."""
+"""Start positions of a group: without a commit, with one outside the log, and with foreign metadata."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import pytest
 from aioshard import App
 from aioshard.errors import NoOffsetError, OffsetOutOfRangeError
 from aioshard.records import TopicPartition
-from tests.kafka.faults.meddling import Meddler
+from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (
     Ledger,
     commit_from_outside,
@@ -28,7 +28,7 @@ Policy = Literal["earliest", "latest", "error"]
 
 
 @pytest.mark.parametrize("policy", [None, "error"])
-async def test_without_an_offset_and_a_policy_the_app_ends_and_names_both(
+async def test_an_app_without_offset_and_policy_ends_and_names_both(
     kafka: SharedKafka, topic: str, group: str, policy: Policy | None
 ) -> None:
     """`earliest` repeats and `latest` skips: nobody chose, so nothing is consumed and nothing committed."""
@@ -49,7 +49,7 @@ async def test_without_an_offset_and_a_policy_the_app_ends_and_names_both(
     assert await kafka.committed(group, topic) == {}
 
 
-async def test_a_partition_without_an_offset_ends_an_app_that_must_not_guess_only_on_a_new_topic(
+async def test_under_error_a_missing_offset_ends_the_app_only_on_a_new_topic(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """A group with commits on the topic has a first position there: later partitions begin at their start."""
@@ -67,7 +67,7 @@ async def test_a_partition_without_an_offset_ends_an_app_that_must_not_guess_onl
     assert ledger.offsets(1) == [0, 1, 2, 3, 4]
 
 
-async def test_earliest_begins_at_the_start_of_the_log(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_earliest_starts_at_the_beginning_of_the_log(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, messages(10))
     await kafka.delete_records(topic, before={0: 4})
@@ -81,9 +81,7 @@ async def test_earliest_begins_at_the_start_of_the_log(kafka: SharedKafka, topic
 
 
 @on_aiokafka_at_least
-async def test_latest_delivers_what_comes_after_the_start_and_skips_nothing_of_it(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
+async def test_latest_delivers_every_record_after_the_start(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, messages(10))
     app, ledger = quick_app(kafka, group, auto_offset_reset="latest"), Ledger()
@@ -100,7 +98,7 @@ async def test_latest_delivers_what_comes_after_the_start_and_skips_nothing_of_i
 
 
 @pytest.mark.parametrize("policy", ["earliest", "latest"])
-async def test_no_record_is_handed_out_before_the_first_position_is_committed(
+async def test_no_record_is_delivered_before_the_first_position_is_committed(
     kafka: SharedKafka, topic: str, group: str, policy: Policy
 ) -> None:
     """Else a crash before the first commit skips, under `latest`, what had come in meanwhile (I3)."""
@@ -108,26 +106,26 @@ async def test_no_record_is_handed_out_before_the_first_position_is_committed(
     await kafka.produce(topic, messages(10))
     app, ledger = quick_app(kafka, group, auto_offset_reset=policy, start_timeout=None), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(transport_of(app))
-    meddler.commits.clear()
+    interceptor = Interceptor(transport_of(app))
+    interceptor.commits.clear()
 
-    async with app.started(meddler):
-        await until(lambda: any(kind == "commit" for kind, *_ in meddler.events), app.explain)
+    async with app.started(interceptor):
+        await until(lambda: any(kind == "commit" for kind, *_ in interceptor.events), app.explain)
         sent = messages(10, start=100)
         await kafka.produce(topic, sent)
         with pytest.raises(TimeoutError):
             await ledger.until(lambda: ledger.started, timeout=0.5)
-        assert meddler.taken == []
-        meddler.commits.set()
+        assert interceptor.taken == []
+        interceptor.commits.set()
 
         await ledger.until_finished(sent)
-        first = next(what[0] for kind, *what in meddler.events if kind == "committed")
+        first = next(what[0] for kind, *what in interceptor.events if kind == "committed")
         assert first == {TopicPartition(topic, 0): 0 if policy == "earliest" else 10}
         await kafka.wait_for_lag(group, topic)
     assert len(ledger.finished) == (20 if policy == "earliest" else 10)
 
 
-async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
+async def test_latest_skips_no_record_that_arrived_before_the_first_poll(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """A first run that ends before its first record has fixed where the group begins."""
@@ -139,7 +137,7 @@ async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
     second.include_router(first)
     sent = messages(5, start=100)
 
-    async with first.started(Meddler(transport_of(first), hand_out=False)):
+    async with first.started(Interceptor(transport_of(first), hand_out=False)):
         await kafka.produce(topic, sent)
     assert ledger.started == []
     async with second:
@@ -156,7 +154,7 @@ async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
     "policy", [*(pytest.param(one, marks=pytest.mark.chaos) for one in ("earliest", None)), "latest"]
 )
 @pytest.mark.parametrize(("committed", "why"), [(2, "below the start"), (50, "above the end")])
-async def test_an_offset_outside_the_log_goes_on_at_its_start(
+async def test_an_offset_outside_the_log_resumes_at_its_start(
     kafka: SharedKafka, topic: str, group: str, committed: int, why: str, policy: Policy | None
 ) -> None:
     """Jumping to the end, as clients do under `latest`, would lose what came after the group's first position."""
@@ -177,7 +175,7 @@ async def test_an_offset_outside_the_log_goes_on_at_its_start(
 
 
 @pytest.mark.parametrize("committed", [2, 50])
-async def test_an_offset_outside_the_log_ends_an_app_that_must_not_guess(
+async def test_under_error_an_offset_outside_the_log_ends_the_app(
     kafka: SharedKafka, topic: str, group: str, committed: int
 ) -> None:
     await kafka.create_topic(topic)
@@ -194,7 +192,7 @@ async def test_an_offset_outside_the_log_ends_an_app_that_must_not_guess(
     assert await kafka.committed(group, topic) == {0: committed}
 
 
-async def test_the_end_of_the_log_is_inside_it(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_an_offset_at_the_end_of_the_log_is_valid(kafka: SharedKafka, topic: str, group: str) -> None:
     """A group that has read everything, also when retention has deleted everything since."""
     await kafka.create_topic(topic)
     await kafka.produce(topic, messages(10))
@@ -212,7 +210,7 @@ async def test_the_end_of_the_log_is_inside_it(kafka: SharedKafka, topic: str, g
     assert ledger.offsets(0) == [10, 11, 12]
 
 
-async def test_a_member_that_begins_later_in_the_same_generation_begins_at_the_end_too(
+async def test_a_member_starting_later_in_a_generation_starts_at_the_end_too(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The commits of the quicker one must not look like those of a group that knew the topic long ago."""
@@ -225,13 +223,13 @@ async def test_a_member_that_begins_later_in_the_same_generation_begins_at_the_e
     )
     for app in (quick, slow):
         app.consume(topic)(ledger.handle)
-    fast, late = Meddler(transport_of(quick)), Meddler(transport_of(slow))
+    fast, late = Interceptor(transport_of(quick)), Interceptor(transport_of(slow))
     fast.commits.clear()
     late.questions.clear()
 
-    def generation(meddler: Meddler) -> int:
+    def generation(interceptor: Interceptor) -> int:
         """In which the member has one of the two partitions; -1 before."""
-        given = [what for kind, *what in meddler.events if kind == "assigned"]
+        given = [what for kind, *what in interceptor.events if kind == "assigned"]
         return given[-1][1].generation if given and len(given[-1][0]) == 1 else -1
 
     async with quick.started(fast), slow.started(late):

@@ -1,4 +1,4 @@
-"""Brokers that are gone, hang, come back, or are somewhere else."""
+"""Brokers that are gone, hang, return, or are at a wrong address."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker
 
 OUTAGE = 20.0
-"""Seconds: longer than the session of these apps, every backoff and every time-out of a commit."""
+"""Seconds: longer than the session of these apps, every backoff and every commit timeout."""
 SESSION = 16.0
 GOES_ON = 10.0
 """Seconds after a return within which the first record is done: far less than a session, for which the group would wait
@@ -44,7 +44,7 @@ def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) ->
 @pytest.mark.parametrize("client", ["confluent", "aiokafka"], indirect=True)
 @pytest.mark.usefixtures("client")
 @pytest.mark.chaos
-async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
+async def test_a_twenty_second_outage_loses_nothing(
     own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """I3 and I11: no restart, no new client needed; while it lasts, the app says so and stays ready.
@@ -86,7 +86,7 @@ async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
     ledger.assert_in_order()
 
 
-async def test_a_broker_that_is_killed_under_load_loses_nothing(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+async def test_killing_the_broker_under_load_loses_nothing(own_kafka: KafkaBroker, topic: str, group: str) -> None:
     await own_kafka.create_topic(topic, partitions=4)
     sent = _large(3000)
     await own_kafka.produce(topic, sent)
@@ -106,7 +106,7 @@ async def test_a_broker_that_is_killed_under_load_loses_nothing(own_kafka: Kafka
 
 
 @pytest.mark.chaos
-async def test_a_broker_that_hangs_is_told_of_and_waited_for(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+async def test_a_hanging_broker_is_reported_and_waited_for(own_kafka: KafkaBroker, topic: str, group: str) -> None:
     """Connections stay open and nothing answers: only the deadline of a commit finds out."""
     await own_kafka.create_topic(topic)
     app, ledger = _loaded(own_kafka, group, topic)
@@ -151,7 +151,7 @@ async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -
     ("delay", "away"),
     [(0.3, 6.0), *((number / 5, 20.0) for number in range(10))],
 )
-async def test_two_members_start_while_the_broker_is_restarted(
+async def test_two_members_start_during_a_broker_restart(
     own_kafka: KafkaBroker, topic: str, group: str, delay: float, away: float
 ) -> None:
     """The broker is away for longer than `start_timeout`: once it has answered, it is waited for."""
@@ -178,7 +178,7 @@ async def test_two_members_start_while_the_broker_is_restarted(
 
 
 @pytest.mark.chaos
-async def test_an_app_may_start_before_its_broker_and_its_topic(tmp_path: Path, topic: str, group: str) -> None:
+async def test_an_app_can_start_before_its_broker_and_topic(tmp_path: Path, topic: str, group: str) -> None:
     """`start_timeout=None`: degraded and not ready at first, and all by itself well later."""
     broker = KafkaBroker(tmp_path)
     app = quick_app(broker, group, start_timeout=None)

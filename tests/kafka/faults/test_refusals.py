@@ -1,4 +1,4 @@
-"""A group that has moved on, commits that are refused or not answered, clients that die."""
+"""Lost memberships, refused or unanswered commits, dying clients."""
 
 import asyncio
 import functools
@@ -11,7 +11,7 @@ import pytest
 from aioshard import App, Record
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError
 from aioshard.records import TopicPartition
-from tests.kafka.faults.meddling import Meddler
+from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (
     Ledger,
     commit_from_outside,
@@ -26,20 +26,20 @@ from tests.kafka.faults.support import (
 from tests.support.shared_kafka import SharedKafka
 
 
-def _watched(kafka: SharedKafka, group: str, topic: str, **overrides: Any) -> tuple[App, Ledger, Meddler]:
+def _watched(kafka: SharedKafka, group: str, topic: str, **overrides: Any) -> tuple[App, Ledger, Interceptor]:
     app, ledger = quick_app(kafka, group, **overrides), Ledger()
     app.consume(topic)(ledger.handle)
-    return app, ledger, Meddler(transport_of(app))
+    return app, ledger, Interceptor(transport_of(app))
 
 
-def _losses(meddler: Meddler) -> int:
-    return sum(kind == "revoked" and what[-1] is True for kind, *what in meddler.events)
+def _losses(interceptor: Interceptor) -> int:
+    return sum(kind == "revoked" and what[-1] is True for kind, *what in interceptor.events)
 
 
-def _assert_only_current(meddler: Meddler) -> None:
+def _assert_only_current(interceptor: Interceptor) -> None:
     """Every commit that was tried was made for the membership of the newest assignment (I9)."""
     current = None
-    for kind, *what in meddler.events:
+    for kind, *what in interceptor.events:
         if kind == "assigned":
             current = what[1]
         elif kind == "commit":
@@ -49,13 +49,13 @@ def _assert_only_current(meddler: Meddler) -> None:
 # The group has moved on -----------------------------------------------------------------------
 
 
-async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_again(
+async def test_a_refused_commit_is_dropped_and_the_app_rejoins(
     kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I9: while we were out, somebody else went on from 15; our older results must not move that."""
+    """I9: while we were out, another member continued from 15; our older results must not move that."""
     await kafka.create_topic(topic)
-    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=4, session_timeout=15)
-    async with app.started(meddler):
+    app, ledger, interceptor = _watched(kafka, group, topic, heartbeat_interval=4, session_timeout=15)
+    async with app.started(interceptor):
         first = messages(10)
         await kafka.produce(topic, first)
         await ledger.until_finished(first)
@@ -78,9 +78,9 @@ async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_agai
         assert after.member_id != before.member_id
         assert after.trouble is None
         assert partition_of(app, 0).epoch > before.partitions[0].epoch
-        assert _losses(meddler) == 1
-    _assert_only_current(meddler)
-    acknowledged = [what[0][TopicPartition(topic, 0)] for kind, *what in meddler.events if kind == "committed"]
+        assert _losses(interceptor) == 1
+    _assert_only_current(interceptor)
+    acknowledged = [what[0][TopicPartition(topic, 0)] for kind, *what in interceptor.events if kind == "committed"]
     assert acknowledged == sorted(acknowledged)
     again = acknowledged[acknowledged.index(10) + 1 :]
     assert all(offset > 15 for offset in again)
@@ -88,16 +88,16 @@ async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_agai
     assert any("refused a commit" in r.getMessage() for r in caplog.records)
 
 
-async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_member_with_an_expired_session_recovers(kafka: SharedKafka, topic: str, group: str) -> None:
     """It takes its heartbeats for answered, but none arrives: the group drops it and says so to the next request."""
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=2)
-    async with app.started(meddler):
+    app, ledger, interceptor = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=2)
+    async with app.started(interceptor):
         first = messages(20)
         await kafka.produce(topic, first)
         await ledger.until_finished(first)
         await kafka.wait_for_lag(group, topic)
-        internals = meddler.transport._internals
+        internals = interceptor.transport._internals
         coordinator = internals.coordinator
 
         async def unheard() -> bool:
@@ -114,17 +114,17 @@ async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedK
         await ledger.until_finished(first + second)
         await kafka.wait_for_lag(group, topic)
         assert app.statistics().trouble is None
-    assert _losses(meddler) == 1
-    _assert_only_current(meddler)
+    assert _losses(interceptor) == 1
+    _assert_only_current(interceptor)
     ledger.assert_in_order()
 
 
-async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing(
+async def test_an_event_loop_blocked_beyond_its_session_loses_nothing(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
     app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=2), Ledger()
-    meddler = Meddler(transport_of(app))
+    interceptor = Interceptor(transport_of(app))
     blocked: list[Record] = []
 
     @app.consume(topic)
@@ -134,14 +134,14 @@ async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing
             time.sleep(3.5)  # noqa: ASYNC251 - the fault that is tested
         await ledger.handle(record)
 
-    async with app.started(meddler):
+    async with app.started(interceptor):
         sent = messages(40)
         await kafka.produce(topic, sent)
         await ledger.until_finished(sent)
         await kafka.wait_for_lag(group, topic)
         assert app.statistics().state == "running"
-    assert _losses(meddler) == 1
-    _assert_only_current(meddler)
+    assert _losses(interceptor) == 1
+    _assert_only_current(interceptor)
     ledger.assert_in_order()
 
 
@@ -153,10 +153,10 @@ async def test_commits_that_fail_stay_due_are_counted_and_named(
     kafka: SharedKafka, topic: str, group: str, error: CommitError, caplog: pytest.LogCaptureFixture
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, meddler = _watched(kafka, group, topic)
-    async with app.started(meddler):
+    app, ledger, interceptor = _watched(kafka, group, topic)
+    async with app.started(interceptor):
         before = app.statistics().commits
-        meddler.fail_commits = [error] * 5
+        interceptor.fail_commits = [error] * 5
         sent = messages(40)
         await kafka.produce(topic, sent)
 
@@ -171,7 +171,7 @@ async def test_commits_that_fail_stay_due_are_counted_and_named(
         assert statistics.commits > before
         assert statistics.rebalances == 1
     assert ledger.duplicates == []
-    _assert_only_current(meddler)
+    _assert_only_current(interceptor)
     assert sum(str(error) in r.getMessage() for r in caplog.records) == 1, "one cause, one line"
 
 
@@ -179,30 +179,30 @@ def _failed_more_than(app: App, count: int) -> bool:
     return app.statistics().commit_failures > count
 
 
-async def test_each_attempt_of_a_commit_is_computed_anew(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_every_commit_attempt_is_recomputed(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
-    app, ledger, meddler = _watched(kafka, group, topic)
+    app, ledger, interceptor = _watched(kafka, group, topic)
     tried: list[int] = []
-    async with app.started(meddler):
-        meddler.fail_commits = [CommitError("busy")] * 4
+    async with app.started(interceptor):
+        interceptor.fail_commits = [CommitError("busy")] * 4
         for number in range(4):
             await kafka.produce(topic, messages(5, start=5 * number))
             await until(functools.partial(_failed_more_than, app, number), app.explain)
         await kafka.wait_for_lag(group, topic)
-        tried += [what[0][TopicPartition(topic, 0)] for kind, *what in meddler.events if kind == "commit"]
+        tried += [what[0][TopicPartition(topic, 0)] for kind, *what in interceptor.events if kind == "commit"]
     assert tried == sorted(tried)
     assert tried[-1] == 20
     assert len(set(tried[1:])) > 1
     assert ledger.duplicates == []
 
 
-async def test_a_lost_answer_to_a_commit_costs_nothing(kafka: SharedKafka, topic: str, group: str) -> None:
+async def test_a_lost_commit_response_has_no_effect(kafka: SharedKafka, topic: str, group: str) -> None:
     """The broker has stored it; sending the same again is harmless while the partition is ours."""
     await kafka.create_topic(topic)
-    app, ledger, meddler = _watched(kafka, group, topic)
-    async with app.started(meddler):
+    app, ledger, interceptor = _watched(kafka, group, topic)
+    async with app.started(interceptor):
         sent = messages(10)
-        meddler.lose_answers = [CommitError("no answer")]
+        interceptor.lose_answers = [CommitError("no answer")]
         await kafka.produce(topic, sent)
         await kafka.wait_for_lag(group, topic)
         await until(lambda: partition_of(app, 0).committed == 10, app.explain)
@@ -213,8 +213,8 @@ async def test_a_lost_answer_to_a_commit_costs_nothing(kafka: SharedKafka, topic
 # Clients that die ---------------------------------------------------------------------------------
 
 
-async def _goes_on_after(
-    kafka: SharedKafka, topic: str, app: App, ledger: Ledger, meddler: Meddler, *, group: str
+async def _continues_after(
+    kafka: SharedKafka, topic: str, app: App, ledger: Ledger, interceptor: Interceptor, *, group: str
 ) -> None:
     await until(lambda: app.statistics().client_losses == 1, app.explain)
     more = messages(40, start=100)
@@ -225,25 +225,25 @@ async def _goes_on_after(
     await until(lambda: app.statistics().trouble is None, app.explain)
     assert app.statistics().state == "running"
     assert app.statistics().client_losses == 1
-    assert len(meddler.transports) == 2
+    assert len(interceptor.transports) == 2
     ledger.assert_in_order()
-    _assert_only_current(meddler)
+    _assert_only_current(interceptor)
 
 
-async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
+async def test_a_poll_that_raises_replaces_the_client_and_loses_nothing(
     kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, meddler = _watched(kafka, group, topic)
-    async with app.started(meddler):
+    app, ledger, interceptor = _watched(kafka, group, topic)
+    async with app.started(interceptor):
         ledger.hold(lambda record: record.value in (b"20", b"21"))
         await kafka.produce(topic, messages(40))
         await ledger.until_more_than(20)
 
-        meddler.fail_polls = [ClientLostError("the test has taken the client away")]
+        interceptor.fail_polls = [ClientLostError("the test has taken the client away")]
 
         await until(lambda: "has taken the client away" in str(app.statistics().trouble), app.explain)
-        await _goes_on_after(kafka, topic, app, ledger, meddler, group=group)
+        await _continues_after(kafka, topic, app, ledger, interceptor, group=group)
         assert app.statistics().replayed >= 2
     told = [r for r in caplog.records if "has taken the client away" in r.getMessage()]
     assert [r.levelno for r in told] == [logging.ERROR]
@@ -252,31 +252,27 @@ async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
 @pytest.mark.parametrize(
     "task", ["fetching", "group membership", pytest.param("looking up topics", marks=pytest.mark.chaos)]
 )
-async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
-    kafka: SharedKafka, topic: str, group: str, task: str
-) -> None:
+async def test_a_dead_client_task_replaces_the_client(kafka: SharedKafka, topic: str, group: str, task: str) -> None:
     """I11: without these tasks the client raises nothing and delivers nothing."""
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, meddler = _watched(kafka, group, topic)
-    async with app.started(meddler):
+    app, ledger, interceptor = _watched(kafka, group, topic)
+    async with app.started(interceptor):
         ledger.hold(lambda record: record.value in (b"20", b"21"))
         await kafka.produce(topic, messages(40))
         await ledger.until_more_than(20)
 
-        meddler.transport._internals.background_tasks()[task].cancel()
+        interceptor.transport._internals.background_tasks()[task].cancel()
 
-        await _goes_on_after(kafka, topic, app, ledger, meddler, group=group)
+        await _continues_after(kafka, topic, app, ledger, interceptor, group=group)
 
 
 @pytest.mark.chaos
-async def test_a_client_that_cannot_be_rebuilt_at_once_is_tried_again_with_longer_pauses(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
+async def test_rebuilding_the_client_is_retried_with_backoff(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
-    app, ledger, meddler = _watched(kafka, group, topic)
-    async with app.started(meddler):
-        meddler.fail_starts = [ClientLostError(f"refusal {number}") for number in range(3)]
-        meddler.fail_polls = [ClientLostError("gone")]
+    app, ledger, interceptor = _watched(kafka, group, topic)
+    async with app.started(interceptor):
+        interceptor.fail_starts = [ClientLostError(f"refusal {number}") for number in range(3)]
+        interceptor.fail_polls = [ClientLostError("gone")]
 
         await until(lambda: "refusal 2" in str(app.statistics().trouble), app.explain)
         assert app.statistics().state == "running"

@@ -1,4 +1,4 @@
-"""What decides whether a benchmark passed: verdicts, wrong records, the readings of a run."""
+"""Verdicts of benchmarks: wrong records and the readings of a run."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def test_a_must_is_met_up_to_its_bound(measured: float, at_least: bool, passed: 
     assert Verdict("ratio", measured, must=2.0, at_least=at_least).passed is passed
 
 
-def test_what_is_not_judged_passes() -> None:
+def test_an_unjudged_benchmark_passes() -> None:
     assert Verdict("ratio", 9.0, must=2.0, judged=False).passed
 
 
@@ -68,7 +68,7 @@ def test_a_missed_must_shows_in_the_table() -> None:
     assert "MISSED   ratio: 2.5 x (must be at most 2, aim 1.5)" in console.export_text()
 
 
-def test_a_record_of_ours_that_is_lost_or_runs_twice_fails_whatever_the_figures() -> None:
+def test_a_lost_or_repeated_record_fails_the_benchmark() -> None:
     wrong = replace(_measurement(), missing=1, repeated=2)
     report = Report("P1", "a title", verdicts=[Verdict("ratio", 1.0, must=2.0)])
 
@@ -80,7 +80,7 @@ def test_a_record_of_ours_that_is_lost_or_runs_twice_fails_whatever_the_figures(
     assert report.problems == ["aioshard lost 1 records and ran 2 more than once"]
 
 
-async def test_the_meter_knows_which_records_were_lost_and_which_ran_twice() -> None:
+async def test_the_meter_reports_lost_and_repeated_records() -> None:
     meter = Meter(SPEC)
 
     for partition, offset in ((0, 0), (0, 0), (1, 0)):
@@ -106,11 +106,11 @@ async def test_the_meter_ends_when_the_last_record_is_done() -> None:
     assert 0.03 <= result.wall_seconds < 5.0
 
 
-def test_cpu_per_record_is_that_of_the_records_after_the_warm_up() -> None:
+def test_cpu_per_record_excludes_the_warm_up() -> None:
     assert replace(_measurement(), cpu_seconds=0.9, cpu_records=900_000).cpu_per_record == pytest.approx(1.0)
 
 
-def test_a_spec_survives_the_command_line() -> None:
+def test_a_spec_round_trips_through_json() -> None:
     assert Spec.from_json(SPEC.to_json()) == SPEC
 
 
@@ -121,13 +121,13 @@ def test_a_contestant_that_is_not_installed_is_left_out() -> None:
     assert stage.lineup([here, missing], [here, missing]) == [here, here]
 
 
-def test_a_quick_run_takes_only_those_that_the_verdict_needs() -> None:
+def test_a_quick_run_includes_only_contestants_the_verdict_needs() -> None:
     stage = Stage(KafkaCluster("nowhere:1"), quick=True, progress=Console(quiet=True))
 
     assert stage.lineup([Contestant("aioshard")], [Contestant("other")]) == [Contestant("aioshard")]
 
 
-def test_a_contestant_in_a_jvm_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jvm_contestant_is_left_out_without_java(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
         raise ParallelConsumerUnavailableError("no `mvn` on PATH")
 
@@ -137,7 +137,7 @@ def test_a_contestant_in_a_jvm_is_left_out_where_there_is_none(monkeypatch: pyte
     assert stage.lineup([Contestant("aioshard")], [Contestant(PEERS[0], peer=True)]) == [Contestant("aioshard")]
 
 
-async def test_the_meter_knows_what_ran_beside_and_behind_its_turn() -> None:
+async def test_the_meter_counts_concurrent_and_out_of_order_runs() -> None:
     meter = Meter(replace(SPEC, ends=(6,), records=6, work="told", keys=2))
 
     def record(offset: int, key: int, milliseconds: int) -> Record:
@@ -153,7 +153,7 @@ async def test_the_meter_knows_what_ran_beside_and_behind_its_turn() -> None:
     assert (result.disordered, result.peak_concurrency, result.missing, result.repeated) == (2, 2, 0, 0)
 
 
-async def test_records_are_lost_only_where_there_are_some() -> None:
+async def test_records_can_be_lost_only_if_there_are_any() -> None:
     """Markers, and what was compacted away, have an offset and are no record."""
     spec = replace(SPEC, ends=(9,), records=2, present=2, work="told", keys=1)
     meter = Meter(spec)
@@ -168,7 +168,7 @@ async def test_records_are_lost_only_where_there_are_some() -> None:
     assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({}) == 2
 
 
-async def test_who_fails_is_out_and_its_row_says_why_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_contestant_is_dropped_and_its_row_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(KafkaCluster("nowhere:1"), quick=False, progress=Console(quiet=True))
     ran: list[str] = []
 
@@ -210,7 +210,7 @@ def test_a_table_can_be_pasted() -> None:
     ]
 
 
-def test_a_spread_is_the_median_and_the_range() -> None:
+def test_a_spread_shows_median_and_range() -> None:
     assert str(spread([1.0, 3.0, 2.0])) == "2 (1–3)"
 
 

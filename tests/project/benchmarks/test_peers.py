@@ -1,4 +1,4 @@
-"""Confluent Parallel Consumer as a contestant: it compiles, processes a topic, and answers as the others do."""
+"""Confluent Parallel Consumer as a contestant: it compiles, processes a topic and reports like the others."""
 
 import asyncio
 import signal
@@ -60,7 +60,7 @@ def well_done(measured: Measurement) -> bool:
     return (measured.records, measured.missing, measured.repeated, measured.disordered) == (RECORDS, 0, 0, 0)
 
 
-async def test_it_processes_each_record_once_and_in_order_after_a_warm_up_and_commits(stage: Stage) -> None:
+async def test_a_peer_processes_every_record_once_in_order_and_commits(stage: Stage) -> None:
     topic, warm_up = await filled(stage), await filled(stage, 40)
     spec = replace(told(stage, topic, "told"), warm_up=warm_up.name, warm_up_ends=warm_up.ends)
 
@@ -77,11 +77,11 @@ async def test_it_processes_each_record_once_and_in_order_after_a_warm_up_and_co
     assert set(await stage.cluster.committed(f"{spec.group}-warm-up", warm_up.name)) == {0, 1}
 
 
-async def test_it_computes_as_well(stage: Stage) -> None:
+async def test_a_peer_runs_the_computing_workload(stage: Stage) -> None:
     assert well_done(await stage.run(told(stage, await filled(stage), "hash"), DEADLINE))
 
 
-async def test_it_publishes_each_message_in_the_transactions_of_its_commits(stage: Stage) -> None:
+async def test_a_peer_publishes_in_the_transactions_of_its_commits(stage: Stage) -> None:
     topic, output = await filled(stage), await stage.begin("peers-out", PARTITIONS, {})
     spec = stage.spec(TRANSACTIONAL, topic, records=RECORDS, work="sleep", concurrency=CONCURRENCY, seconds=0.005)
 
@@ -95,7 +95,7 @@ async def test_it_publishes_each_message_in_the_transactions_of_its_commits(stag
     assert sum(ends.values()) > RECORDS, "no transaction left its marker"
 
 
-async def test_it_ends_in_order_at_sigterm(stage: Stage, tmp_path: Path) -> None:
+async def test_a_peer_stops_cleanly_on_sigterm(stage: Stage, tmp_path: Path) -> None:
     topic, journal = await filled(stage), tmp_path / "journal"
     spec = replace(told(stage, topic, "journal", 0), journal=str(journal), seconds=0.002)
     process = await stage.start(spec)
@@ -114,14 +114,14 @@ async def test_it_ends_in_order_at_sigterm(stage: Stage, tmp_path: Path) -> None
 
 
 async def committed_by(stage: Stage, spec: Spec) -> set[tuple[int, ...]]:
-    """What lies below its committed offsets; it also finished records above them, which its own metadata tells."""
+    """Return the records below its committed offsets; its own metadata lists finished ones above."""
     partitions = [TopicPartition(spec.topic, partition) for partition in range(PARTITIONS)]
     async with KafkaAdmin(Settings(bootstrap_servers=stage.cluster.bootstrap)) as brokers:
         commits = await brokers.group_commits(spec.group, partitions)
     return {(at.partition, offset) for at, commit in commits.items() if commit for offset in range(commit.offset)}
 
 
-async def test_one_that_does_not_end_is_given_up_and_told(stage: Stage) -> None:
+async def test_a_peer_that_does_not_end_is_killed_and_reported(stage: Stage) -> None:
     spec = told(stage, await filled(stage), "told", RECORDS + 1)  # one more than there is
 
     with pytest.raises(ContestantFailedError, match=rf"{PEER} did not end within 3 s"):

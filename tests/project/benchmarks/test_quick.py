@@ -1,4 +1,4 @@
-"""The benchmark commands run and print what they should. Figures are not asserted: these inputs are tiny."""
+"""The benchmark commands run and print their results. Figures are not asserted: these inputs are tiny."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CONTESTANTS = {
     "p18": {"aioshard"},
     "p19": {"aioshard run"},
 }
-"""Who takes part in a quick run at least."""
+"""The minimum contestants of a quick run."""
 LONG = {"p1", "p3", "p4", "p5", "p6", "p8", "p10", "p11", "p12", "p13", "p15", "p16", "p17", "p18", "p19"}
 """Their quick runs take long, and the others go the same way."""
 
@@ -90,14 +90,14 @@ asyncio.run(main())
 """
 
 
-def test_importing_needs_no_broker_and_is_judged_by_what_is_loaded() -> None:
+def test_the_import_benchmark_needs_no_broker_and_judges_loaded_modules() -> None:
     report = _object(_benchmarks("p7", "--quick", "--json"))
 
     assert [(verdict["judged"], verdict["passed"]) for verdict in report["verdicts"]] == [(False, True), (True, True)]
 
 
 @pytest.mark.chaos
-def test_a_scrape_needs_no_broker() -> None:
+def test_the_scrape_benchmark_needs_no_broker() -> None:
     report = _object(_benchmarks("p14", "--quick", "--json"))
 
     assert [row["partitions"] for row in report["rows"]] == [1, 100, 1_000]
@@ -121,7 +121,7 @@ def test_the_table_shows_contestants_and_verdicts(kafka: SharedKafka) -> None:
         assert text in ran.stdout
 
 
-def test_a_job_that_fails_is_told_with_what_its_process_said(kafka: SharedKafka) -> None:
+def test_a_failed_job_is_reported_with_its_process_output(kafka: SharedKafka) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "p10", "--quick", "--bootstrap-servers", kafka.bootstrap],
         cwd=PROJECT,
@@ -143,7 +143,7 @@ def test_an_unknown_benchmark_is_a_usage_error() -> None:
     assert "p8" in ran.stderr
 
 
-def test_without_a_broker_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_broker_the_error_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_KAFKA_LIBS", str(tmp_path))
 
     ran = _benchmarks("p2", "--quick")

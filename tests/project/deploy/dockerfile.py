@@ -25,7 +25,7 @@ class CommandFailedError(RuntimeError):
 
 @dataclass
 class Image:
-    """What a stage has become."""
+    """The state of a stage."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Image:
         return [PLACED.sub(f"{self.root}/", word) for word in words]
 
     def variables(self, **more: str) -> dict[str, str]:
-        """What a process of the image gets; nothing of this project's environment but what pip needs."""
+        """Return the environment of a process of the image; of ours only what pip needs."""
         kept = {name: value for name, value in os.environ.items() if re.match(r"PIP_|LANG|SSL_|HTTPS?_PROXY", name)}
         path = f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin"
         own = {

@@ -1,4 +1,4 @@
-"""The Dockerfile: no image is built here, but what it says is run, from the first COPY to the end of its process."""
+"""The Dockerfile: its instructions are run without building an image, from the first COPY to the final process."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ DEADLINE = 60.0
 RECORDS = 200
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_finds_nothing() -> None:
     program = Path(sys.executable).parent / "hadolint"
     if not program.exists():
         skip_or_fail("hadolint", "dependency group test")
@@ -35,7 +35,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (ran.returncode, ran.stdout) == (0, "")
 
 
-def test_no_shell_stands_between_a_signal_and_the_app() -> None:
+def test_no_shell_intercepts_signals() -> None:
     found = dict(instructions(DOCKERFILE))
 
     assert json.loads(found["CMD"])[:2] == ["aioshard", "run"]
@@ -48,7 +48,7 @@ def test_no_shell_stands_between_a_signal_and_the_app() -> None:
             assert re.search(r":\d+\.\d+\.\d+", argument), f"{argument} may be another one tomorrow"
 
 
-def test_the_builder_gets_what_is_copied_and_nothing_else() -> None:
+def test_the_build_context_has_only_the_copied_files() -> None:
     ignore = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text()
     copied = {
         source
@@ -62,7 +62,7 @@ def test_the_builder_gets_what_is_copied_and_nothing_else() -> None:
 
 
 @pytest.mark.chaos
-async def test_what_the_dockerfile_says_ends_in_a_process_that_consumes_and_stops_on_sigterm(tmp_path: Path) -> None:
+async def test_the_dockerfile_commands_run_an_app_that_stops_on_sigterm(tmp_path: Path) -> None:
     try:
         image = await asyncio.to_thread(build, DOCKERFILE, PROJECT, tmp_path)
     except CommandFailedError as error:
@@ -108,7 +108,7 @@ def left_out(root: Path) -> list[str]:
 
 
 async def start(image: Image, words: Sequence[str], port: int, **variables: str) -> asyncio.subprocess.Process:
-    """A process of the image, on a port of its own where the file says 8080."""
+    """A process of the image, on a free port where the file says 8080."""
     environment = image.variables(**variables)
     program, *arguments = [word.replace("8080", str(port)) for word in image.moved(list(words))]
     found = shutil.which(program, path=environment["PATH"])

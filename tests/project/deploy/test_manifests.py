@@ -1,4 +1,4 @@
-"""The compose file and the manifests: schemas, settings that exist, times and sizes that fit together."""
+"""The compose file and the manifests: schemas, existing settings, consistent times and sizes."""
 
 import re
 import runpy
@@ -62,7 +62,7 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def variables(workload: dict[str, Any]) -> dict[str, str]:
-    """What the process gets, with references followed into the map and the secret."""
+    """Return the environment of the process, with references resolved in the map and the secret."""
     named = {(one["kind"], one["metadata"]["name"]): one for one in documents(*MANIFESTS)}
     found: dict[str, str] = {}
     for source in container(workload).get("envFrom", ()):
@@ -90,7 +90,7 @@ def settings(found: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: P
 # Schemas -------------------------------------------------------------------------------------
 
 
-def test_the_compose_file_is_one() -> None:
+def test_the_compose_file_is_valid() -> None:
     checked("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
@@ -101,7 +101,7 @@ def test_kubernetes_knows_every_field_of_the_manifests() -> None:
     checked("kubernetes-validate", "--strict", *known)
 
 
-def test_keda_knows_every_field_that_is_used(tmp_path: Path) -> None:
+def test_keda_knows_every_field(tmp_path: Path) -> None:
     """KEDA's own schema is not on any package index; ours has the fields that its documentation names."""
     for number, one in enumerate(keda()):
         page = tmp_path / f"{number}.yaml"
@@ -113,7 +113,7 @@ def test_keda_knows_every_field_that_is_used(tmp_path: Path) -> None:
 # Settings and commands ---------------------------------------------------------------------
 
 
-def test_variables_of_the_manifests_are_settings_that_fit_together(
+def test_variables_of_the_manifests_are_consistent_settings(
     workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = settings(variables(workload), monkeypatch, tmp_path)
@@ -136,7 +136,7 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
-def test_a_file_that_is_named_is_mounted(workload: dict[str, Any]) -> None:
+def test_a_named_file_is_mounted(workload: dict[str, Any]) -> None:
     (mount,) = container(workload)["volumeMounts"]
     (volume,) = pod(workload)["volumes"]
     (item,) = volume["secret"]["items"]
@@ -145,7 +145,7 @@ def test_a_file_that_is_named_is_mounted(workload: dict[str, Any]) -> None:
     assert mount["name"] == volume["name"]
 
 
-def test_the_command_is_one(workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_container_command_is_valid(workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = container(workload)["args"]
     monkeypatch.syspath_prepend(str(DEPLOY / "app"))
     if program == "uvicorn":
@@ -169,7 +169,7 @@ def test_the_command_is_one(workload: dict[str, Any], monkeypatch: pytest.Monkey
 # Times and sizes ----------------------------------------------------------------------------
 
 
-def test_a_pod_is_killed_only_after_all_that_it_may_do_first(
+def test_a_pod_is_killed_only_after_its_longest_shutdown(
     workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """graceful + shutdown_timeout + preStop < terminationGracePeriodSeconds"""
@@ -184,7 +184,7 @@ def test_a_pod_is_killed_only_after_all_that_it_may_do_first(
     assert (before > 0) == server, "requests come to a server, so it has to be taken out of the service first"
 
 
-def test_memory_is_enough_for_what_may_be_held(
+def test_the_memory_limit_covers_the_buffers(
     workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The bound of benchmark P6 above an idle process, and 64 MiB for what the handlers hold."""
@@ -198,20 +198,20 @@ def test_memory_is_enough_for_what_may_be_held(
     assert "cpu" not in resources["limits"]
 
 
-def test_a_handler_that_blocks_is_reported_before_it_is_restarted(
+def test_a_blocking_handler_is_reported_before_the_pod_restarts(
     workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = settings(variables(workload), monkeypatch, tmp_path)
     probe = container(workload)["livenessProbe"]
 
-    # A server of its own says 503 after the session time-out; one that shares the loop answers nothing at all.
+    # A separate server says 503 after the session timeout; one that shares the loop does not respond at all.
     before = 0.0 if container(workload)["args"][0] == "uvicorn" else found.session_timeout
     assert before + probe["periodSeconds"] * probe["failureThreshold"] >= found.stuck_after
     assert probe["httpGet"]["path"] == "/livez"
     assert container(workload)["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
 
-def test_no_autoscaler_goes_beyond_the_partitions() -> None:
+def test_no_autoscaler_exceeds_the_partitions() -> None:
     topics = yaml.safe_load(COMPOSE.read_text())["services"]["topics"]["command"]
     partitions = int(next(word for word in topics if word.startswith("--partitions=")).partition("=")[2])
     objects = [one["spec"] for one in keda() if one["kind"] == "ScaledObject"]
@@ -224,7 +224,7 @@ def test_no_autoscaler_goes_beyond_the_partitions() -> None:
         assert rules["scaleDown"]["stabilizationWindowSeconds"] > rules["scaleUp"]["stabilizationWindowSeconds"]
 
 
-def test_an_autoscaler_asks_for_a_group_topic_and_metrics_that_exist() -> None:
+def test_an_autoscaler_queries_existing_group_topic_and_metrics() -> None:
     (app,) = [value for value in runpy.run_path(str(DEPLOY / "app" / "billing.py")).values() if isinstance(value, App)]
     triggers = {one["type"]: one["metadata"] for found in keda() for one in found["spec"].get("triggers", ())}
     kafka, prometheus = triggers["kafka"], triggers["prometheus"]
@@ -236,7 +236,7 @@ def test_an_autoscaler_asks_for_a_group_topic_and_metrics_that_exist() -> None:
     assert float(prometheus["threshold"]) == pytest.approx(0.8 * app.handlers[0].concurrency, abs=1)
 
 
-def test_fewer_partitions_move_when_the_new_pod_comes_first() -> None:
+def test_fewer_partitions_move_when_the_new_pod_starts_first() -> None:
     """12 partitions on 3 pods, with the default assignor."""
 
     def moved(*memberships: tuple[str, ...]) -> int:
@@ -264,7 +264,7 @@ def test_fewer_partitions_move_when_the_new_pod_comes_first() -> None:
 # The compose file ---------------------------------------------------------------------------
 
 
-def test_what_the_compose_file_mounts_is_there() -> None:
+def test_the_mounts_of_the_compose_file_exist() -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     volumes = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
     mounted = [name for name in volumes if name.startswith(".")]
@@ -277,7 +277,7 @@ def test_what_the_compose_file_mounts_is_there() -> None:
     ]
 
 
-def test_grafana_finds_the_dashboard_and_prometheus_where_they_are() -> None:
+def test_grafana_finds_the_dashboard_and_prometheus() -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     provisioning = DEPLOY / "grafana" / "provisioning"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "aioshard.yaml").read_text())["providers"]
@@ -288,7 +288,7 @@ def test_grafana_finds_the_dashboard_and_prometheus_where_they_are() -> None:
     assert source["url"] == "http://prometheus:9090"
 
 
-def test_the_compose_file_has_the_broker_that_the_tests_have() -> None:
+def test_the_compose_file_uses_the_broker_version_of_the_tests() -> None:
     pom = (PROJECT / "tests" / "support" / "broker" / "pom.xml").read_text()
     tested = re.search(r"<artifactId>kafka_2.13</artifactId>\s*<version>([\d.]+)</version>", pom)
     services = yaml.safe_load(COMPOSE.read_text())["services"]
@@ -301,7 +301,7 @@ def test_the_compose_file_has_the_broker_that_the_tests_have() -> None:
 
 @pytest.mark.chaos
 @pytest.mark.kafka
-async def test_a_broker_starts_with_what_the_compose_file_says(tmp_path: Path) -> None:
+async def test_a_broker_starts_with_the_compose_settings(tmp_path: Path) -> None:
     """The image makes a property of each variable; ports and names are those of this machine here."""
     environment = yaml.safe_load(COMPOSE.read_text())["services"]["kafka"]["environment"]
     broker = KafkaBroker(tmp_path)
@@ -330,7 +330,7 @@ async def test_a_broker_starts_with_what_the_compose_file_says(tmp_path: Path) -
         await broker.kill()
 
 
-def test_nothing_of_the_compose_file_is_open_to_the_network() -> None:
+def test_the_compose_file_opens_no_port_to_the_network() -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
 
     ports = [port for service in services.values() for port in service.get("ports", ())]
@@ -338,7 +338,7 @@ def test_nothing_of_the_compose_file_is_open_to_the_network() -> None:
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
 
 
-def test_the_page_names_every_file() -> None:
+def test_the_page_lists_every_file() -> None:
     page = (DOCS / "deploying.md").read_text()
     own = [*DEPLOY.glob("*.*"), *DEPLOY.glob("*file"), *DEPLOY.glob("app/*.py"), *MANIFESTS]
 

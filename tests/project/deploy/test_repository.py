@@ -1,4 +1,4 @@
-"""The files that the repository's host and editors read: workflows, templates, hooks and the development container."""
+"""Repository files for GitHub and editors: workflows, templates, hooks and the development container."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
 # Schemas -------------------------------------------------------------------------------------
 
 
-def test_the_workflows_fit_their_schema_and_no_job_runs_without_a_time_limit() -> None:
+def test_the_workflows_are_valid_and_every_job_has_a_timeout() -> None:
     assert [path.name for path in WORKFLOWS] == ["checks.yml", "release.yml"]
     checked("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS)
     checked("check-jsonschema", "--builtin-schema", "custom.github-workflows-require-timeout", *WORKFLOWS)
@@ -46,7 +46,7 @@ def test_the_workflows_fit_their_schema_and_no_job_runs_without_a_time_limit() -
         ("github-issue-config", ["ISSUE_TEMPLATE/config.yml"]),
     ],
 )
-def test_a_file_of_the_host_fits_its_schema(schema: str, names: list[str]) -> None:
+def test_a_github_configuration_file_is_valid(schema: str, names: list[str]) -> None:
     checked("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *(GITHUB / name for name in names))
 
 
@@ -79,7 +79,7 @@ def test_every_supported_python_is_tested(workflow: str, job: str) -> None:
     assert loaded(GITHUB / "workflows" / workflow)["jobs"][job]["strategy"]["matrix"]["python"] == supported
 
 
-def test_the_checks_run_every_lane_of_a_change() -> None:
+def test_the_checks_run_every_test_lane() -> None:
     commands = "\n".join(step.get("run", "") for step in steps(GITHUB / "workflows" / "checks.yml"))
 
     assert {"check", "docs", "test-fast", "test-compiled", "test"} == set(
@@ -90,7 +90,7 @@ def test_the_checks_run_every_lane_of_a_change() -> None:
 # Hooks, container, community -------------------------------------------------------------------
 
 
-def test_the_hooks_use_what_make_installs_and_fetch_nothing() -> None:
+def test_the_hooks_use_tools_that_make_installs() -> None:
     repositories = loaded(PROJECT / ".pre-commit-config.yaml")["repos"]
 
     assert [one["repo"] for one in repositories] == ["local"]
@@ -102,7 +102,7 @@ def test_the_hooks_use_what_make_installs_and_fetch_nothing() -> None:
             assert (PROJECT / f"{arguments[-1].replace('.', '/')}.py").exists()
 
 
-def test_the_container_has_what_the_tests_need() -> None:
+def test_the_dev_container_has_the_tools_the_tests_need() -> None:
     container = json.loads((PROJECT / ".devcontainer" / "devcontainer.json").read_text())
 
     assert re.search(r"/python:.*3\.1[1-4]", container["image"])
@@ -111,7 +111,7 @@ def test_the_container_has_what_the_tests_need() -> None:
 
 
 @pytest.mark.parametrize("page", COMMUNITY, ids=lambda page: page.name)
-def test_a_page_names_verbs_and_files_that_exist(page: Path) -> None:
+def test_a_page_names_existing_make_targets_and_files(page: Path) -> None:
     text = page.read_text()
 
     assert set(re.findall(r"`make ([a-z-]+)", text)) - set(VERBS) == set()
@@ -147,7 +147,7 @@ value = "3 record(s)"  # fixed by hand
 '''
 
 
-def test_phrases_are_found_with_their_line_and_code_is_left_out(tmp_path: Path) -> None:
+def test_phrases_are_found_with_their_line_outside_code(tmp_path: Path) -> None:
     page, module = tmp_path / "page.md", tmp_path / "module.py"
     page.write_text(MARKDOWN)
     module.write_text(PYTHON)

@@ -1,4 +1,4 @@
-"""The wheel: size, contents, metadata, and the quick start in an environment that has nothing else."""
+"""The wheel: size, contents, metadata, and the quick start in a clean environment."""
 
 import email.message
 import email.parser
@@ -62,7 +62,7 @@ def relative_links(text: str) -> list[str]:
     return [found["target"] for found in LINK.finditer(re.sub(r"(?ms)^```.*?^```|`[^`\n]+`", "", text))]
 
 
-def test_the_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_only_the_packages(wheel: Path) -> None:
     files = [file for package in ("aioshard", "pyspark_aioshard") for file in (PROJECT / package).rglob("*")]
     expected = {str(file.relative_to(PROJECT)) for file in files if file.is_file() and file.suffix != ".pyc"}
 
@@ -76,7 +76,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
     assert wheel.stat().st_size <= LARGEST
 
 
-def test_the_metadata_name_the_project_its_extras_and_its_programs(wheel: Path) -> None:
+def test_the_metadata_names_the_project_extras_and_scripts(wheel: Path) -> None:
     found = metadata(wheel)
 
     assert (found["Name"], found["Version"], found["Requires-Python"]) == ("aioshard", "0.1.0", ">=3.11")
@@ -90,7 +90,7 @@ def test_the_metadata_name_the_project_its_extras_and_its_programs(wheel: Path) 
     assert "[pytest11]" in programs
 
 
-def test_outside_a_workflow_the_readme_stays_as_it_is_and_no_address_is_invented(wheel: Path) -> None:
+def test_outside_a_workflow_the_readme_is_unchanged_and_no_url_is_invented(wheel: Path) -> None:
     found = metadata(wheel)
 
     assert found.get_payload() == (PROJECT / "README.md").read_text()
@@ -98,7 +98,7 @@ def test_outside_a_workflow_the_readme_stays_as_it_is_and_no_address_is_invented
     assert found["Project-URL"] is None
 
 
-def test_in_a_workflow_the_metadata_have_absolute_addresses(tmp_path: Path) -> None:
+def test_in_a_workflow_the_metadata_has_absolute_urls(tmp_path: Path) -> None:
     found = metadata(build("build_wheel", PROJECT, tmp_path, **IN_A_WORKFLOW))
 
     urls = dict(line.split(", ") for line in found.get_all("Project-URL", []))
@@ -115,7 +115,7 @@ def test_in_a_workflow_the_metadata_have_absolute_addresses(tmp_path: Path) -> N
     assert relative_links(text) == []
 
 
-def test_a_wheel_that_is_built_from_the_sdist_keeps_its_addresses(sdist: Path, tmp_path: Path) -> None:
+def test_a_wheel_built_from_the_sdist_keeps_its_urls(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as opened:
         opened.extractall(tmp_path, filter="data")
 
@@ -132,11 +132,11 @@ def test_an_editable_install_gets_its_metadata_with_and_without_the_variables(tm
         assert build("prepare_metadata_for_build_editable", PROJECT, directory, **variables).exists()
 
 
-def test_twine_finds_nothing_to_complain_about(wheel: Path, sdist: Path) -> None:
+def test_twine_check_passes(wheel: Path, sdist: Path) -> None:
     checked("twine", "check", "--strict", wheel, sdist)
 
 
-def test_links_become_absolute_and_code_and_anchors_stay(tmp_path: Path) -> None:
+def test_links_become_absolute_while_code_and_anchors_stay(tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     text = """\
 [a page](docs/index.md#why "why"), [a folder](examples), ![a picture](./docs/a.png) and `[code](docs/x.md)`
@@ -166,14 +166,14 @@ def test_links_become_absolute_and_code_and_anchors_stay(tmp_path: Path) -> None
     )
 
 
-def test_half_an_address_is_none() -> None:
+def test_a_partial_repository_url_is_empty() -> None:
     assert repository_url({"GITHUB_REPOSITORY": "someone/aioshard"}) == ""
     assert repository_url({"GITHUB_SERVER_URL": "https://git.example/", **IN_A_WORKFLOW}) == REPOSITORY
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(INSTALLING + 120)
-def test_the_quick_start_runs_with_the_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+def test_the_quick_start_runs_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     programs = tmp_path / "venv" / "bin"
     installed = subprocess.run(

@@ -1,4 +1,4 @@
-"""The built site, once for all tests that read it."""
+"""The built site, shared by all tests that read it."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The texts that the package can print, as its source has them; `…` stands for each part that varies."""
+"""The texts that the package can print, read from its source; `…` stands for each variable part."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the fenced blocks and links in them."""
+"""The documentation pages with their fenced blocks and links."""
 
 import re
 from collections.abc import Iterator

@@ -44,7 +44,7 @@ def _app(released: asyncio.Event) -> App:
 
 
 async def scene() -> Frame:
-    """Two processes of one group; one handler hangs, one record is halted, and the rest goes on."""
+    """Two processes of one group; one handler hangs, one record is halted, and the rest continues."""
     broker = InMemoryBroker()
     broker.create_topic("orders", 6)
     broker.create_topic("clicks", 2)

@@ -1,4 +1,4 @@
-"""The public names of the package: names in `__all__`, members of these classes, and every exception."""
+"""The public names of the package: `__all__`, members of these classes, and every exception."""
 
 import inspect
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def public_names() -> set[str]:
 
 
 def exported() -> set[str]:
-    """What `__all__` of the modules names; an exception by the module that defines it."""
+    """Return the names in `__all__` of the modules; an exception belongs to the module that defines it."""
     names = {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__ if name != "__version__"}
     return {name for name in names if f"aioshard.errors.{name.rpartition('.')[2]}" not in exceptions()}
 

@@ -1,4 +1,4 @@
-"""What the documentation says of pages, settings, commands, exit codes, metrics and tests, taken from where it is true.
+"""Generated tables of the documentation: settings, commands, exit codes, metrics and tests.
 
 `python -m tests.project.docs.tables` writes it between the marks in the pages; a test fails when that is due.
 """
@@ -203,7 +203,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "exit codes": exit_codes,
     "evidence": evidence,
 }
-"""What stands between `<!-- generated: name -->` and `<!-- end -->`."""
+"""Generated parts between `<!-- generated: name -->` and `<!-- end -->`."""
 
 _MARKED = re.compile(r"(?P<begin><!-- generated: (?P<name>[a-z ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 

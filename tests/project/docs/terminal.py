@@ -1,6 +1,6 @@
-"""A terminal for the sessions that a page shows: a real shell, and what is printed in it held against the page.
+"""A terminal for the sessions on a page: a real shell whose output is compared with the page.
 
-In a page, numbers stand for any numbers, `…` within a line for anything, and a line of its own for any lines.
+In a page, numbers stand for any numbers, `…` within a line for anything, and a separate line for any lines.
 `^C` is Ctrl-C. Runs of blanks count as one, because columns are as wide as their numbers.
 """
 
@@ -26,7 +26,7 @@ class Step:
         self.lines: list[str] = []
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the command runs until it is stopped."""
         return re.match(r"aioshard (?:broker|run)\b(?!.*--until-caught-up)", self.command) is not None
 
@@ -40,7 +40,7 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """What a block shows, in its order."""
+    """Return the steps that a block shows, in order."""
     found: list[Step] = []
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -57,7 +57,7 @@ def steps(text: str) -> list[Step]:
 
 
 def pattern(lines: list[str]) -> re.Pattern[str]:
-    """What the page's lines stand for."""
+    """Return a pattern for the lines of the page."""
     parts = [r"\n*"]
     for line in lines:
         if line.strip() == "…":
@@ -69,7 +69,7 @@ def pattern(lines: list[str]) -> re.Pattern[str]:
 
 
 class Terminal:
-    """A shell of its own; what is printed is read once, step by step."""
+    """A separate shell; its output is read once, step by step."""
 
     def __init__(self, place: Path, environment: Mapping[str, str], *, replaced: Mapping[str, str]) -> None:
         """Args: where it begins, all its variables, and texts of commands that are others here, such as ports."""
@@ -122,7 +122,7 @@ class Terminal:
             raise AssertionError(f"{step}: the page shows\n{shown}\nand this was printed:\n{self._printed}") from None
 
     async def _follow(self, step: Step) -> None:
-        ends = not step.goes_on and bool(step.command)
+        ends = not step.continues and bool(step.command)
         if step.command == "^C":
             self._interrupt()
         elif step.command:
@@ -133,7 +133,7 @@ class Terminal:
             if ends and _END in self._printed:
                 if not step.looks:
                     raise TimeoutError
-                # What is looked at becomes so within a moment: a reader is slower than this, and would ask again.
+                # The expected state appears within a moment: a human is slower and would not ask again.
                 self._printed = ""
                 self._type(step.command)
             await asyncio.sleep(POLL)

@@ -1,9 +1,9 @@
-"""Every block of code in README and documentation does what it shows.
+"""Every code block in README and documentation works.
 
 How a block is tested is in its info string: `python` is executed; with `data-check="memory"` its app then consumes
-records on the broker in memory; `"continued"` goes on in the names of the block before; `"pytest"` has its tests run;
+records on the broker in memory; `"continued"` reuses the names of the block before; `"pytest"` has its tests run;
 `"names"` is for what must not be executed here: its imports are, and every name in it has to exist. `"theirs"` is for
-code of another library. `test_what_is_not_run_is_listed` says which blocks are not run, and why.
+code of another library. `test_unchecked_blocks_are_listed` says which blocks are not run, and why.
 """
 
 import ast
@@ -50,7 +50,7 @@ def test_no_block_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("block", [one for one in EXECUTED if one.check != "continued"], ids=str)
-def test_a_block_of_python_works(block: Block) -> None:
+def test_a_python_block_runs(block: Block) -> None:
     if block.check == "theirs":
         check_theirs(block)
         return
@@ -171,7 +171,7 @@ NOT_RUN = {
 
 
 @pytest.mark.parametrize("check", NOT_RUN)
-def test_what_is_not_run_is_listed(check: str) -> None:
+def test_unchecked_blocks_are_listed(check: str) -> None:
     assert {block.page.name for block in EXECUTED if block.check == check} == NOT_RUN[check].keys()
 
 
@@ -193,7 +193,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
-def test_a_command_has_the_options_that_it_is_given(block: Block) -> None:
+def test_a_command_knows_its_documented_options(block: Block) -> None:
     found = list(commands(block))
     assert found or block.check in TERMINALS  # what is printed later has a block without a command
     for words in found:
@@ -213,7 +213,7 @@ NO_SETTINGS = {TOKEN_VARIABLE, WORKER_VARIABLE, "AIOSHARD_COMPILE"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_variable_is_that_of_a_setting(page: Any) -> None:
+def test_a_documented_variable_is_a_setting(page: Any) -> None:
     variables = {PREFIX + name.upper() for name in Settings.model_fields}
 
     named = set(re.findall(r"\bAIOSHARD_[A-Z_]*[A-Z]\b", page.read_text()))
@@ -221,7 +221,7 @@ def test_a_variable_is_that_of_a_setting(page: Any) -> None:
     assert named - variables <= NO_SETTINGS
 
 
-def test_a_verb_of_make_exists() -> None:
+def test_a_documented_make_target_exists() -> None:
     named = {verb for page in PAGES for verb in re.findall(r"`make (\w+)", page.read_text())}
 
     assert {"demo", "test"} <= named <= set(re.findall(r"^(\w+):", (PROJECT / "Makefile").read_text(), re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Every file in `examples` runs and does what it says."""
+"""Every file in `examples` runs and works as described."""
 
 import ast
 import asyncio
@@ -84,7 +84,7 @@ async def test_quickstart_prints_every_order_on_a_real_broker(own_kafka: KafkaBr
 
 
 @pytest.mark.chaos
-async def test_fastapi_app_consumes_between_start_up_and_shutdown(own_kafka: KafkaBroker) -> None:
+async def test_fastapi_app_consumes_between_startup_and_shutdown(own_kafka: KafkaBroker) -> None:
     example = load("fastapi_app")
     app: App = example.app
     app.configure(bootstrap_servers=own_kafka.bootstrap)
@@ -165,7 +165,7 @@ class FakeModel:
         return JSONResponse({"choices": [{"message": {"content": content}}]}, status_code=status)
 
 
-async def test_llm_fanout_keeps_the_rate_tries_again_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_llm_fanout_keeps_the_rate_retries_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel()
     trouble = {"429 until call 2": 2, "500 until call 3": 3, "503 until call 99": 6, "bad": 1, "odd": 2, "slow": 1}
     texts = [*trouble, *(f"good and slow {number}" for number in range(60))]
@@ -221,7 +221,7 @@ def orders() -> list[Record]:
     return [broker.publish("orders", value.encode(), key=key) for key, value in values]
 
 
-def test_inbox_sqlite_has_the_effects_of_each_order_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inbox_sqlite_applies_each_order_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of it is shown in tests/services/idempotence."""
     monkeypatch.chdir(tmp_path)
     example = load("inbox_sqlite")
@@ -241,9 +241,7 @@ def test_inbox_sqlite_has_the_effects_of_each_order_once(tmp_path: Path, monkeyp
     assert customers() == [("alice", 8, "new street"), ("ben", 4, "square")]
 
 
-async def test_inbox_postgresql_has_the_effects_of_each_order_once(
-    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_inbox_postgresql_applies_each_order_once(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of it is shown in tests/services/idempotence."""
     monkeypatch.setenv("DATABASE_URL", postgresql_url)
     example = load("inbox_postgresql")
@@ -258,7 +256,7 @@ async def test_inbox_postgresql_has_the_effects_of_each_order_once(
     assert found == [("alice", 8, "new street"), ("ben", 4, "square")]
 
 
-async def test_orders_to_invoices_has_one_invoice_or_one_dead_letter_for_each_order() -> None:
+async def test_orders_to_invoices_gives_each_order_one_invoice_or_dead_letter() -> None:
     """Processes that are killed are in tests/guarantees."""
     example = load("orders_to_invoices")
     orders: list[dict[str, Any]] = [
@@ -278,7 +276,7 @@ async def test_orders_to_invoices_has_one_invoice_or_one_dead_letter_for_each_or
     assert sorted(letters) == sorted(order["id"] for order in orders if not order["amount"])
 
 
-def test_fixed_shards_keep_a_cache_each() -> None:
+def test_fixed_shards_keep_separate_caches() -> None:
     example = load("fixed_shards")
     looked_up: list[bytes] = []
     look_up: Callable[[bytes], Awaitable[str]] = example.look_up
@@ -322,7 +320,7 @@ def test_the_tests_of_testing_a_handler_pass() -> None:
         test()
 
 
-async def test_flight_delays_tells_a_cancelled_flight_from_one_on_time() -> None:
+async def test_flight_delays_distinguishes_cancelled_from_punctual_flights() -> None:
     """Over history it runs in `tests/spark/test_flights.py`."""
     example = load("flight_delays")
     async with TestClient(example.app) as client:
@@ -333,7 +331,7 @@ async def test_flight_delays_tells_a_cancelled_flight_from_one_on_time() -> None
     assert found == ["cancelled", "on time", "on time", "late", "late", "very late"]
 
 
-def test_flights_lines_are_records_that_flight_delays_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flights_lines_are_readable_by_flight_delays(capsys: pytest.CaptureFixture[str]) -> None:
     load("flights_lines").main(2_000)
 
     flights = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""The way of a newcomer: getting started and the tutorial, typed into shells on a machine that has only Python."""
+"""Getting started and the tutorial, typed into shells on a machine with only Python."""
 
 import os
 import re
@@ -75,7 +75,7 @@ async def follow(terminal: Terminal, step: Step) -> None:
 
 
 def variables(place: Path, opened: dict[str, Terminal]) -> dict[str, str]:
-    """What a shell begins with: nothing of ours but how pip finds packages."""
+    """Return the initial environment of a shell: nothing of ours except how pip finds packages."""
     kept = {name: value for name, value in os.environ.items() if re.match(r"PIP_|LANG|SSL_|HTTPS?_PROXY", name)}
     path = [str(place / ".venv" / "bin")] if opened else []
     path += [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
@@ -93,7 +93,7 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def test_a_page_may_differ_from_what_is_printed_in_numbers_and_blanks_only() -> None:
+def test_output_may_differ_from_the_page_only_in_numbers_and_blanks() -> None:
     expected = pattern(["took 1.25 s at 127.0.0.1:9092", "…", "  done   3"])
 
     assert expected.fullmatch("took 12 s at 10.0.0.1:80\ndone 41\n")

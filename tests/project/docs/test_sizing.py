@@ -34,7 +34,7 @@ def connected(port: int) -> int:
 
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 @pytest.mark.parametrize("partitions", [1, 64])
-async def test_connections_do_not_depend_on_the_partitions(
+async def test_connections_do_not_depend_on_the_number_of_partitions(
     kafka: SharedKafka, topic: str, client: Any, partitions: int
 ) -> None:
     if client == "confluent":
@@ -62,7 +62,7 @@ async def test_connections_do_not_depend_on_the_partitions(
         await until(publishing)
 
 
-def test_the_table_of_concurrency_is_littles_law() -> None:
+def test_the_concurrency_table_follows_littles_law() -> None:
     lines = PAGE.read_text().partition("| records/s | handler takes 2 ms")[2].partition("\n\n")[0].splitlines()[2:]
     seconds = (0.002, 0.01, 0.05, 0.25, 1)
 
@@ -72,7 +72,7 @@ def test_the_table_of_concurrency_is_littles_law() -> None:
         assert cells == pytest.approx([rate * each for each in seconds])
 
 
-def test_the_times_are_those_of_the_settings() -> None:
+def test_the_documented_times_match_the_settings() -> None:
     text, own = PAGE.read_text(), Settings()
     drained = own.drain_timeout + own.commit_timeout + own.heartbeat_interval
 
@@ -98,12 +98,12 @@ def test_the_times_are_those_of_the_settings() -> None:
     ],
     ids="-".join,
 )
-def test_what_the_page_says_is_refused_is_refused(wrong: dict[str, Any]) -> None:
+def test_values_documented_as_refused_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         Settings(**wrong)
 
 
-def test_the_sum_of_memory_is_that_of_the_benchmark() -> None:
+def test_the_documented_memory_matches_the_benchmark() -> None:
     measured = (PROJECT / "benchmarks" / "README.md").read_text()
     bound = 2 * Settings().max_buffered_bytes / 2**20 + 50
 

@@ -1,4 +1,4 @@
-"""The stores that these tests run on, one after the other."""
+"""The stores that each of these tests runs on."""
 
 from pathlib import Path
 

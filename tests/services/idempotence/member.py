@@ -1,4 +1,4 @@
-"""The app of a process of a group: `python -m aioshard run tests.services.idempotence.member:app`; see `processes`."""
+"""The app of a group process: `python -m aioshard run tests.services.idempotence.member:app`; see `processes`."""
 
 import json
 import os

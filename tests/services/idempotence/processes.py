@@ -13,7 +13,7 @@ from tests.support.kafka_libs import PROJECT
 
 VARIABLE = "INBOX_MEMBER"
 STANDSTILL = 2
-"""Seconds until PostgreSQL ends the transaction of a member that stands still."""
+"""Seconds until PostgreSQL ends the transaction of a frozen member."""
 TAIL_LINES = 25
 END_TIMEOUT = 60.0
 
@@ -88,9 +88,9 @@ class Member:
         return self._process.wait(END_TIMEOUT)
 
     def freeze(self) -> None:
-        """Lets it stand still, until `thaw`."""
+        """Freezes it until `thaw`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets it go on."""
+        """Resumes it."""
         self._process.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The databases that the inbox examples write to, as a test sees them."""
+"""The databases of the inbox examples, as tests read them."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ QUERY = "SELECT id, spent, address, version FROM customers ORDER BY id"
 
 
 class Customer(NamedTuple):
-    """What the orders of one customer have left."""
+    """The effects of the orders of one customer."""
 
     spent: int
     address: str
@@ -36,7 +36,7 @@ class Store(Protocol):
         """Its module; it writes to the store that was made last."""
 
     def customers(self) -> dict[str, Customer]:
-        """What is there; nothing before the first start."""
+        """Return the stored customers; none before the first start."""
 
     def inbox(self) -> set[str]:
         """The keys of the inbox."""
@@ -131,7 +131,7 @@ def order(amount: int, address: str) -> bytes:
 
 
 def expected(records: Iterable[Record]) -> Mapping[str, Customer]:
-    """What records leave that are handled once each, in the order of each customer."""
+    """Return the effects of records that are handled once each, in order per customer."""
     customers: dict[str, Customer] = {}
     for record in sorted(records, key=lambda one: one.offset):
         customer, found = (record.key or b"").decode(), json.loads(record.value or b"")

@@ -1,4 +1,4 @@
-"""The inbox examples on SQLite and on a real PostgreSQL: whatever comes twice, late or at the same time counts once."""
+"""The inbox examples on SQLite and PostgreSQL: repeated, late and concurrent deliveries count once."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ def publish(broker: InMemoryBroker, count: int, customers: int) -> list[Record]:
     ]
 
 
-async def test_a_crash_after_any_prefix_and_at_any_await_leaves_the_effects_of_a_single_run(store: Store) -> None:
+async def test_a_crash_at_any_await_leaves_the_effects_of_a_single_run(store: Store) -> None:
     history = publish(InMemoryBroker(partitions=1), count=3, customers=2)
 
     await replay_prefixes(
@@ -35,7 +35,7 @@ async def test_a_crash_after_any_prefix_and_at_any_await_leaves_the_effects_of_a
     assert store.customers() == expected(history)
 
 
-async def test_what_two_processes_have_in_hand_at_the_same_time_counts_once(store: Store) -> None:
+async def test_a_record_in_flight_in_two_processes_counts_once(store: Store) -> None:
     """As when a partition has moved on while its old owner was only slow."""
     broker = InMemoryBroker()
     old, new = app_of(store, "old"), app_of(store, "new")
@@ -48,7 +48,7 @@ async def test_what_two_processes_have_in_hand_at_the_same_time_counts_once(stor
     assert [app.statistics().handlers[0].processed for app in (old, new)] == [100, 100]
 
 
-async def test_everything_that_is_delivered_again_late_changes_nothing(store: Store) -> None:
+async def test_late_redeliveries_change_nothing(store: Store) -> None:
     async with TestClient(app_of(store, "customers")) as client:
         records = publish(client.broker, count=40, customers=4)
         await client.settle(PATIENCE)
@@ -61,7 +61,7 @@ async def test_everything_that_is_delivered_again_late_changes_nothing(store: St
     assert store.customers() == before == expected(records)
 
 
-async def test_an_older_record_that_comes_after_a_newer_one_adds_up_and_does_not_overwrite(store: Store) -> None:
+async def test_a_late_older_record_adds_to_the_sum_and_does_not_overwrite(store: Store) -> None:
     async with TestClient(app_of(store, "customers")) as client:
         client.broker.log("orders", 0).skip(1)
         await client.publish("orders", order(5, "new street"), key="alice", partition=0)
@@ -75,8 +75,8 @@ async def test_an_older_record_that_comes_after_a_newer_one_adds_up_and_does_not
     assert store.inbox() == {"orders/0/0", "orders/0/1"}
 
 
-async def test_without_its_row_in_the_inbox_a_late_record_adds_up_again_and_the_address_stays(store: Store) -> None:
-    """What deleting too early does, and what the version check saves all the same."""
+async def test_without_its_inbox_row_a_late_record_is_added_again(store: Store) -> None:
+    """Deleting too early adds up twice; the version check still protects the address."""
     async with TestClient(app_of(store, "customers")) as client:
         for amount, address in ((3, "old street"), (5, "new street")):
             await client.publish("orders", order(amount, address), key="alice", partition=0)
@@ -94,7 +94,7 @@ TOO_LARGE = order(2**70, "street")
 """No column takes it, so its transaction fails in the middle."""
 
 
-async def test_an_order_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -> None:
+async def test_an_order_that_fails_midway_leaves_nothing_behind(store: Store) -> None:
     """Its row in the inbox has to go too, or the order would count as done."""
     app = app_of(store, "customers")
     async with TestClient(app, speed=1000) as client:
@@ -141,7 +141,7 @@ def outcomes(app: App) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("outcome", ["commit", "rollback"])
-async def test_a_record_waits_for_how_its_other_run_ends(postgresql_url: str, outcome: str) -> None:
+async def test_a_record_waits_for_its_other_run_to_end(postgresql_url: str, outcome: str) -> None:
     store = PostgresqlStore(postgresql_url)
     app = app_of(store, "customers")
     async with TestClient(app) as client, await psycopg.AsyncConnection.connect(postgresql_url) as other:
@@ -154,7 +154,7 @@ async def test_a_record_waits_for_how_its_other_run_ends(postgresql_url: str, ou
     assert store.customers() == ({} if outcome == "commit" else {"alice": Customer(3, "street", 0)})
 
 
-async def test_a_transaction_that_stands_still_does_not_hold_up_its_record_for_ever(
+async def test_a_stalled_transaction_does_not_block_its_record_forever(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the machine of the old owner is gone, and nobody has told the server."""
@@ -178,7 +178,7 @@ def waits_for_a_lock(url: str) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody tells: it is in a database, or in the statistics."""
+    """Poll for a condition in a database or in the statistics."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - hence there is no event
             await asyncio.sleep(0.01)

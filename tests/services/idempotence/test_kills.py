@@ -1,4 +1,4 @@
-"""The inbox examples in processes that are killed, on a real broker: the effects are there exactly once."""
+"""The inbox examples in killed processes on a real broker: every effect happens once."""
 
 import asyncio
 import itertools
@@ -59,7 +59,7 @@ def orders(kafka: SharedKafka, topic: str, group: str, store: Store, tmp_path: P
 async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     """Wait for what other processes do to a database."""
     async with asyncio.timeout(timeout):
-        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - nobody tells us
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 
@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     ["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.chaos])],
     indirect=True,
 )
-async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(orders: Group) -> None:
+async def test_kill_9_between_database_and_offset_commit_applies_each_order_once(orders: Group) -> None:
     await orders.produce(400)
     with orders.start(commit_interval=600, commit_records=None) as first:
         await until(lambda: len(orders.store.inbox()) >= 150)
@@ -86,7 +86,7 @@ async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> None:
+async def test_repeated_kill_9_of_two_members_applies_each_order_once(orders: Group) -> None:
     count, rounds = 2_000, 6
     chance = random.Random(7)
     await orders.produce(count)
@@ -109,11 +109,11 @@ async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> No
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("store", [pytest.param("postgresql", marks=pytest.mark.postgresql)], indirect=True)
-async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(orders: Group) -> None:
-    """SQLite is left out: whoever stands still in a transaction keeps its file locked."""
+async def test_a_member_frozen_beyond_its_session_does_nothing_twice(orders: Group) -> None:
+    """SQLite is left out: a process frozen in a transaction keeps its file locked."""
     await orders.create()
     with orders.start() as frozen, orders.start() as other:
-        # Else one of them may have done much before the other was given anything that it could lose.
+        # Otherwise one could do most of the work before the other had anything to lose.
         await until(lambda: ASSIGNED.search(frozen.log) is not None and ASSIGNED.search(other.log) is not None)
         await orders.produce(3_000, create=False)
         await until(lambda: len(orders.store.inbox()) >= 500)
@@ -129,5 +129,5 @@ async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(o
 
 
 def has_rejoined(log: str) -> bool:
-    """Whether it was given partitions after it had lost them, so that what it had in hand has ended."""
+    """Whether it was given partitions after it had lost them, so that its records in flight have ended."""
     return ASSIGNED_AGAIN.search(log) is not None

@@ -1,4 +1,4 @@
-"""`replay_prefixes`: handlers that are not idempotent fail with the first prefix that shows it; others pass."""
+"""`replay_prefixes`: non-idempotent handlers fail with the first prefix that shows it; others pass."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ ORDERS = history_of((b"a", b"1"), (b"b", b"2"), (b"a", b"3"), (b"b", b"4"))
 
 
 def difference(app: App, totals: Totals, history: list[Record] = ORDERS, **options: Any) -> str:
-    """What it says about a handler that is not idempotent."""
+    """Return the report about a handler that is not idempotent."""
     with pytest.raises(AssertionError) as caught:
         run(replay_prefixes(app, history, reset=totals.clear, effects=lambda: totals, **options))
     return str(caught.value)
@@ -38,7 +38,7 @@ def difference(app: App, totals: Totals, history: list[Record] = ORDERS, **optio
 # Handlers that are not idempotent ------------------------------------------------------------
 
 
-def test_a_sum_names_the_first_prefix_the_records_and_both_effects() -> None:
+def test_a_non_idempotent_sum_is_reported_with_records_and_both_effects() -> None:
     app, totals = App("billing"), Totals()
 
     @app.consume("orders")
@@ -59,7 +59,7 @@ def test_a_sum_names_the_first_prefix_the_records_and_both_effects() -> None:
     )
 
 
-def test_a_memory_of_the_last_record_alone_is_found_out_by_a_longer_repetition() -> None:
+def test_remembering_only_the_last_record_is_detected() -> None:
     """Repeating the last record only would not show it, nor would any crash after the first."""
     app, totals = App("billing"), Totals()
 
@@ -75,7 +75,7 @@ def test_a_memory_of_the_last_record_alone_is_found_out_by_a_longer_repetition()
     assert re.search(r"ran before:  orders/0/0 .*\n +orders/0/1 .*\n  ran after:   orders/0/0 ", said)
 
 
-def test_forgetting_everything_at_the_first_record_is_found_out_by_a_repetition_that_begins_later() -> None:
+def test_resetting_at_the_first_record_is_detected() -> None:
     """Repeating from the first record on rebuilds everything, and shows nothing."""
     app, totals = App("billing"), Totals()
 
@@ -91,7 +91,7 @@ def test_forgetting_everything_at_the_first_record_is_found_out_by_a_repetition_
     assert "ran after:   orders/0/1 " in said
 
 
-def test_an_inbox_in_a_transaction_of_its_own_is_found_out_by_a_crash_in_the_middle_of_a_record() -> None:
+def test_an_inbox_in_a_separate_transaction_is_detected() -> None:
     app, totals = App("billing"), Totals()
     inbox = set[str]()
 
@@ -120,7 +120,7 @@ def test_an_inbox_in_a_transaction_of_its_own_is_found_out_by_a_crash_in_the_mid
     assert said.endswith("    {b'a': 4, b'b': 6}\n  effects with the crash:\n    {b'a': 3, b'b': 6}")
 
 
-def test_a_plain_function_is_found_out() -> None:
+def test_a_non_idempotent_plain_function_is_detected() -> None:
     app, totals = App("billing"), Totals()
 
     @app.consume("orders")
@@ -130,7 +130,7 @@ def test_a_plain_function_is_found_out() -> None:
     assert "when 1 of 4 records had run" in difference(app, totals)
 
 
-def test_what_an_app_remembers_in_its_resources_is_gone_after_a_crash() -> None:
+def test_state_in_app_resources_is_lost_in_a_crash() -> None:
     totals = Totals()
 
     @contextlib.asynccontextmanager
@@ -152,7 +152,7 @@ def test_what_an_app_remembers_in_its_resources_is_gone_after_a_crash() -> None:
 
 
 @IN_EITHER_LOOP
-def test_setting_by_key_passes(run_it: RunIt) -> None:
+def test_setting_a_value_by_key_passes(run_it: RunIt) -> None:
     app, totals = App("billing"), Totals()
     runs = 0
 
@@ -226,7 +226,7 @@ def test_batches_are_replayed_and_interrupted_too() -> None:
         run(replay_prefixes(app, ORDERS, reset=reset, effects=lambda: totals))
 
 
-async def test_it_runs_inside_the_loop_of_a_test() -> None:
+async def test_replay_prefixes_runs_inside_the_loop_of_a_test() -> None:
     app, seen = App("billing"), set[bytes | None]()
 
     @app.consume("orders")
@@ -240,7 +240,7 @@ async def test_it_runs_inside_the_loop_of_a_test() -> None:
     assert len(seen) == 4
 
 
-def test_records_arrive_as_they_were_in_order_per_key_and_after_gaps() -> None:
+def test_records_are_replayed_unchanged_in_key_order_and_with_gaps() -> None:
     app = App("billing")
     kept: list[Record] = []
     clean: list[Record] = []
@@ -270,7 +270,7 @@ def test_records_arrive_as_they_were_in_order_per_key_and_after_gaps() -> None:
     ]
 
 
-def test_an_attempt_that_fails_is_made_again() -> None:
+def test_a_failed_attempt_is_retried() -> None:
     app, totals = App("billing"), Totals()
     failed = set[int]()
 
@@ -288,7 +288,7 @@ def test_an_attempt_that_fails_is_made_again() -> None:
     run(replay_prefixes(app, ORDERS, reset=reset, effects=lambda: totals, interrupt=False))
 
 
-def test_a_handler_that_cleans_up_when_it_is_cancelled_does_so_at_each_of_its_awaits() -> None:
+def test_a_handlers_cleanup_runs_for_a_crash_at_each_await() -> None:
     app, totals = App("billing"), Totals()
     cancelled: list[str] = []
 
@@ -311,7 +311,7 @@ def test_a_handler_that_cleans_up_when_it_is_cancelled_does_so_at_each_of_its_aw
     assert cancelled == ["first", "second"]
 
 
-def test_the_app_is_as_it_was() -> None:
+def test_the_app_is_unchanged_afterwards() -> None:
     app, totals = App("billing", commit_interval=3.0), Totals()
 
     @app.consume("orders")
@@ -340,7 +340,7 @@ def noting(totals: Totals) -> App:
     return app
 
 
-def test_effects_that_do_not_see_what_the_handler_does_are_refused() -> None:
+def test_effects_that_never_change_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"effects\(\) does not see what the handlers do.*\n  effects:\n    \[\]"):
         run(replay_prefixes(noting({}), ORDERS, reset=lambda: None, effects=list))
 
@@ -350,7 +350,7 @@ def test_an_empty_history_is_refused() -> None:
         run(replay_prefixes(noting({}), [], reset=lambda: None, effects=list))
 
 
-def test_a_reset_that_leaves_something_behind_is_refused() -> None:
+def test_a_reset_that_leaves_effects_behind_is_refused() -> None:
     totals = Totals()
 
     with pytest.raises(AssertionError, match=r"two clean runs have different effects: reset\(\) does not restore"):
@@ -376,12 +376,12 @@ def test_effects_that_cannot_be_copied_are_refused() -> None:
     ],
     ids=["backwards", "twice", "another topic"],
 )
-def test_a_history_that_cannot_be_replayed_is_refused(history: list[Record], sentence: str) -> None:
+def test_an_unreplayable_history_is_refused(history: list[Record], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         run(replay_prefixes(noting({}), history, reset=lambda: None, effects=list))
 
 
-def test_a_handler_that_fails_ends_it_and_it_says_in_which_run() -> None:
+def test_a_failing_handler_ends_the_replay_and_names_the_run() -> None:
     app, totals = App("billing"), Totals()
     runs = 0
 

@@ -1,3 +1,3 @@
-"""The command line in this process."""
+"""The command line in the test process."""
 
 from tests.support.commands import aioshard as aioshard  # noqa: PLC0414 - a fixture of the tests beside this file

@@ -1,4 +1,4 @@
-"""`aioshard asyncapi`: the document that an app is, as others read it."""
+"""`aioshard asyncapi`: the AsyncAPI document of an app."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Item(BaseModel):
     name: str
 
 class Order(BaseModel):
-    """What somebody has bought."""
+    """A purchased item."""
     items: list[Item]
 
 @app.consume("orders", on_failure=DeadLetter("orders.dlt"))
@@ -142,12 +142,12 @@ async def test_the_command_prints_a_document(
     assert found["operations"]["on_order"]["bindings"]["kafka"]["groupId"]["enum"] == ["billing"]
     assert found["operations"]["on_order-dead-letter"]["channel"] == {"$ref": "#/channels/orders.dlt"}
     payload = found["components"]["messages"]["on_order"]["payload"]
-    assert payload["description"] == "What somebody has bought."
+    assert payload["description"] == "A purchased item."
     assert payload["properties"]["items"]["items"] == {"$ref": "#/components/schemas/on_order.Item"}
     assert set(found["components"]["schemas"]["on_order.Item"]["properties"]) == {"name"}
 
 
-async def test_without_a_title_it_has_the_name_of_the_group(
+async def test_the_default_title_is_the_group(
     aioshard: Callable[..., Awaitable[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shop_untitled.py").write_text(MODULE)
@@ -264,7 +264,7 @@ async def takes_pet(pet: Annotated[Cat | Dog, Field(discriminator="kind")]) -> N
 async def takes_visits(visits: dict[str, View | Leave]) -> None: ...
 
 
-def test_a_discriminator_is_the_name_of_a_property() -> None:
+def test_a_discriminator_is_a_property_name() -> None:
     """Unlike in OpenAPI, whose form both libraries give."""
     handlers = Router()
     handlers.consume("pets")(takes_pet)
@@ -294,7 +294,7 @@ def test_types_of_the_same_name_stay_apart() -> None:
     assert lines["items"] == {"$ref": "#/components/schemas/takes_lines.Item"}
 
 
-def test_handlers_of_the_same_name_stay_apart_and_those_without_a_good_one_get_one() -> None:
+def test_handlers_get_unique_operation_names() -> None:
     handlers = Router()
     handlers.consume("a")(takes_order)
     handlers.consume("b")(partial(takes_order))
@@ -309,7 +309,7 @@ def test_handlers_of_the_same_name_stay_apart_and_those_without_a_good_one_get_o
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["written first", "read first"])
-def test_dead_letters_that_another_handler_reads_are_one_channel(order: int) -> None:
+def test_dead_letters_read_by_a_handler_share_its_channel(order: int) -> None:
     handlers = Router()
 
     async def writes(order: Order) -> None: ...
@@ -334,7 +334,7 @@ def test_dead_letters_that_another_handler_reads_are_one_channel(order: int) -> 
     }
 
 
-def test_bytes_and_text_are_no_json_also_where_tombstones_are_taken() -> None:
+def test_bytes_and_text_are_not_json_even_with_tombstones() -> None:
     handlers = Router()
 
     @handlers.consume("raw")
@@ -349,7 +349,7 @@ def test_bytes_and_text_are_no_json_also_where_tombstones_are_taken() -> None:
     assert messages["on_text"] == {"name": "on_text", "contentType": "text/plain", "payload": {"type": "string"}}
 
 
-def test_a_type_without_a_schema_leaves_the_others_theirs_and_says_why() -> None:
+def test_a_type_without_a_schema_says_why_and_keeps_the_others() -> None:
     handlers = Router()
 
     @handlers.consume("unknown")
@@ -366,7 +366,7 @@ def test_a_type_without_a_schema_leaves_the_others_theirs_and_says_why() -> None
     assert properties(found, "takes_order") == {"items"}
 
 
-def test_patterns_are_escaped_in_references_and_a_lone_one_needs_no_suffix() -> None:
+def test_patterns_are_escaped_in_references() -> None:
     handlers = Router()
 
     @handlers.consume(pattern="a~/.*")
@@ -377,7 +377,7 @@ def test_patterns_are_escaped_in_references_and_a_lone_one_needs_no_suffix() -> 
     assert found["operations"]["on_any"]["channel"] == {"$ref": "#/channels/a~0~1.*"}
 
 
-def test_an_app_without_servers_says_none() -> None:
+def test_an_app_without_servers_lists_none() -> None:
     app = App("billing")
     app.consume("orders")(takes_order)
 

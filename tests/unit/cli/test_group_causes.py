@@ -1,4 +1,4 @@
-"""The guesses at why a group does not advance."""
+"""Likely causes for a group that does not advance."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def place(
         ("dead", False, "the group has no members"),
     ],
 )
-def test_the_state_of_a_group_is_a_cause(state: str, sentence: str | None, *, members: bool) -> None:
+def test_the_group_state_can_be_the_cause(state: str, sentence: str | None, *, members: bool) -> None:
     cause = cause_of_group(group(state, members=members))
 
     assert cause is None if sentence is None else str(cause).startswith(sentence)
@@ -65,7 +65,7 @@ FINISHED = CommitMetadata(finished=(Run(12, 15),))
         (group(), place(), None),
     ],
 )
-def test_a_partition_has_the_first_cause_that_fits(found: Group, at: Position, cause: str | None) -> None:
+def test_a_partition_has_the_first_matching_cause(found: Group, at: Position, cause: str | None) -> None:
     guessed = cause_of(found, at)
 
     assert guessed is None if cause is None else str(guessed).startswith(cause)

@@ -1,4 +1,4 @@
-"""`aioshard explain` and `aioshard health`: what a running app says, and what is said when nothing answers."""
+"""`aioshard explain` and `aioshard health`: reports of running and unreachable apps."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from starlette.routing import Mount
 
 from aioshard.observe import Diagnosis, Finding, PartitionDiagnosis
 from aioshard.web.health import health_routes, serve_health
-from tests.support import told
-from tests.support.told import PARTITION, Told
+from tests.support import fake_app
+from tests.support.fake_app import PARTITION, FakeApp
 
 Aioshard = Callable[..., Awaitable[Any]]
 
@@ -28,7 +28,7 @@ SLOW = dataclasses.replace(FIRST, partition=1, oldest_incomplete_age=61.0)
 PAUSED = dataclasses.replace(FIRST, partition=2, oldest_incomplete_age=None, paused="the buffer is full")
 IDLE = dataclasses.replace(FIRST, partition=3, incomplete=0, oldest_incomplete_age=None)
 STATISTICS = dataclasses.replace(
-    told.STATISTICS, trouble="the brokers are away", partitions=(FIRST, SLOW, PAUSED, IDLE), handlers=()
+    fake_app.STATISTICS, trouble="the brokers are away", partitions=(FIRST, SLOW, PAUSED, IDLE), handlers=()
 )
 STUCK = PartitionDiagnosis(
     topic="orders",
@@ -51,12 +51,12 @@ EXPLANATION = "The app is running.\norders/1: it waits for record 101.\n"
 
 
 @pytest.fixture
-def app() -> Told:
-    return Told(STATISTICS, DIAGNOSIS, EXPLANATION)
+def app() -> FakeApp:
+    return FakeApp(STATISTICS, DIAGNOSIS, EXPLANATION)
 
 
 @pytest.fixture
-async def url(app: Told) -> AsyncIterator[str]:
+async def url(app: FakeApp) -> AsyncIterator[str]:
     async with serve_health(app, host="127.0.0.1", port=0) as (address, port):
         yield f"http://{address}:{port}"
 
@@ -83,13 +83,13 @@ async def answering(answer: bytes | None) -> AsyncIterator[str]:
 # Explaining
 
 
-async def test_the_explanation_is_printed_as_it_is(aioshard: Aioshard, url: str) -> None:
+async def test_the_explanation_is_printed_verbatim(aioshard: Aioshard, url: str) -> None:
     ended = await aioshard("explain", url)
 
     assert ended == (0, EXPLANATION, "")
 
 
-async def test_a_program_is_given_the_diagnosis(aioshard: Aioshard, url: str) -> None:
+async def test_json_has_the_diagnosis(aioshard: Aioshard, url: str) -> None:
     ended = await aioshard("explain", url, "--json")
 
     assert ended.code == 0
@@ -101,13 +101,13 @@ async def test_a_program_is_given_the_diagnosis(aioshard: Aioshard, url: str) ->
     }
 
 
-async def test_an_address_may_lack_its_scheme_and_have_a_slash(aioshard: Aioshard, url: str) -> None:
+async def test_a_url_may_lack_its_scheme_and_end_with_a_slash(aioshard: Aioshard, url: str) -> None:
     ended = await aioshard("explain", url.removeprefix("http://") + "/")
 
     assert ended.output == EXPLANATION
 
 
-async def test_routes_that_are_mounted_under_a_path_are_found(aioshard: Aioshard, app: Told) -> None:
+async def test_routes_mounted_under_a_path_are_found(aioshard: Aioshard, app: FakeApp) -> None:
     mounted = Starlette(routes=[Mount("/aioshard", routes=health_routes(app))])
     server = uvicorn.Server(uvicorn.Config(mounted, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -125,7 +125,7 @@ async def test_routes_that_are_mounted_under_a_path_are_found(aioshard: Aioshard
 
 
 @pytest.mark.parametrize("command", ["explain", "health"])
-async def test_a_refused_connection_is_a_sentence(aioshard: Aioshard, command: str) -> None:
+async def test_a_refused_connection_is_a_clear_error(aioshard: Aioshard, command: str) -> None:
     ended = await aioshard(command, NOWHERE)
 
     assert ended.code == 3
@@ -137,7 +137,7 @@ async def test_a_refused_connection_is_a_sentence(aioshard: Aioshard, command: s
 
 
 @pytest.mark.parametrize("command", ["explain", "health"])
-async def test_a_program_is_told_that_nobody_answers(aioshard: Aioshard, command: str) -> None:
+async def test_json_reports_an_unreachable_app(aioshard: Aioshard, command: str) -> None:
     ended = await aioshard(command, NOWHERE, "--json")
 
     assert ended.code == 3
@@ -145,7 +145,7 @@ async def test_a_program_is_told_that_nobody_answers(aioshard: Aioshard, command
 
 
 @pytest.mark.parametrize("command", ["explain", "health"])
-async def test_an_app_that_does_not_answer_in_time_is_a_sentence(aioshard: Aioshard, command: str) -> None:
+async def test_an_app_that_responds_too_late_is_a_clear_error(aioshard: Aioshard, command: str) -> None:
     async with answering(None) as url:
         ended = await aioshard(command, url, "--timeout", "0.2")
 
@@ -164,7 +164,7 @@ async def test_an_app_that_does_not_answer_in_time_is_a_sentence(aioshard: Aiosh
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", "did not answer (IncompleteRead"),
     ],
 )
-async def test_another_server_is_a_sentence(aioshard: Aioshard, command: str, answer: bytes, found: str) -> None:
+async def test_another_server_is_a_clear_error(aioshard: Aioshard, command: str, answer: bytes, found: str) -> None:
     async with answering(answer) as url:
         ended = await aioshard(command, url)
 
@@ -174,7 +174,7 @@ async def test_another_server_is_a_sentence(aioshard: Aioshard, command: str, an
 
 
 @pytest.mark.parametrize("body", [b"[]", b"<html>", b'{"healthy": true}'])
-async def test_another_server_that_says_yes_to_everything_is_a_sentence(aioshard: Aioshard, body: bytes) -> None:
+async def test_a_server_that_returns_200_for_everything_is_a_clear_error(aioshard: Aioshard, body: bytes) -> None:
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)) as url:
         ended = await aioshard("health", url)
 
@@ -185,7 +185,7 @@ async def test_another_server_that_says_yes_to_everything_is_a_sentence(aioshard
 @pytest.mark.parametrize(
     "url", ["ftp://host:1", "http://", "http://host:port", "http://host:99999", "a b", "file:///x"]
 )
-async def test_what_is_no_address_is_refused(aioshard: Aioshard, url: str) -> None:
+async def test_an_invalid_url_is_refused(aioshard: Aioshard, url: str) -> None:
     ended = await aioshard("explain", url)
 
     assert ended.code == 2
@@ -194,9 +194,7 @@ async def test_what_is_no_address_is_refused(aioshard: Aioshard, url: str) -> No
     )
 
 
-async def test_the_proxy_of_the_environment_is_not_asked(
-    aioshard: Aioshard, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_proxy_variables_are_ignored(aioshard: Aioshard, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", NOWHERE)
 
     assert (await aioshard("explain", url)).code == 0
@@ -217,9 +215,7 @@ async def test_a_ready_app_is_healthy(aioshard: Aioshard, url: str) -> None:
     ]
 
 
-async def test_strictly_an_app_at_which_somebody_should_look_is_not_healthy(
-    aioshard: Aioshard, app: Told, url: str
-) -> None:
+async def test_with_strict_an_app_with_findings_is_not_healthy(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     for which in ((), ("--live",)):
         ended = await aioshard("health", url, "--strict", *which)
         assert ended.code == 3
@@ -231,7 +227,7 @@ async def test_strictly_an_app_at_which_somebody_should_look_is_not_healthy(
     assert await aioshard("health", url, "--strict") == (0, "ready (the app is running)\n", "")
 
 
-async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_a_draining_app_is_alive_and_not_ready(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     app.current = dataclasses.replace(STATISTICS, state="draining", trouble=None, partitions=())
     app.diagnosis = Diagnosis("draining", (), (), ())
 
@@ -246,7 +242,7 @@ async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app
     )
 
 
-async def test_a_program_reads_the_health(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_json_has_the_health(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     failure = "the app has failed: the brokers are away"
     app.current = dataclasses.replace(STATISTICS, state="failed", partitions=(), restart_cures=(failure,))
     app.diagnosis = dataclasses.replace(DIAGNOSIS, partitions=())
@@ -265,7 +261,7 @@ async def test_a_program_reads_the_health(aioshard: Aioshard, app: Told, url: st
     }
 
 
-async def test_several_apps_are_healthy_if_each_of_them_is(aioshard: Aioshard, app: Told, url: str) -> None:
+async def test_several_apps_are_healthy_only_if_every_one_is(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     async with serve_health(app) as (host, port):
         both = await aioshard("health", url, f"http://{host}:{port}", "--json")
         one = await aioshard("health", url, NOWHERE, "--json")
@@ -276,7 +272,7 @@ async def test_several_apps_are_healthy_if_each_of_them_is(aioshard: Aioshard, a
 
 
 @pytest.mark.parametrize("command", ["explain", "health"])
-async def test_without_a_url_port_8080_of_this_machine_is_asked(aioshard: Aioshard, command: str) -> None:
+async def test_the_default_url_is_port_8080_on_localhost(aioshard: Aioshard, command: str) -> None:
     ended = await aioshard(command, "--json", "--timeout", "1")
 
     assert json.loads(ended.output)["url"] == "http://127.0.0.1:8080"

@@ -1,4 +1,4 @@
-"""The help of all commands: an option of one name takes one kind of value everywhere, and says which."""
+"""Help of all commands: options with one name take the same kind of value everywhere."""
 
 import click
 
@@ -31,7 +31,7 @@ def value_of(option: click.Option) -> str:
     return option.metavar or option.type.name.upper()
 
 
-def test_options_of_one_name_take_one_kind_of_value() -> None:
+def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
     values: dict[str, set[str]] = {}
     for name, option in OPTIONS.items():
         if name not in DIFFERENT:
@@ -40,7 +40,7 @@ def test_options_of_one_name_take_one_kind_of_value() -> None:
     assert {name: found for name, found in values.items() if len(found) > 1} == {}
 
 
-def test_a_value_has_a_name_that_says_more_than_its_type() -> None:
+def test_a_value_placeholder_says_more_than_its_type() -> None:
     types = {"TEXT", "INTEGER", "INTEGER RANGE", "FLOAT", "FLOAT RANGE"}
 
     unnamed = [name for name, option in OPTIONS.items() if value_of(option) in types]
@@ -58,7 +58,7 @@ def test_every_option_is_explained_without_a_plural_in_parentheses() -> None:
     assert [context.command_path for context in COMMANDS if "(s)" in context.command.get_help(context)] == []
 
 
-def test_a_summary_fits_into_the_list_of_commands() -> None:
+def test_a_summary_fits_the_command_list() -> None:
     cut = [
         context.command_path for context in COMMANDS if context.command.get_short_help_str(SINGLE_LINE).endswith("...")
     ]

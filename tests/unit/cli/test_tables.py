@@ -1,11 +1,11 @@
-"""Tables for people: aligned, and what a record holds does nothing to the terminal."""
+"""Tables in a terminal: aligned, with escaped record contents."""
 
 import pytest
 
 from aioshard.cli.output import as_json_value, as_text, bytes_as_text, cut, moment_as_text, table
 
 
-def test_columns_are_aligned_where_nobody_looks() -> None:
+def test_columns_are_aligned_without_a_terminal() -> None:
     assert table(("key", "n"), [("alice", "1"), ("b", "10")]) == ["key    n", "alice  1", "b      10"]
 
 
@@ -20,20 +20,20 @@ def test_columns_are_aligned_where_nobody_looks() -> None:
         (b"\xff\x00", "0xff00"),
     ],
 )
-def test_what_a_record_holds_is_shown_on_one_line_and_does_nothing(content: bytes | None, shown: str) -> None:
+def test_record_contents_are_escaped_on_one_line(content: bytes | None, shown: str) -> None:
     assert bytes_as_text(content) == shown
 
 
 @pytest.mark.parametrize(("content", "told"), [(None, None), (b"a\n", "a\n"), (b"\xff", {"base64": "/w=="})])
-def test_a_program_is_told_all_that_a_record_holds(content: bytes | None, told: object) -> None:
+def test_json_has_the_whole_record(content: bytes | None, told: object) -> None:
     assert as_json_value(content) == told
 
 
-def test_what_is_long_is_cut() -> None:
+def test_long_values_are_shortened() -> None:
     assert cut("x" * 60) == "x" * 60
     assert cut("x" * 61) == "x" * 59 + "…"
     assert as_text("a\tb") == r"a\tb"
 
 
-def test_a_moment_that_no_calendar_has_is_shown_as_it_is() -> None:
+def test_a_timestamp_out_of_range_is_shown_as_a_number() -> None:
     assert moment_as_text(1e300) == "1e+300 s"

@@ -66,6 +66,6 @@ def test_a_time_can_be_relative_to_now(command: click.Command, option: str, text
 
 @every_option
 @pytest.mark.parametrize("text", ["6h", "-6", "-6y", "yesterday", "2026-13-01", "-99999999999w"])
-def test_anything_else_is_refused(command: click.Command, option: str, text: str) -> None:
+def test_an_invalid_time_is_refused(command: click.Command, option: str, text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"2026-01-31T12:00.*-6h"):
         parsed(command, option, text)

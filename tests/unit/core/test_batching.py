@@ -1,4 +1,4 @@
-"""What a batch may hold, and what its handler may say of it."""
+"""Limits of a batch, and the errors its handler may raise."""
 
 from typing import Any
 
@@ -28,22 +28,22 @@ def record(offset: int) -> Record:
     ],
     ids=str,
 )
-def test_a_batch_that_cannot_be_is_refused_by_name(options: dict[str, Any]) -> None:
+def test_an_impossible_batch_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(HandlerError, match=next(iter(options))):
         Batch(**options)
 
 
-def test_a_batch_need_not_linger() -> None:
+def test_linger_may_be_zero() -> None:
     assert Batch(linger=0).linger == 0
 
 
-def test_what_failed_together_comes_in_smaller_batches_and_at_last_alone() -> None:
+def test_failed_batches_shrink_until_every_record_is_alone() -> None:
     batch = Batch(max_records=4_000)
 
     assert [batch.size_after(failures, attempts=6) for failures in range(8)] == [4_000, 500, 62, 7, 1, 1, 1, 1]
 
 
-def test_the_last_attempt_is_alone_however_few_there_are() -> None:
+def test_the_last_attempt_is_always_alone() -> None:
     batch = Batch(max_records=4_000)
 
     assert [batch.size_after(failures, attempts=3) for failures in range(3)] == [4_000, 500, 1]
@@ -68,7 +68,7 @@ def test_a_batch_error_keeps_the_error_of_each_record_it_names() -> None:
     [{}, {record(1): "text"}, {record(1): ValueError}, {7: ValueError()}, [record(1)]],
     ids=["nothing", "no exception", "a class", "an offset", "a list"],
 )
-def test_a_batch_error_that_says_nothing_is_refused(errors: Any) -> None:
+def test_an_empty_batch_error_is_refused(errors: Any) -> None:
     with pytest.raises(HandlerError, match="BatchError"):
         BatchError(errors)
 

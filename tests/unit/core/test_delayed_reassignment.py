@@ -1,4 +1,4 @@
-"""What a leader withholds for the member that comes in the place of one that is gone, and for how long."""
+"""Partitions that a leader withholds for the replacement of a missing member, and for how long."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def having(*numbers: int, generation: int = 4) -> Member:
 NEW = Member(TOPIC)
 
 
-def test_what_is_missing_is_withheld_until_the_delay_is_over() -> None:
+def test_partitions_of_a_missing_member_are_withheld_until_the_delay_ends() -> None:
     delayed = DelayedReassignment(30)
     rest = {"a": having(0, 1), "b": having(2, 3)}
 
@@ -31,7 +31,7 @@ def test_what_is_missing_is_withheld_until_the_delay_is_over() -> None:
     assert delayed.until is None
 
 
-def test_a_second_member_that_dies_does_not_prolong_the_first_ones_delay() -> None:
+def test_a_second_dead_member_does_not_extend_the_first_delay() -> None:
     delayed = DelayedReassignment(30)
     delayed.withheld({"a": having(0, 1), "b": having(2, 3)}, PARTITIONS, 100.0)
 
@@ -42,20 +42,20 @@ def test_a_second_member_that_dies_does_not_prolong_the_first_ones_delay() -> No
 @pytest.mark.parametrize(
     "members",
     [
-        pytest.param({"a": NEW, "b": NEW}, id="a group in which nobody had anything"),
-        pytest.param({"a": having(0, 1), "b": having(2, 3), "c": NEW}, id="somebody takes the place"),
-        pytest.param({"a": having(0, 1, 2), "b": having(3, 4, 5)}, id="nobody is missing"),
-        pytest.param({}, id="nobody is there"),
+        pytest.param({"a": NEW, "b": NEW}, id="a new group"),
+        pytest.param({"a": having(0, 1), "b": having(2, 3), "c": NEW}, id="a replacement has joined"),
+        pytest.param({"a": having(0, 1, 2), "b": having(3, 4, 5)}, id="no member is missing"),
+        pytest.param({}, id="no members"),
     ],
 )
-def test_nothing_is_withheld_without_need(members: dict[str, Member]) -> None:
+def test_nothing_is_withheld_unnecessarily(members: dict[str, Member]) -> None:
     delayed = DelayedReassignment(30)
 
     assert delayed.withheld(members, PARTITIONS, 100.0) == frozenset()
     assert delayed.until is None
 
 
-def test_who_comes_ends_the_waiting_and_the_next_death_waits_its_own_time() -> None:
+def test_a_joining_member_ends_the_delay_and_the_next_death_starts_its_own() -> None:
     delayed = DelayedReassignment(30)
     delayed.withheld({"a": having(0, 1), "b": having(2, 3)}, PARTITIONS, 100.0)
     delayed.withheld({"a": having(0, 1), "b": having(2, 3), "c": NEW}, PARTITIONS, 110.0)
@@ -64,7 +64,7 @@ def test_who_comes_ends_the_waiting_and_the_next_death_waits_its_own_time() -> N
     assert delayed.until == 230.0
 
 
-def test_one_that_cannot_read_the_topic_does_not_take_the_place() -> None:
+def test_a_member_without_the_topic_is_not_a_replacement() -> None:
     other = Member(frozenset({"u"}))
 
     withheld = DelayedReassignment(30).withheld({"a": having(0, 1), "b": other}, {"t": range(3), "u": range(1)}, 100.0)
@@ -72,7 +72,7 @@ def test_one_that_cannot_read_the_topic_does_not_take_the_place() -> None:
     assert withheld == parts(2)
 
 
-def test_new_partitions_are_given_out_at_once_by_a_leader_that_knows_the_old_ones() -> None:
+def test_new_partitions_are_assigned_at_once_by_an_experienced_leader() -> None:
     delayed = DelayedReassignment(30)
     everybody = {"a": having(0, 1, 2), "b": having(3, 4, 5)}
     delayed.withheld(everybody, PARTITIONS, 100.0)

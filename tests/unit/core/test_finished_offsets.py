@@ -1,4 +1,4 @@
-"""How far a text reaches where not everything has room."""
+"""How far stored completions reach when not all fit."""
 
 import random
 
@@ -18,7 +18,7 @@ def noted(runs: tuple[Run, ...], room: int = ROOM) -> tuple[Run, ...]:
     return read_finished(text, 0) if text else ()
 
 
-def test_without_any_shape_it_takes_a_bit_for_each_offset() -> None:
+def test_random_offsets_take_one_bit_each() -> None:
     chosen = random.Random(1)
     runs = runs_of(offset for offset in range(1, 70_000) if chosen.random() < 0.5)
 
@@ -28,7 +28,7 @@ def test_without_any_shape_it_takes_a_bit_for_each_offset() -> None:
     assert found[-1].end >= BITS
 
 
-def test_far_apart_they_reach_further() -> None:
+def test_sparse_offsets_reach_further() -> None:
     chosen = random.Random(2)
     runs = runs_of(chosen.sample(range(1, 3_000_000), 20_000))
 
@@ -39,7 +39,7 @@ def test_far_apart_they_reach_further() -> None:
 
 
 @pytest.mark.parametrize("room", [0, 12, 20, 64])
-def test_in_next_to_no_room_the_lowest_are_noted_or_nothing(room: int) -> None:
+def test_with_little_room_only_the_lowest_offsets_are_stored(room: int) -> None:
     runs = runs_of(range(1, 4_000, 7))
 
     found = noted(runs, room)

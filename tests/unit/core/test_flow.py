@@ -1,4 +1,4 @@
-"""How much more of a partition may be taken in."""
+"""How many more records of a partition may be admitted."""
 
 import pytest
 from hypothesis import given
@@ -27,11 +27,11 @@ def test_one_busy_partition_fills_half() -> None:
     assert fill(1) == [5_000]
 
 
-def test_whoever_comes_late_finds_half_of_what_is_left() -> None:
+def test_a_late_partition_gets_half_of_the_free_space() -> None:
     assert fill(4) == [5_000, 2_500, 1_250, 625]
 
 
-def test_busy_partitions_come_to_equal_shares_and_leave_one_for_the_next() -> None:
+def test_busy_partitions_converge_to_equal_shares_and_leave_one_free() -> None:
     held = fill(9)
     for turn in range(1_000):
         index = turn % 9
@@ -51,7 +51,7 @@ def test_stuck_partitions_do_not_starve_the_others() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.booleans())
-def test_the_bounds_are_never_passed(others: int, held: int, stuck: bool) -> None:
+def test_the_bounds_are_never_exceeded(others: int, held: int, stuck: bool) -> None:
     total = Usage(others + held, 0)
 
     room = room_for(BOUNDS, total, Usage(held, 0), stuck=stuck)
@@ -65,7 +65,7 @@ def test_without_room_for_bytes_there_is_no_room_for_records() -> None:
 
 
 @pytest.mark.parametrize("brokers", [1, 3, 30])
-def test_fetches_from_many_brokers_stay_within_the_bound_and_bring_whole_batches(brokers: int) -> None:
+def test_fetches_from_many_brokers_stay_within_the_bound_in_whole_batches(brokers: int) -> None:
     bound = 32 * 1024 * 1024
     limits = fetch_limits(bound, 0, partitions=512, requests=brokers)
     assert brokers * limits.response <= bound

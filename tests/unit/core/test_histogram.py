@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from aioshard.core.histogram import DURATION_BOUNDS, Histogram
 
 
-def test_a_value_at_a_bound_is_below_it() -> None:
+def test_a_value_at_a_bound_counts_below_it() -> None:
     histogram = Histogram((0.1, 1.0))
 
     for value in (0.1, 0.11, 1.0, 1.01):
@@ -27,7 +27,7 @@ def test_each_value_is_counted_once_in_the_first_bucket_that_holds_it(values: li
         assert sum(found.counts[: number + 1]) == sum(weight for value, weight in values if value <= bound)
 
 
-def test_what_was_read_stays_as_it_was() -> None:
+def test_a_snapshot_does_not_change() -> None:
     histogram = Histogram((1.0,))
     before = histogram.counts()
 

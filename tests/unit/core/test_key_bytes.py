@@ -41,7 +41,7 @@ def test_different_keys_have_different_bytes(one: Hashable, other: Hashable) -> 
     assert key_bytes(one) != key_bytes(other)
 
 
-def test_they_are_the_same_in_every_process() -> None:
+def test_key_bytes_are_the_same_in_every_process() -> None:
     program = "from aioshard.core.sharding import key_bytes; print(key_bytes(('tenant', 7, ('a', b'b', None))).hex())"
     found = {
         subprocess.check_output([sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, text=True).strip()

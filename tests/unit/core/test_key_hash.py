@@ -1,4 +1,4 @@
-"""A key's hash that is written down: the same everywhere, and good for every number of shards."""
+"""The stored hash of a key: the same everywhere, and usable for any number of shards."""
 
 import subprocess
 import sys
@@ -21,13 +21,13 @@ def test_the_shard_follows_from_the_hash_alone(key: object, shards: int) -> None
     assert shard_of_hash(hashed, shards) == shard_number(key, shards)
 
 
-def test_keys_are_told_apart() -> None:
+def test_different_keys_have_different_hashes() -> None:
     keys = [b"%d" % number for number in range(100_000)]
 
     assert len({key_hash(key) for key in keys}) == len(keys)
 
 
-def test_one_key_in_two_topics_is_two_identities_of_one_fixed_shard() -> None:
+def test_a_key_in_two_topics_has_two_identities_in_one_fixed_shard() -> None:
     one, other = key_hash(("orders", b"k")), key_hash(("returns", b"k"))
 
     assert one is not None
@@ -36,12 +36,12 @@ def test_one_key_in_two_topics_is_two_identities_of_one_fixed_shard() -> None:
     assert shard_of_hash(one, 64) == shard_of_hash(other, 64)
 
 
-def test_no_key_has_no_hash() -> None:
+def test_a_missing_key_has_no_hash() -> None:
     assert key_hash(None) is None
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
-def test_every_process_finds_the_same_hash(seed: str) -> None:
+def test_the_hash_is_the_same_in_every_process(seed: str) -> None:
     script = (
         "from aioshard.core.sharding import key_hash; print(key_hash('alice'), key_hash(('t', b'k')), key_hash(1.5))"
     )

@@ -13,7 +13,7 @@ def tracker_with(*offsets: int, start: int = 0, next_offset: int | None = None) 
     return tracker
 
 
-def test_nothing_tracked_means_the_start_is_committable() -> None:
+def test_without_records_the_start_is_committable() -> None:
     assert OffsetTracker[str](7).committable == 7
 
 
@@ -26,7 +26,7 @@ def test_commit_waits_for_the_oldest_incomplete_record() -> None:
     assert tracker.committable == 0
 
 
-def test_completing_the_oldest_passes_everything_that_finished_behind_it() -> None:
+def test_completing_the_oldest_record_passes_all_finished_ones_after_it() -> None:
     tracker = tracker_with(0, 1, 2, 3)
     for offset in (2, 1, 0):
         tracker.complete(offset)
@@ -45,7 +45,7 @@ def test_holes_between_records_are_passed() -> None:
 
 
 def test_with_nothing_incomplete_the_position_of_the_batch_is_committable() -> None:
-    """Trailing markers would else leave a lag for ever (I10)."""
+    """Otherwise trailing markers would leave a lag forever (I10)."""
     tracker = tracker_with(0, 1, next_offset=5)
     tracker.complete(0)
     tracker.complete(1)
@@ -89,7 +89,7 @@ def test_only_the_completion_of_the_watched_record_is_reported() -> None:
     assert not tracker.complete(2)
 
 
-def test_watching_nothing_names_the_next_record_that_arrives() -> None:
+def test_watching_an_empty_tracker_watches_the_next_record() -> None:
     """Else the commit coordinator of a quiet partition would sleep through its next record."""
     tracker = OffsetTracker[str](0)
 
@@ -99,7 +99,7 @@ def test_watching_nothing_names_the_next_record_that_arrives() -> None:
     assert tracker.complete(0)
 
 
-def test_the_oldest_value_is_that_of_the_record_in_the_way() -> None:
+def test_the_oldest_value_belongs_to_the_blocking_record() -> None:
     tracker = tracker_with(0, 1, 2)
     tracker.complete(0)
 

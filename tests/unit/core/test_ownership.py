@@ -1,4 +1,4 @@
-"""Where to go on with a partition that was assigned."""
+"""The start position of an assigned partition."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ CLAIM = Claim("member-1", generation=7, acknowledged=40, position=55)
 
 
 class Evidence(NamedTuple):
-    """What the brokers and the new assignment say."""
+    """The state of the brokers and of the new assignment."""
 
     member_id: str = "member-1"
     generation: int = 8
@@ -28,16 +28,16 @@ class Evidence(NamedTuple):
 EVIDENCE = Evidence()
 
 
-def test_a_partition_that_nobody_touched_continues() -> None:
+def test_an_unchanged_partition_continues() -> None:
     assert reason_to_end(CLAIM, *EVIDENCE) is None
 
 
-def test_it_continues_without_a_commit_when_there_was_none() -> None:
+def test_a_partition_that_never_committed_continues() -> None:
     assert reason_to_end(CLAIM._replace(acknowledged=None), *EVIDENCE._replace(committed=None)) is None
 
 
 @pytest.mark.parametrize("position", [0, 100])
-def test_the_ends_of_the_log_belong_to_it(position: int) -> None:
+def test_both_ends_of_the_log_are_valid_positions(position: int) -> None:
     assert reason_to_end(CLAIM._replace(position=position), *EVIDENCE) is None
 
 
@@ -68,29 +68,29 @@ def test_a_committed_offset_in_the_log_wins_over_every_policy(policy: str | None
 
 @pytest.mark.parametrize("policy", ["earliest", "latest", None])
 @pytest.mark.parametrize("committed", [4, 21])
-def test_a_committed_offset_outside_the_log_begins_at_its_start(committed: int, policy: str | None) -> None:
+def test_a_committed_offset_outside_the_log_restarts_at_the_log_start(committed: int, policy: str | None) -> None:
     """The records after the group's first position must not be lost, so never at its end (I3)."""
     origin = origin_of(committed, (5, 20), policy, group_knows_topic=True)  # type: ignore[arg-type]
     assert origin == Origin(5, resolved=True)
 
 
-def test_under_error_a_committed_offset_outside_the_log_is_the_users_decision() -> None:
+def test_under_error_a_committed_offset_outside_the_log_is_left_to_the_user() -> None:
     assert origin_of(4, (5, 20), "error", group_knows_topic=True) is None
 
 
 @pytest.mark.parametrize(("policy", "offset"), [("earliest", 5), ("latest", 20)])
-def test_a_new_group_begins_where_the_policy_says_and_commits_that_first(policy: str, offset: int) -> None:
+def test_a_new_group_starts_by_policy_and_commits_that_first(policy: str, offset: int) -> None:
     origin = origin_of(None, (5, 20), policy, group_knows_topic=False)  # type: ignore[arg-type]
     assert origin == Origin(offset, resolved=True)
 
 
 @pytest.mark.parametrize("policy", ["error", None])
-def test_a_new_group_without_a_policy_does_not_begin(policy: str | None) -> None:
+def test_a_new_group_without_a_policy_does_not_start(policy: str | None) -> None:
     assert origin_of(None, (5, 20), policy, group_knows_topic=False) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", ["earliest", "latest", "error", None])
-def test_a_partition_that_appeared_later_begins_at_its_start(policy: str | None) -> None:
+def test_a_partition_created_later_starts_at_its_beginning(policy: str | None) -> None:
     origin = origin_of(None, (0, 20), policy, group_knows_topic=True)  # type: ignore[arg-type]
     assert origin == Origin(0, resolved=True)
 
@@ -116,7 +116,7 @@ def test_a_group_knows_a_topic_when_it_had_commits_before_it_was_resolved(
     assert knows_topic(noted, partition, BORN + seconds) == knows
 
 
-def test_the_mark_survives_the_broker() -> None:
+def test_the_first_commit_marker_survives_the_broker() -> None:
     metadata = CommitMetadata(first=MARK)
 
     assert CommitMetadata.read(metadata.text(7), 7) == metadata

@@ -1,4 +1,4 @@
-"""Rate limits, and the token buckets that keep them."""
+"""Rate limits and their token buckets."""
 
 import math
 
@@ -9,19 +9,19 @@ from aioshard.errors import HandlerError
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "100", None, True])
-def test_a_rate_that_is_no_positive_number_is_refused(rate: object) -> None:
+def test_a_rate_that_is_not_positive_is_refused(rate: object) -> None:
     with pytest.raises(HandlerError, match=r"RateLimit\(per_second=.*greater than 0"):
         RateLimit(rate)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("burst", [0, -1, 1.0, "2", True])
-def test_a_burst_that_is_no_positive_whole_number_is_refused(burst: object) -> None:
+def test_a_burst_that_is_not_a_positive_integer_is_refused(burst: object) -> None:
     with pytest.raises(HandlerError, match=r"RateLimit\(burst=.*at least 1"):
         RateLimit(10.0, burst)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rate", "at_once"), [(0.1, 1), (10, 1), (39.0, 1), (40, 2), (1000, 50)])
-def test_without_a_burst_a_twentieth_of_a_second_may_start_at_once(rate: float, at_once: int) -> None:
+def test_the_default_burst_is_a_twentieth_of_a_second(rate: float, at_once: int) -> None:
     assert RateLimit(rate).at_once == at_once
 
 
@@ -43,7 +43,7 @@ def test_tokens_come_back_one_by_one() -> None:
     assert bucket.take(1.0)
 
 
-def test_what_a_quiet_time_leaves_unused_is_lost_beyond_the_burst() -> None:
+def test_unused_tokens_beyond_the_burst_are_lost() -> None:
     bucket = TokenBucket(RateLimit(10.0, burst=2))
     bucket.take(0.0)
 
@@ -57,7 +57,7 @@ def test_a_bucket_does_not_drift_in_a_day() -> None:
     taken = 0
     while bucket.take(now):
         taken += 1
-    step = 0.0005  # whoever looks twice as often as a token comes never finds the bucket full
+    step = 0.0005  # checking twice per token never finds the bucket full
     for number in range(1, 400_001):
         now = began + number * step
         taken += bucket.take(now)
@@ -65,7 +65,7 @@ def test_a_bucket_does_not_drift_in_a_day() -> None:
     assert taken == 2 + 200_000
 
 
-def test_a_timer_that_fires_a_little_early_leads_to_another_one() -> None:
+def test_a_timer_that_fires_early_is_followed_by_another() -> None:
     bucket = TokenBucket(RateLimit(3.0, burst=1))
     bucket.take(0.1)
     now = 0.1 + bucket.due(0.1) - 1e-9

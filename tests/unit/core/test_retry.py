@@ -1,4 +1,4 @@
-"""What follows a failed attempt."""
+"""Delays and attempts after a failure."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_jitter_moves_a_delay_by_half_its_share_in_either_direction(chance: floa
     assert delay == pytest.approx(0.8 + 0.4 * chance)
 
 
-def test_errors_that_no_attempt_cures_end_at_once() -> None:
+def test_permanent_errors_end_at_once() -> None:
     retry = Retry(retry_on=(OSError,), give_up_on=(FileNotFoundError,))
 
     assert retry.delay(TimeoutError(), 1, 0.5) is not None
@@ -39,7 +39,7 @@ def test_an_error_may_choose_its_delay() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
-def test_a_delay_that_is_none_is_refused(seconds: float) -> None:
+def test_an_invalid_delay_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="was refused"):
         RetryLater(seconds)
 
@@ -66,16 +66,16 @@ def test_values_outside_their_range_are_refused_by_name(values: dict[str, object
         Retry(**values)  # type: ignore[arg-type]
 
 
-def test_no_delay_exceeds_the_maximum_whatever_the_jitter() -> None:
+def test_no_delay_exceeds_the_maximum_under_any_jitter() -> None:
     assert Retry(initial=30.0, maximum=30.0, jitter=1.0).delay(ValueError(), 1, 1.0) == 30.0
 
 
 @pytest.mark.parametrize("name", ["retry_on", "give_up_on"])
 @pytest.mark.parametrize("given", [[ValueError], (ValueError, "TimeoutError"), "ValueError", ValueError()])
-def test_what_are_no_exception_classes_is_refused_before_the_first_failure(name: str, given: object) -> None:
+def test_values_that_are_not_exception_classes_are_refused_early(name: str, given: object) -> None:
     with pytest.raises(HandlerError, match=f"{name}=.*exception class"):
         Retry(**{name: given})  # type: ignore[arg-type]
 
 
-def test_a_single_exception_class_will_do() -> None:
+def test_a_single_exception_class_is_accepted() -> None:
     assert Retry(give_up_on=OSError).delay(TimeoutError(), 1, 0.5) is None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""From a record to its shard."""
+"""Mapping records to shards."""
 
 from collections import Counter
 from typing import Any
@@ -35,18 +35,18 @@ def test_an_empty_key_is_a_key() -> None:
     assert shard_key_of("key", one_topic=False)(record(b"")) is not None
 
 
-def test_partition_keeps_a_whole_partition_in_order() -> None:
+def test_shard_by_partition_keeps_a_whole_partition_in_order() -> None:
     shard_key = shard_key_of("partition", one_topic=True)
 
     assert shard_key(record(b"a")) == shard_key(record(b"b"))
     assert shard_key(record(b"a")) != shard_key(record(b"a", partition=1))
 
 
-def test_record_keeps_no_order() -> None:
+def test_shard_by_record_keeps_no_order() -> None:
     assert shard_key_of("record", one_topic=True)(record(b"a")) is None
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_an_unknown_shard_by_is_refused() -> None:
     with pytest.raises(HandlerError, match="'keys'"):
         shard_key_of("keys", one_topic=True)  # type: ignore[arg-type]
 
@@ -69,12 +69,12 @@ def test_fixed_shards_spread_the_keys_of_one_partition() -> None:
     assert max(used.values()) < 3 * len(one_partition) / 64
 
 
-def test_other_types_are_refused_because_their_hash_differs_between_processes() -> None:
+def test_types_with_a_hash_that_differs_between_processes_are_refused() -> None:
     with pytest.raises(TypeError, match="float"):
         shard_number(1.5, 8)
 
 
-def test_a_coroutine_function_is_refused_because_no_two_coroutines_are_the_same_shard() -> None:
+def test_a_coroutine_function_is_refused_as_sharding_function() -> None:
     async def by_customer(record: Record) -> bytes | None:
         return record.key
 
@@ -82,7 +82,7 @@ def test_a_coroutine_function_is_refused_because_no_two_coroutines_are_the_same_
         shard_key_of(by_customer, one_topic=True)  # type: ignore[arg-type] # what a type checker would have said
 
 
-def test_a_past_record_whose_key_has_no_hash_has_no_identity() -> None:
+def test_a_past_record_with_an_unhashable_key_has_no_identity() -> None:
     def key(_: Record) -> Any:
         return []
 

@@ -22,7 +22,9 @@ def lags(*values: int) -> dict[TopicPartition, int]:
         (lags(*[1] * 29, 300, 300, 300), 3),
     ],
 )
-def test_the_fewest_partitions_that_hold_nine_tenths(now: dict[TopicPartition, int], heaviest: int) -> None:
+def test_the_tail_is_the_fewest_partitions_with_nine_tenths_of_the_lag(
+    now: dict[TopicPartition, int], heaviest: int
+) -> None:
     found = tail_of(now, {}, 1.0)
     assert (found.heaviest, found.partitions, found.lag) == (heaviest, len(now), sum(now.values()))
 
@@ -38,13 +40,13 @@ def test_the_fewest_partitions_that_hold_nine_tenths(now: dict[TopicPartition, i
         (lags(100, 30), lags(200), None),
     ],
 )
-def test_the_last_one_is_done_at_the_pace_of_its_own_lag(
+def test_the_last_partition_finishes_at_its_own_pace(
     now: dict[TopicPartition, int], before: dict[TopicPartition, int], seconds: float | None
 ) -> None:
     assert tail_of(now, before, 10.0).seconds == seconds
 
 
-def test_it_says_so() -> None:
+def test_the_tail_is_described_in_words() -> None:
     assert str(tail_of(lags(6_000, 1), lags(6_100, 2), 41.0)) == (
         "1 of 2 partitions hold 90% of what is left; the last is done in 41 min"
     )

@@ -99,7 +99,7 @@ async def test_a_commit_of_a_partition_that_is_not_ours_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("now", [("us", 5), ("us", -1), ("somebody", 4)])
-async def test_nothing_is_committed_before_the_engine_knows_the_new_membership(now: tuple[str, int]) -> None:
+async def test_nothing_is_committed_before_the_engine_sees_the_new_membership(now: tuple[str, int]) -> None:
     member = Member(ONE)
     before = member.transport.membership()
     member.rejoin(*now)
@@ -111,7 +111,7 @@ async def test_nothing_is_committed_before_the_engine_knows_the_new_membership(n
     assert member.commits == []
 
 
-async def test_a_commit_is_checked_after_the_search_for_the_coordinator() -> None:
+async def test_a_commit_is_checked_after_the_coordinator_lookup() -> None:
     """The group may rebalance meanwhile."""
     member = Member(ONE)
 
@@ -127,7 +127,7 @@ async def test_a_commit_is_checked_after_the_search_for_the_coordinator() -> Non
 # Releases -------------------------------------------------------------------------------
 
 
-async def test_a_revocation_ends_the_assignment_when_the_engine_has_released_it() -> None:
+async def test_a_revocation_ends_the_assignment_once_the_engine_has_released_it() -> None:
     member = Member(ONE, TWO)
     member.listener.drained.clear()
     assert member.transport.last_heartbeat is not None
@@ -230,11 +230,11 @@ async def test_a_static_member_that_loses_its_place_again_does_not_take_it_back(
 
 
 async def test_a_member_without_an_instance_id_has_no_place_to_lose() -> None:
-    """A group that was deleted and made anew counts its generations from 1 again."""
+    """A group that was deleted and recreated counts its generations from 1 again."""
     assert taken_twice(Member(ONE)) is None
 
 
-async def test_a_member_that_was_silent_has_lost_no_place() -> None:
+async def test_a_silent_member_has_not_lost_its_place() -> None:
     """It comes back with a new id too, but in a later generation."""
     watch = Member(ONE, group_instance_id="worker-1").transport._instance
     for generation in (5, 6, 7):
@@ -247,7 +247,7 @@ async def test_a_member_that_was_silent_has_lost_no_place() -> None:
 # Backlogs -----------------------------------------------------------------------------
 
 
-async def test_the_backlog_counts_from_the_commit_and_not_from_before_the_log() -> None:
+async def test_the_backlog_counts_from_the_commit_within_the_log() -> None:
     member = Member(ONE, TWO, assignor="lag", auto_offset_reset="earliest")
 
     async def committed_once(_: object) -> Any:

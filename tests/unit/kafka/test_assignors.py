@@ -32,7 +32,7 @@ def gets(found: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["sticky", "lag", "cooperative-fair", "cooperative-lag"])
-def test_each_consumer_of_a_process_remembers_its_own(name: str) -> None:
+def test_every_consumer_of_a_process_keeps_its_own_state(name: str) -> None:
     one, two, leader = (ConsumerAssignor(name) for _ in range(3))
     assigned(one, 4, "t", 0, 3)
     assigned(two, 4, "t", 1, 2)
@@ -42,7 +42,7 @@ def test_each_consumer_of_a_process_remembers_its_own(name: str) -> None:
     assert gets(leader.assign(cluster(t=6), members)) == {"a": [1, 2], "b": [0, 3], "c": [4, 5]}
 
 
-def test_a_member_tells_what_is_left_of_what_it_has() -> None:
+def test_a_member_reports_the_backlog_of_its_partitions() -> None:
     one, leader = ConsumerAssignor("lag"), ConsumerAssignor("lag")
     assigned(one, 4, "t", 0, 1, 2)
     one.backlogs = {TopicPartition("t", 0): 2**40, TopicPartition("t", 1): 2**39, TopicPartition("t", 2): 2**39}
@@ -53,7 +53,7 @@ def test_a_member_tells_what_is_left_of_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["range", "roundrobin", "fair"])
-def test_static_members_get_the_same_whatever_their_member_ids_are(name: str) -> None:
+def test_static_members_keep_their_partitions_under_new_member_ids(name: str) -> None:
     first, second = (ConsumerAssignor(name, instance=instance) for instance in ("worker-1", "worker-2"))
     other = ConsumerAssignor(name)
 
@@ -65,14 +65,14 @@ def test_static_members_get_the_same_whatever_their_member_ids_are(name: str) ->
     assert assign("a", "b", "c") == assign("c", "b", "a") == assign("b", "c", "a")
 
 
-def test_two_members_with_one_instance_id_are_told_apart() -> None:
+def test_two_members_with_one_instance_id_are_distinguished() -> None:
     twins = [ConsumerAssignor("fair", instance="worker-1") for _ in range(2)]
     members = {one: sent(who.metadata(["t"])) for one, who in zip("ab", twins, strict=True)}
 
     assert gets(twins[0].assign(cluster(t=2), members)) == {"a": [0], "b": [1]}
 
 
-def test_the_leader_knows_what_is_left_of_what_nobody_has() -> None:
+def test_the_leader_reports_the_backlog_of_unowned_partitions() -> None:
     one, leader = ConsumerAssignor("lag"), ConsumerAssignor("lag")
     for assignor, number in ((one, 0), (leader, 1)):
         assigned(assignor, 4, "t", number)
@@ -84,7 +84,7 @@ def test_the_leader_knows_what_is_left_of_what_nobody_has() -> None:
     assert gets(leader.assign(cluster(t=4), members)) == {"a": [0, 2], "b": [1, 3]}
 
 
-def test_sticky_understands_what_the_clients_own_sticky_tells_and_is_understood() -> None:
+def test_sticky_is_compatible_with_the_clients_own_sticky() -> None:
     ours = ConsumerAssignor("sticky")
     theirs: Any = type("Theirs", (StickyPartitionAssignor,), {})
     assigned(ours, 4, "t", 1, 2)
@@ -100,7 +100,7 @@ def test_sticky_understands_what_the_clients_own_sticky_tells_and_is_understood(
 
 @pytest.mark.parametrize("name", ["sticky", "lag", "cooperative-lag"])
 @pytest.mark.parametrize("user_data", [b"\0", b"\xff" * 40, b"\0\1" + b"\0" * 8])
-def test_a_member_that_makes_no_sense_counts_as_new(
+def test_a_member_with_invalid_metadata_counts_as_new(
     name: str, user_data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     leader = ConsumerAssignor(name)
@@ -112,7 +112,7 @@ def test_a_member_that_makes_no_sense_counts_as_new(
 
 
 @pytest.mark.parametrize("name", ["cooperative-fair", "cooperative-lag"])
-def test_a_partition_moves_when_its_owner_has_released_it(name: str) -> None:
+def test_a_partition_moves_once_its_owner_has_released_it(name: str) -> None:
     owner, other = ConsumerAssignor(name), ConsumerAssignor(name)
     assigned(owner, 4, "t", 0, 1, 2, 3)
 
@@ -128,7 +128,7 @@ def test_a_partition_moves_when_its_owner_has_released_it(name: str) -> None:
     assert not owner.moving
 
 
-def test_a_partition_of_a_topic_that_its_owner_gives_up_is_released_first() -> None:
+def test_a_partition_of_an_unsubscribed_topic_is_released_first() -> None:
     owner, other = ConsumerAssignor("cooperative-fair"), ConsumerAssignor("cooperative-fair")
     assigned(owner, 4, "u", 0)
     members = {"a": sent(owner.metadata(["t"])), "b": sent(other.metadata(["t", "u"]))}
@@ -152,7 +152,7 @@ def test_a_partition_that_its_owner_releases_is_not_withheld() -> None:
     assert owner.joins_again_in is None
 
 
-def test_of_two_that_claim_a_partition_the_later_generation_has_it() -> None:
+def test_of_two_claimants_the_later_generation_owns_a_partition() -> None:
     stale, owner = ConsumerAssignor("cooperative-fair"), ConsumerAssignor("cooperative-fair")
     assigned(stale, 4, "t", 0)
     assigned(owner, 5, "t", 0)
@@ -169,7 +169,7 @@ def test_a_topic_without_partitions_is_named(caplog: pytest.LogCaptureFixture) -
     assert "no partitions of gone were assigned" in caplog.text
 
 
-def test_who_leads_no_more_forgets_what_it_has_withheld_and_was_going_to_move() -> None:
+def test_a_former_leader_forgets_withheld_and_planned_moves() -> None:
     leader, other = (ConsumerAssignor("cooperative-fair", delay=30) for _ in range(2))
     assigned(leader, 4, "t", 0, 1, 2, 3)
     assigned(other, 4, "t", 4, 5)

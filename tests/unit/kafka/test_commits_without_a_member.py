@@ -51,7 +51,7 @@ class Answering(Internals):
 OFFSETS = {TopicPartition("orders", 0): Committed(5, "text"), TopicPartition("orders", 1): Committed(7, "")}
 
 
-async def test_a_commit_without_a_member_asks_to_be_kept_for_ten_years() -> None:
+async def test_a_commit_without_a_member_is_retained_for_ten_years() -> None:
     broker: Any = Answering(0)
     await commit_without_member(broker, OFFSETS)
     (request,) = broker.requests
@@ -75,7 +75,7 @@ async def test_a_commit_without_a_member_asks_to_be_kept_for_ten_years() -> None
         (30, AuthorizationError, 0),
     ],
 )
-async def test_what_a_broker_answers_is_told_apart(code: int, error: type[Exception], dead: int) -> None:
+async def test_broker_errors_are_distinguished(code: int, error: type[Exception], dead: int) -> None:
     broker: Any = Answering(code)
     with pytest.raises(error) as caught:
         await commit_without_member(broker, OFFSETS)
@@ -85,7 +85,7 @@ async def test_what_a_broker_answers_is_told_apart(code: int, error: type[Except
         assert "'orders'" in str(caught.value)
 
 
-async def test_a_client_that_is_being_closed_has_nobody_to_commit_to() -> None:
+async def test_a_closing_client_cannot_commit() -> None:
     broker: Any = Answering(0)
     broker.coordinator_id = None
     with pytest.raises(CommitError):
@@ -93,7 +93,7 @@ async def test_a_client_that_is_being_closed_has_nobody_to_commit_to() -> None:
     assert not broker.requests
 
 
-async def test_a_connection_that_breaks_has_the_coordinator_looked_up_again() -> None:
+async def test_a_broken_connection_triggers_a_coordinator_lookup() -> None:
     broker: Any = Answering(0)
 
     async def broken(*_: object, **__: object) -> None:

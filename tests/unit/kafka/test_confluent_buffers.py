@@ -87,7 +87,7 @@ def test_nothing_is_fetched_before_the_engine_has_seeked_and_resumed() -> None:
     assert buffers.changes(0.0) == [Change(ONE, 7)]
 
 
-def test_what_was_read_before_a_seek_took_effect_is_dropped() -> None:
+def test_records_read_before_a_seek_took_effect_are_dropped() -> None:
     buffers = reading(ONE)
     buffers.accept(sent(ONE, 0, 1), 0.0)
     buffers.seek(ONE, 40)
@@ -99,7 +99,7 @@ def test_what_was_read_before_a_seek_took_effect_is_dropped() -> None:
     assert offsets(buffers.take(everything)) == [40, 41]
 
 
-def test_a_change_that_could_not_be_made_is_made_again() -> None:
+def test_a_failed_change_is_retried() -> None:
     buffers = reading(ONE)
     buffers.not_changed(Change(ONE, 0))
 
@@ -108,7 +108,7 @@ def test_a_change_that_could_not_be_made_is_made_again() -> None:
     assert buffers.changes(0.0) == [Change(ONE, 0)]
 
 
-def test_what_is_kept_in_a_rebalance_is_sent_on_at_once_and_keeps_its_buffer() -> None:
+def test_kept_partitions_resume_at_once_and_keep_their_buffers() -> None:
     """The client fetches nothing of it until the rebalance is over, and is slow to begin again unless it is sent."""
     buffers = reading(ONE, TWO)
     buffers.accept(sent(ONE, 0, 1), 0.0)
@@ -122,7 +122,7 @@ def test_what_is_kept_in_a_rebalance_is_sent_on_at_once_and_keeps_its_buffer() -
     assert buffers.changes(0.0) == []
 
 
-def test_what_is_paused_keeps_its_buffer_and_goes_on_behind_it() -> None:
+def test_a_paused_partition_keeps_its_buffer_and_resumes_after_it() -> None:
     buffers = reading(ONE)
     buffers.accept(sent(ONE, 0, 1, 2), 0.0)
     buffers.pause([ONE])
@@ -135,7 +135,7 @@ def test_what_is_paused_keeps_its_buffer_and_goes_on_behind_it() -> None:
     assert buffers.position(ONE) == 3
 
 
-def test_a_full_buffer_waits_a_moment_and_then_stops_its_partition_alone() -> None:
+def test_a_full_buffer_soon_stops_only_its_partition() -> None:
     buffers = reading(ONE, TWO, share=3 * SIZE)
     buffers.accept(sent(ONE, 0, 1, 2) + sent(TWO, 0), 1.0)
 
@@ -146,7 +146,7 @@ def test_a_full_buffer_waits_a_moment_and_then_stops_its_partition_alone() -> No
     assert buffers.crowded(2.0) == 0, "one that is not fetched keeps nobody waiting"
 
 
-def test_a_full_buffer_keeps_a_partition_without_records_waiting_for_a_blink_only() -> None:
+def test_a_full_buffer_hardly_delays_an_empty_partition() -> None:
     buffers = reading(ONE, TWO, share=3 * SIZE)
     buffers.accept(sent(ONE, 0, 1, 2), 1.0)
 
@@ -165,7 +165,7 @@ def test_a_partition_is_fetched_again_when_half_of_its_share_is_free() -> None:
     assert buffers.changes(2.0) == [Change(ONE, 4)]
 
 
-def test_the_end_of_the_log_moves_a_position_over_what_holds_no_record() -> None:
+def test_the_end_of_the_log_moves_a_position_over_holes() -> None:
     buffers = reading(ONE)
     buffers.accept([*sent(ONE, 0), Sent(ONE, 9, KafkaError._PARTITION_EOF)], 0.0)
 
@@ -177,7 +177,7 @@ def test_the_end_of_the_log_moves_a_position_over_what_holds_no_record() -> None
     assert (buffers.position(ONE), buffers.end_offset(ONE)) == (12, 12)
 
 
-def test_a_partition_that_cannot_be_read_is_told_once_and_tried_again_later() -> None:
+def test_an_unreadable_partition_is_reported_once_and_retried_later() -> None:
     buffers = reading(ONE)
     buffers.accept([*sent(ONE, 0), Sent(ONE, 1, KafkaError.OFFSET_OUT_OF_RANGE)], 1.0)
 
@@ -191,7 +191,7 @@ def test_a_partition_that_cannot_be_read_is_told_once_and_tried_again_later() ->
     assert buffers.changes(2.1) == [Change(ONE, 1, reassign=True)], "the client has given up on it"
 
 
-def test_the_end_of_the_log_does_not_move_a_position_that_a_fault_holds() -> None:
+def test_the_end_of_the_log_does_not_move_a_faulted_position() -> None:
     """The end is told behind records that the fault kept from being handed out."""
     buffers = reading(ONE)
     fault = Sent(ONE, 11, KafkaError._VALUE_DESERIALIZATION)
@@ -206,7 +206,7 @@ def test_the_end_of_the_log_does_not_move_a_position_that_a_fault_holds() -> Non
     assert offsets(buffers.take(everything)) == [11, 12]
 
 
-def test_a_partition_that_the_client_has_given_up_stays_so_when_another_fault_follows() -> None:
+def test_an_abandoned_partition_is_reassigned_after_another_fault() -> None:
     """A seek alone would be lost on it."""
     buffers = reading(ONE)
     gone, refused = Sent(ONE, 0, KafkaError.OFFSET_OUT_OF_RANGE), Sent(ONE, 0, KafkaError.TOPIC_AUTHORIZATION_FAILED)
@@ -215,7 +215,7 @@ def test_a_partition_that_the_client_has_given_up_stays_so_when_another_fault_fo
     assert buffers.changes(2.1) == [Change(ONE, 0, reassign=True)]
 
 
-def test_a_record_that_does_not_fit_is_new_once() -> None:
+def test_a_record_that_does_not_fit_counts_as_new_once() -> None:
     buffers = reading(ONE)
     buffers.accept([Sent(ONE, 0, size=1_000)], 0.0)
 
@@ -228,7 +228,7 @@ def test_a_record_that_does_not_fit_is_new_once() -> None:
     assert offsets(alone) == [0]
 
 
-def test_errors_of_nobodys_partition_are_given_back() -> None:
+def test_errors_of_foreign_partitions_are_returned() -> None:
     buffers = reading(ONE)
     other = Sent(TWO, 0, KafkaError.UNKNOWN_TOPIC_OR_PART)
 
@@ -236,7 +236,7 @@ def test_errors_of_nobodys_partition_are_given_back() -> None:
     assert offsets(buffers.take(everything)) == [0]
 
 
-def test_records_before_the_position_are_passed_over() -> None:
+def test_records_before_the_position_are_skipped() -> None:
     """A broker returns whole batches."""
     buffers = reading(ONE)
     buffers.seek(ONE, 5)
@@ -247,7 +247,7 @@ def test_records_before_the_position_are_passed_over() -> None:
     assert offsets(buffers.take(everything)) == [5, 6]
 
 
-def test_nothing_is_returned_of_a_revoked_partition() -> None:
+def test_a_revoked_partition_returns_nothing() -> None:
     buffers = reading(ONE, TWO)
     buffers.accept(sent(ONE, 0, 1) + sent(TWO, 0), 0.0)
 

@@ -23,7 +23,7 @@ SESSION = 45.0
 
 
 def answer(error: int | None = None) -> Any:
-    """What the client answers of one partition."""
+    """The client's response for one partition."""
     return SimpleNamespace(topic=ONE.topic, partition=ONE.partition, error=None if error is None else KafkaError(error))
 
 
@@ -132,7 +132,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     made.thread.stop()
 
 
-async def test_a_commit_is_answered_in_a_later_read(world: World) -> None:
+async def test_a_commit_is_acknowledged_in_a_later_read(world: World) -> None:
     committing = await world.commit()
     assert not committing.done()
 
@@ -154,7 +154,7 @@ async def test_nothing_is_sent_before_the_previous_commit_is_answered(world: Wor
     assert world.client.sent == [1, 2]
 
 
-async def test_a_commit_that_is_not_ours_is_not_sent(world: World) -> None:
+async def test_a_commit_for_a_foreign_partition_is_not_sent(world: World) -> None:
     with pytest.raises(CommitRefusedError):
         await world.thread.commit(FIRST, US._replace(generation=0))
 
@@ -195,7 +195,7 @@ async def test_a_commit_while_partitions_drain_is_answered_before_they_are_relea
         await world.thread.commit(SECOND, US)
 
 
-async def test_a_commit_that_cannot_be_settled_has_failed(world: World) -> None:
+async def test_a_commit_that_cannot_be_settled_fails(world: World) -> None:
     committing = await world.commit()
     world.client.refuse = KafkaError.UNKNOWN_MEMBER_ID
     reading = await world.revoke()
@@ -229,7 +229,7 @@ async def test_an_unanswered_commit_is_refused_when_the_membership_is_lost(world
         (KafkaError.INVALID_COMMIT_OFFSET_SIZE, MetadataRefusedError),
     ],
 )
-async def test_an_answer_of_a_single_partition_counts(world: World, code: int, error: type[Exception]) -> None:
+async def test_a_response_for_a_single_partition_counts(world: World, code: int, error: type[Exception]) -> None:
     committing = await world.commit()
 
     await world.hear(None, [answer(code)])
@@ -239,7 +239,7 @@ async def test_an_answer_of_a_single_partition_counts(world: World, code: int, e
 
 
 @pytest.mark.parametrize("answered", [[], None])
-async def test_a_partition_that_is_missing_in_the_answer_is_not_acknowledged(world: World, answered: Any) -> None:
+async def test_a_partition_missing_in_the_response_is_not_acknowledged(world: World, answered: Any) -> None:
     committing = await world.commit()
     await world.hear(None, answered)
     with pytest.raises(CommitError, match="orders/0"):
@@ -253,7 +253,7 @@ async def test_a_partition_that_is_missing_in_the_answer_is_not_acknowledged(wor
     await reading
 
 
-async def test_an_error_of_the_whole_commit_counts_where_no_partition_is_named(world: World) -> None:
+async def test_an_error_of_the_whole_commit_counts_for_every_partition(world: World) -> None:
     committing = await world.commit()
 
     await world.hear(KafkaError.UNKNOWN_MEMBER_ID, [])
@@ -272,7 +272,7 @@ async def test_an_error_of_the_whole_commit_counts_where_no_partition_is_named(w
     ],
     ids=["acknowledged", "refused", "timed out", "no coordinator"],
 )
-async def test_a_session_ends_without_an_answer_of_the_coordinator(world: World, code: int | None, lost: bool) -> None:
+async def test_a_session_expires_without_a_coordinator_response(world: World, code: int | None, lost: bool) -> None:
     """Under KIP-848, the client itself keeps reading."""
     for offsets in (FIRST, SECOND):
         committing = await world.commit(offsets)
@@ -290,7 +290,7 @@ async def test_a_session_ends_without_an_answer_of_the_coordinator(world: World,
         await world.read()
 
 
-async def test_an_answer_that_a_blocked_event_loop_kept_unread_continues_the_session(world: World) -> None:
+async def test_a_response_read_late_by_a_blocked_loop_keeps_the_session(world: World) -> None:
     committing = await world.commit()
     world.now = 3 * SESSION
     await world.read()
@@ -302,7 +302,7 @@ async def test_an_answer_that_a_blocked_event_loop_kept_unread_continues_the_ses
     await world.read()
 
 
-async def test_an_answer_during_a_revocation_continues_the_session(world: World) -> None:
+async def test_a_response_during_a_revocation_keeps_the_session(world: World) -> None:
     await world.commit()
     world.now = 40.0
     reading = await world.revoke()
@@ -314,7 +314,7 @@ async def test_an_answer_during_a_revocation_continues_the_session(world: World)
     await world.read()
 
 
-async def test_a_commit_that_was_queued_before_the_loss_is_known_is_not_sent(world: World) -> None:
+async def test_a_commit_queued_before_the_loss_is_not_sent(world: World) -> None:
     reading = await world.revoke(lost=True)
     world.ours = True  # the event loop has not heard of it yet
 
@@ -326,7 +326,7 @@ async def test_a_commit_that_was_queued_before_the_loss_is_known_is_not_sent(wor
     assert (world.client.at_once, world.client.sent) == ([], [])
 
 
-async def test_a_call_that_nobody_waits_for_never_starts(world: World) -> None:
+async def test_an_abandoned_call_never_starts(world: World) -> None:
     made: list[str] = []
     reading = await world.revoke()
     hold = asyncio.Event()
@@ -357,7 +357,7 @@ async def test_closing_during_a_revocation_waits_for_its_commit(world: World) ->
         await world.thread.commit(FIRST, US)
 
 
-async def test_a_commit_that_is_unanswered_when_the_client_is_closed_fails(world: World) -> None:
+async def test_a_commit_unanswered_at_close_fails(world: World) -> None:
     committing = await world.commit()
 
     await asyncio.wrap_future(world.thread.stop())
@@ -367,9 +367,7 @@ async def test_a_commit_that_is_unanswered_when_the_client_is_closed_fails(world
 
 
 @pytest.mark.parametrize(("protocol", "fails"), [("consumer", True), ("classic", False)])
-async def test_a_member_that_the_group_does_not_know_ends_under_kip_848_only(
-    world: World, protocol: str, fails: bool
-) -> None:
+async def test_an_unknown_member_ends_only_under_kip_848(world: World, protocol: str, fails: bool) -> None:
     """The client joins again by itself under the classic protocol, and reads on under the other one."""
     other = World(group_protocol=protocol)
     committing = await other.commit()

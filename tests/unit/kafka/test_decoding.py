@@ -136,7 +136,7 @@ bounds = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2000)), max_size=5
     bounds=bounds,
     start=st.integers(0, 6),
 )
-def test_any_log_decodes_as_aiokafka_decodes_it(data: Any, bounds: Any, start: int) -> None:
+def test_any_log_decodes_like_aiokafka(data: Any, bounds: Any, start: int) -> None:
     raw, offset, aborted = b"", 0, []
     for inside, producer, kind, gap, codec in data:
         transactional = producer >= 0 and kind != "plain"
@@ -176,7 +176,7 @@ def test_every_codec_is_installed() -> None:
     assert has_zstd()
 
 
-def test_a_record_that_does_not_fit_is_kept_and_the_position_is_before_it() -> None:
+def test_a_record_that_does_not_fit_stays_at_the_position() -> None:
     part = chunk(batch(10, [(None, bytes(10), []), (None, bytes(1000), []), (None, bytes(10), [])]), start=10)
 
     first, _ = part.take(10, 600, alone=False)
@@ -190,13 +190,13 @@ def test_a_record_that_does_not_fit_is_kept_and_the_position_is_before_it() -> N
     assert ([r.offset for r in last], part.next_offset, part.drained) == ([12], 13, True)
 
 
-def test_alone_admits_the_first_record_only_and_fills_up_where_there_is_room() -> None:
+def test_alone_admits_one_large_record_or_fills_the_room() -> None:
     part = chunk(batch(0, [(None, bytes(10), [])] * 5))
     taken, _ = part.take(10, 1600, alone=True)
     assert len(taken) == 3
 
 
-def test_a_damaged_batch_ends_the_decoding_before_it() -> None:
+def test_decoding_stops_before_a_damaged_batch() -> None:
     good = batch(0, [(None, b"good", [])] * 3)
     bad = bytearray(batch(3, [(None, b"bad", [])] * 3))
     bad[-1] ^= 1
@@ -210,7 +210,7 @@ def test_a_damaged_batch_ends_the_decoding_before_it() -> None:
     assert not part.drained
 
 
-def test_a_batch_that_breaks_in_its_middle_keeps_what_came_before() -> None:
+def test_a_batch_damaged_midway_keeps_the_records_before() -> None:
     raw = bytearray(batch(0, [(None, b"one", []), (None, b"two", [])]))
     struct.pack_into(">i", raw, 57, 5)  # it says to hold five records
     part = chunk(with_checksum(raw))
@@ -222,7 +222,7 @@ def test_a_batch_that_breaks_in_its_middle_keeps_what_came_before() -> None:
     assert isinstance(part.error, CorruptRecordException)
 
 
-def test_a_codec_that_there_is_none_of_is_named_with_a_way_out() -> None:
+def test_a_missing_codec_is_named_with_a_fix() -> None:
     raw = bytearray(batch(5, [(None, b"v", [])]))
     struct.pack_into(">h", raw, ATTRIBUTES_AT, 7)
     part = chunk(with_checksum(raw), start=5)

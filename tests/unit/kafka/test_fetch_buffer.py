@@ -61,7 +61,7 @@ async def test_a_position_advances_in_the_step_that_returns_its_records() -> Non
 # Discards -------------------------------------------------------------------------------
 
 
-async def test_a_new_assignment_discards_what_was_fetched_for_the_one_before() -> None:
+async def test_a_new_assignment_discards_records_of_the_previous_one() -> None:
     """The client does so a moment later; meanwhile an error of the old assignment would be reported as a new one."""
     parts = Parts()
     buffer = reading(parts, ONE, TWO)
@@ -74,7 +74,7 @@ async def test_a_new_assignment_discards_what_was_fetched_for_the_one_before() -
     assert buffer.take(everything).new == []
 
 
-async def test_a_kept_partition_continues_in_the_middle_of_what_was_fetched() -> None:
+async def test_a_kept_partition_continues_within_its_fetched_records() -> None:
     parts = Parts()
     buffer = reading(parts, ONE)
     parts.fetched(ONE, 0, 5)
@@ -96,7 +96,7 @@ async def test_records_of_an_earlier_assignment_are_not_returned() -> None:
     assert buffer.position(ONE) == 0
 
 
-async def test_records_that_are_not_at_the_position_are_discarded_and_fetched_again() -> None:
+async def test_records_not_at_the_position_are_refetched() -> None:
     parts = Parts()
     buffer = reading(parts, ONE)
     parts.fetched(ONE, 7, 5)
@@ -109,7 +109,7 @@ async def test_records_that_are_not_at_the_position_are_discarded_and_fetched_ag
     assert await checks(parts) == 1
 
 
-async def test_a_seek_discards_what_was_fetched() -> None:
+async def test_a_seek_discards_fetched_records() -> None:
     parts = Parts()
     buffer = reading(parts, ONE, TWO)
     parts.fetched(ONE, 0, 5)
@@ -128,7 +128,7 @@ async def test_a_seek_discards_what_was_fetched() -> None:
 # Pauses, turns and allowances -----------------------------------------------------------
 
 
-async def test_nothing_is_returned_of_a_paused_partition_or_while_the_group_rebalances() -> None:
+async def test_pauses_and_rebalances_return_nothing() -> None:
     parts = Parts()
     buffer = reading(parts, ONE, TWO)
     for partition in (ONE, TWO):
@@ -155,7 +155,7 @@ async def test_partitions_take_turns_and_share_one_allowance() -> None:
 
 
 @pytest.mark.parametrize("allowance", [Allowance(0, 1 << 30), Allowance(5, SIZE - 1)], ids=["full", "too large"])
-async def test_a_partition_that_nobody_takes_does_not_keep_its_broker_waiting(allowance: Allowance) -> None:
+async def test_an_untaken_partition_does_not_delay_its_broker(allowance: Allowance) -> None:
     """aiokafka sends no other fetch to a broker while one of its partitions is in its back-off."""
     parts = Parts()
     buffer = reading(parts, ONE, TWO)
@@ -169,7 +169,7 @@ async def test_a_partition_that_nobody_takes_does_not_keep_its_broker_waiting(al
     assert parts.buffered.keys() == {ONE}
 
 
-async def test_a_record_that_does_not_fit_is_new_once() -> None:
+async def test_a_record_that_does_not_fit_counts_as_new_once() -> None:
     parts = Parts()
     buffer = reading(parts, ONE)
     parts.fetched(ONE, 0, 2)
@@ -185,7 +185,7 @@ async def test_a_record_that_does_not_fit_is_new_once() -> None:
 # Positions and faults -------------------------------------------------------------------
 
 
-async def test_the_end_of_the_log_is_the_last_stable_offset_for_those_who_read_committed() -> None:
+async def test_read_committed_ends_at_the_last_stable_offset() -> None:
     for read_committed, end in ((True, 5), (False, 9)):
         parts = Parts()
         buffer = reading(parts, ONE, read_committed=read_committed)
@@ -194,7 +194,7 @@ async def test_the_end_of_the_log_is_the_last_stable_offset_for_those_who_read_c
         assert buffer.end_offset(ONE) == end
 
 
-async def test_a_record_that_is_too_large_to_fetch_is_not_passed() -> None:
+async def test_a_record_too_large_to_fetch_is_not_skipped() -> None:
     parts = Parts()
     buffer = reading(parts, ONE)
     error = kafka.RecordTooLargeError("%s=%s is larger than %s", ONE, 4, 1_000)
@@ -230,7 +230,7 @@ def test_a_fault_is_reported_once_and_its_retry_discards_nothing_else() -> None:
 # The bound of what is fetched -------------------------------------------------------------
 
 
-async def test_the_bytes_on_their_way_and_in_the_buffer_count_against_the_bound_of_a_fetch() -> None:
+async def test_bytes_in_flight_and_buffered_count_against_the_fetch_bound() -> None:
     parts, bound = Parts(), 1_000_000
     parts.bound_prefetch(bound)
     fetcher, assignment = parts.fetcher, parts.assign([ONE, TWO])

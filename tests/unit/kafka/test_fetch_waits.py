@@ -27,7 +27,7 @@ def begun(parts: Parts, *, may_wait_longer: bool = True) -> FetchBuffer:
     return intake
 
 
-async def test_partitions_that_stay_continue_in_a_new_assignment_and_those_that_go_pause() -> None:
+async def test_kept_partitions_continue_and_revoked_ones_pause() -> None:
     parts = Parts()
     buffer = FetchBuffer(read_committed=False)
     kept, held, gone, new, unopened = PARTITIONS[:5]
@@ -70,7 +70,7 @@ def test_fetches_wait_longer_only_for_many_idle_partitions(
     assert fetch_wait(usual, partitions, left_over=left_over, idle=idle) == expected
 
 
-async def test_fetches_that_leave_no_partition_out_wait_longer() -> None:
+async def test_fetches_that_include_every_partition_wait_longer() -> None:
     parts = Parts()
     intake = begun(parts)
     assert parts.wait == USUAL, "the first fetch after an assignment names the partitions that are resumed first"
@@ -91,7 +91,7 @@ async def test_fetches_that_leave_no_partition_out_wait_longer() -> None:
     assert parts.wait == USUAL
 
 
-async def test_fetches_do_not_wait_longer_soon_after_something_was_fetched() -> None:
+async def test_fetches_do_not_wait_longer_soon_after_records() -> None:
     parts = Parts()
     intake = begun(parts)
     intake.take(refuse)

@@ -72,7 +72,7 @@ def scenario(test: Callable[[Broker, KafkaProducer], Awaitable[None]]) -> None:
     run(live())
 
 
-def test_a_refused_batch_is_sent_again_as_it_was_after_a_pause() -> None:
+def test_a_refused_batch_is_resent_unchanged_after_a_pause() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         broker.refuse = lambda _: NOT_LEADER if len(broker.sent) in (2, 4) else 0
         await producer.publish(Message("orders", b"0"))
@@ -85,7 +85,7 @@ def test_a_refused_batch_is_sent_again_as_it_was_after_a_pause() -> None:
     scenario(test)
 
 
-def test_a_batch_that_nobody_waits_for_takes_its_producer_id_with_it() -> None:
+def test_an_abandoned_batch_retires_its_producer_id() -> None:
     """The broker may have stored it, and would take the next message with its number for a copy."""
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
@@ -102,7 +102,7 @@ def test_a_batch_that_nobody_waits_for_takes_its_producer_id_with_it() -> None:
     scenario(test)
 
 
-def test_a_producer_id_that_the_broker_refuses_is_not_used_again() -> None:
+def test_a_refused_producer_id_is_not_reused() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         broker.refuse = lambda _: OUT_OF_ORDER if len(broker.sent) == 1 else 0
         with pytest.raises(TransportError):

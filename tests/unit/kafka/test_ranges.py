@@ -53,7 +53,7 @@ async def test_finished_offsets_are_skipped() -> None:
     assert await polled(transport) == ([3, 6, 7], 9)
 
 
-async def test_a_range_that_retention_has_cut_is_an_error() -> None:
+async def test_a_range_truncated_by_retention_is_an_error() -> None:
     transport, parts = reading(3, 9)
     parts.buffered[ONE] = FetchError(error=kafka.OffsetOutOfRangeError({ONE: 3}), backoff=0)
 

@@ -61,7 +61,7 @@ async def test_nobody_else_is_removed(before: str, now: Membership, settings: di
     assert await removed(transport, brokers) == []
 
 
-async def test_a_removal_that_failed_is_tried_again() -> None:
+async def test_a_failed_removal_is_retried() -> None:
     transport, brokers = await transport_that_was("was"), Brokers(TransportError("nobody there"))
     transport._note_member(NOT_A_MEMBER)
 
@@ -71,7 +71,7 @@ async def test_a_removal_that_failed_is_tried_again() -> None:
     assert await removed(transport, brokers) == ["was"]
 
 
-async def test_a_removal_that_was_refused_is_not_tried_again() -> None:
+async def test_a_refused_removal_is_not_retried() -> None:
     transport, brokers = await transport_that_was("was"), Brokers(AuthorizationError("grant READ"))
     transport._note_member(NOT_A_MEMBER)
 

@@ -136,7 +136,7 @@ async def test_a_transaction_carries_the_metadata_of_its_membership() -> None:
 
 
 @pytest.mark.parametrize("now", [("us", 5), ("another", 4), ("", -1)])
-async def test_a_transaction_of_a_generation_that_the_client_has_left_is_not_sent(now: tuple[str, int]) -> None:
+async def test_a_transaction_of_an_old_generation_is_not_sent(now: tuple[str, int]) -> None:
     """The brokers would accept it: they know the client's new generation, and not that the offsets are older."""
     member = Member()
     member.consumer.metadata = metadata_of(*now)
@@ -166,7 +166,7 @@ async def test_a_transaction_is_not_sent_once_its_partition_is_gone() -> None:
     assert member.transactions.committed == []
 
 
-async def test_partitions_are_released_when_no_transaction_is_undecided() -> None:
+async def test_partitions_are_released_once_no_transaction_is_undecided() -> None:
     member = Member()
     revoking = member.revoke()
     await asyncio.sleep(0.02)
@@ -194,7 +194,7 @@ async def test_a_member_whose_transaction_stays_undecided_ends(error: TransportE
         await member.transport.poll(lambda _: Allowance(1, 1), 0)
 
 
-async def test_nothing_is_fetched_of_a_partition_that_is_being_released() -> None:
+async def test_a_partition_being_released_is_not_fetched() -> None:
     member = Member()
     buffer = member.transport._buffer
     buffer.seek(ORDERS, 0)
@@ -207,7 +207,7 @@ async def test_nothing_is_fetched_of_a_partition_that_is_being_released() -> Non
     await revoking
 
 
-async def test_a_revocation_while_the_client_is_closed_keeps_its_thread_waiting_for_nothing() -> None:
+async def test_a_revocation_during_close_does_not_block_the_thread() -> None:
     member = Member()
     member.transport._closed = True
     await member.revoke()
@@ -227,7 +227,7 @@ async def test_lost_partitions_are_released_at_once() -> None:
 # Committed offsets ----------------------------------------------------------------------
 
 
-async def test_offsets_are_read_when_no_transaction_of_ours_is_undecided() -> None:
+async def test_offsets_are_read_once_no_own_transaction_is_undecided() -> None:
     member = Member()
     member.answers(Committed(7, ""))
     reading = asyncio.create_task(member.transport.committed([ORDERS]))
@@ -237,7 +237,7 @@ async def test_offsets_are_read_when_no_transaction_of_ours_is_undecided() -> No
     assert await reading == {ORDERS: Committed(7, "")}
 
 
-async def test_an_offset_that_a_transaction_of_another_producer_may_change_is_not_returned() -> None:
+async def test_an_offset_in_a_pending_transaction_is_not_returned() -> None:
     """It is reported at once: such a transaction may last for minutes."""
     member = Member()
     member.answers(error_for(88))
@@ -247,7 +247,7 @@ async def test_an_offset_that_a_transaction_of_another_producer_may_change_is_no
     assert raised.value.retriable
 
 
-async def test_another_error_of_a_partition_is_not_taken_for_a_missing_offset() -> None:
+async def test_a_partition_error_does_not_mean_a_missing_offset() -> None:
     member = Member()
     member.answers(error_for(29, "orders"))
     member.transactions.decided.set()
@@ -255,7 +255,7 @@ async def test_another_error_of_a_partition_is_not_taken_for_a_missing_offset() 
         await member.transport.committed([ORDERS])
 
 
-async def test_offsets_are_asked_for_again_after_a_transient_error_of_the_whole_request() -> None:
+async def test_offset_fetches_are_retried_after_a_transient_error() -> None:
     member = Member()
     member.answers(error_for(16), Committed(7, ""))
     member.transactions.decided.set()

@@ -1,4 +1,4 @@
-"""Assignors: valid, as even as can be, moving little, and the same whatever the order of the input."""
+"""Assignors: valid, balanced, sticky, and independent of input order."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ ARTICLE_MEMBERS = {
 }
 
 
-# What is drawn ---------------------------------------------------------------------------
+# Generated groups ------------------------------------------------------------------------
 
 
 def drawn(
@@ -75,7 +75,7 @@ def mixed(things: Iterable[T], chance: random.Random) -> list[T]:
     return found
 
 
-# What is measured ------------------------------------------------------------------------
+# Measurements ----------------------------------------------------------------------------
 
 
 def check_validity(members: Members, partitions: Partitions, assignment: Assignment) -> None:
@@ -92,7 +92,7 @@ def loads(assignment: Assignment) -> list[int]:
 
 def most_even_loads(members: Members, partitions: Partitions) -> list[int]:
     """The loads of the most even assignment, found in another way: one partition after the other is let in, and those
-    before it make room along the alternating path that ends with whoever has least."""
+    before it make room along the alternating path that ends at the member with the least."""
     holder: dict[TopicPartition, str] = {}
     load = dict.fromkeys(members, 0)
     for topic in partitions:
@@ -133,7 +133,7 @@ def remembering(members: Members, assignment: Assignment, generation: int = 9) -
     return {name: Member(member.topics, assignment.get(name, ()), generation) for name, member in members.items()}
 
 
-# What holds ------------------------------------------------------------------------------
+# Invariants ------------------------------------------------------------------------------
 
 
 @EVERY_ASSIGNOR
@@ -152,9 +152,7 @@ def test_a_thousand_random_subscriptions_are_assigned_validly_and_alike_on_every
 
 @given(group=GROUPS, seed=st.integers(min_value=0))
 @settings(max_examples=150, deadline=None)
-def test_sticky_members_that_agree_on_everything_move_only_what_must(
-    group: tuple[Members, Partitions], seed: int
-) -> None:
+def test_sticky_with_equal_subscriptions_moves_only_what_it_must(group: tuple[Members, Partitions], seed: int) -> None:
     members, partitions = group
     members = {name: Member(frozenset(partitions)) for name in members}
     before = ASSIGNORS["sticky"](members, partitions)
@@ -172,7 +170,7 @@ def test_sticky_members_that_agree_on_everything_move_only_what_must(
 
 @given(seed=SEEDS)
 @settings(max_examples=150, deadline=None)
-def test_sticky_members_with_the_same_topics_lose_only_what_is_beyond_an_even_load(seed: int) -> None:
+def test_sticky_members_lose_only_partitions_beyond_an_even_load(seed: int) -> None:
     chance = random.Random(seed)
     partitions = {f"t{number}": range(chance.randint(1, 60)) for number in range(chance.randint(1, 4))}
     names = [f"m{number}" for number in range(chance.randint(1, 6))]
@@ -193,7 +191,7 @@ def test_sticky_members_with_the_same_topics_lose_only_what_is_beyond_an_even_lo
 
 @given(group=GROUPS)
 @settings(max_examples=150, deadline=None)
-def test_sticky_and_lag_leave_alone_what_is_even(group: tuple[Members, Partitions]) -> None:
+def test_sticky_and_lag_leave_an_even_assignment_unchanged(group: tuple[Members, Partitions]) -> None:
     members, partitions = group
     before = ASSIGNORS["sticky"](members, partitions)
 
@@ -203,7 +201,7 @@ def test_sticky_and_lag_leave_alone_what_is_even(group: tuple[Members, Partition
 
 @given(group=GROUPS)
 @settings(max_examples=150, deadline=None)
-def test_lag_is_within_the_largest_backlog_of_what_is_best(group: tuple[Members, Partitions]) -> None:
+def test_lag_is_within_one_largest_backlog_of_the_optimum(group: tuple[Members, Partitions]) -> None:
     members, partitions = group
     left = backlogs(members, partitions, owners(members, partitions))
     largest = max(left.values(), default=0)
@@ -243,7 +241,7 @@ def seconds(name: str, total: int, topics: int, owners: int, joining: int) -> fl
 @pytest.mark.slow
 @EVERY_ASSIGNOR
 @pytest.mark.parametrize(("topics", "owners", "joining"), [(1, 1, 1), (20, 10, 10)])
-def test_eight_times_the_partitions_do_not_take_much_more_than_eight_times_as_long(
+def test_assignment_time_grows_about_linearly_with_partitions(
     name: str, topics: int, owners: int, joining: int
 ) -> None:
     """The leader assigns on its event loop: with a quadratic algorithm it misses its own heartbeats."""
@@ -253,7 +251,7 @@ def test_eight_times_the_partitions_do_not_take_much_more_than_eight_times_as_lo
     assert large <= 24 * small, "64 times as long is quadratic"
 
 
-# What is known ---------------------------------------------------------------------------
+# Known examples --------------------------------------------------------------------------
 
 
 def as_text(assignment: Assignment) -> dict[str, str]:
@@ -269,11 +267,11 @@ def as_text(assignment: Assignment) -> dict[str, str]:
         ("sticky", {"C1": "T2-0 T3-0", "C2": "T1-0 T3-1", "C3": "T1-1 T5-0", "C4": "T4-0 T5-1"}),
     ],
 )
-def test_five_topics_and_four_members_that_do_not_all_read_all(name: str, expected: dict[str, str]) -> None:
+def test_five_topics_are_assigned_to_four_members_with_different_topics(name: str, expected: dict[str, str]) -> None:
     assert as_text(ASSIGNORS[name](ARTICLE_MEMBERS, ARTICLE_PARTITIONS)) == expected
 
 
-def test_two_topics_of_which_one_member_reads_only_the_first() -> None:
+def test_range_splits_each_topic_separately_and_fair_balances_the_total() -> None:
     """Range cuts each topic for itself: C0 has one partition of eight."""
     members = {"C0": Member(frozenset({"T1"}))} | {name: Member(frozenset({"T1", "T2"})) for name in ("C1", "C2")}
     partitions = {"T1": range(3), "T2": range(5)}
@@ -296,7 +294,7 @@ def test_a_member_that_joins_gets_half_of_each_topic() -> None:
     assert Counter(at.topic for at in found["a"]) == Counter(at.topic for at in found["b"]) == Counter(t=20, u=4, v=1)
 
 
-def test_lag_begins_anew_where_moves_one_by_one_would_leave_somebody_far_behind() -> None:
+def test_lag_reassigns_everything_if_single_moves_are_not_enough() -> None:
     """A chain of members, each with one partition more than the next, whom only neighbours can help."""
     links = dict(zip(("ab", "bc", "cd", "de", "ef"), (5, 4, 3, 2, 1), strict=True))
     partitions = {link: range(count) for link, count in links.items()}
@@ -311,7 +309,7 @@ def test_lag_begins_anew_where_moves_one_by_one_would_leave_somebody_far_behind(
     assert max(loads(found)) <= 4, "one of them had 5, and moving one to its neighbour helps nobody"
 
 
-def test_a_standby_takes_over_all_of_the_member_that_dies() -> None:
+def test_a_standby_takes_over_everything_of_a_dead_member() -> None:
     partitions = {"t": range(20)}
     members = {f"m{number:02}": Member(frozenset({"t"})) for number in range(21)}
     before = ASSIGNORS["sticky"](members, partitions)
@@ -323,14 +321,14 @@ def test_a_standby_takes_over_all_of_the_member_that_dies() -> None:
     assert after == {name: got for name, got in before.items() if name != "m03"} | {standby: before["m03"]}
 
 
-def test_of_two_that_claim_a_partition_the_later_generation_has_it() -> None:
+def test_of_two_claimants_the_later_generation_owns_a_partition() -> None:
     topic, had = frozenset({"t"}), (TopicPartition("t", 0),)
     members = {"a": Member(topic, had, 4), "b": Member(topic, had, 5)}
 
     assert ASSIGNORS["sticky"](members, {"t": range(2)})["b"] == had
 
 
-def test_one_partition_with_a_long_backlog_is_left_to_one_member_while_others_share_the_rest() -> None:
+def test_a_partition_with_a_long_backlog_gets_a_member_to_itself() -> None:
     topic = frozenset({"t"})
     left = {TopicPartition("t", number): 100_000 if number == 0 else 20_000 for number in range(6)}
     members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic)}
@@ -340,7 +338,7 @@ def test_one_partition_with_a_long_backlog_is_left_to_one_member_while_others_sh
     assert {name: sum(left[at] for at in got) for name, got in found.items()} == {"a": 100_000, "b": 100_000}
 
 
-def test_partitions_that_are_read_to_the_end_are_spread_by_number() -> None:
+def test_partitions_without_backlog_are_spread_by_count() -> None:
     topic = frozenset({"t"})
     left = {TopicPartition("t", number): 100_000 if number == 0 else number % 2 for number in range(9)}
     members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic), "c": Member(topic)}
@@ -348,7 +346,7 @@ def test_partitions_that_are_read_to_the_end_are_spread_by_number() -> None:
     assert loads(ASSIGNORS["lag"](members, {"t": range(9)})) == [3, 3, 3]
 
 
-def test_of_a_partition_that_somebody_has_the_owner_knows_the_backlog_and_of_others_the_least_counts() -> None:
+def test_the_backlog_is_the_owners_or_else_the_smallest_reported() -> None:
     topic, (first, second) = frozenset({"t"}), (TopicPartition("t", 0), TopicPartition("t", 1))
     members = {
         "a": Member(topic, (), -1, {first: 5, second: 70}),
@@ -359,7 +357,7 @@ def test_of_a_partition_that_somebody_has_the_owner_knows_the_backlog_and_of_oth
     assert backlogs(members, {"t": range(2)}, {first: "b"}) == {first: 40, second: 0}
 
 
-def test_a_partition_that_nobody_tells_of_counts_as_the_mean_of_the_others() -> None:
+def test_a_partition_without_a_reported_backlog_counts_as_the_mean() -> None:
     topic = frozenset({"t"})
     left = {TopicPartition("t", 0): 100, TopicPartition("t", 1): 300}
     members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic)}

@@ -1,4 +1,4 @@
-"""The shards of a handler of batches against a naive model: any number of workers, failures and rebalances."""
+"""Batch shards against a naive model: any number of workers, failures and rebalances."""
 
 import asyncio
 from collections.abc import Iterable
@@ -301,11 +301,11 @@ class BatchShardsMachine(RuleBasedStateMachine):
             del self.alive[delivery]
             epoch.tracker.complete(delivery.offset)
 
-    # What has to be ------------------------------------------------------------------
+    # Invariants ----------------------------------------------------------------------
 
     @rule()
     def run_dry(self) -> None:
-        """Whatever may start does start, and only what is blocked, or closed, is left: nothing is lost."""
+        """Start every startable record; only blocked or closed ones remain: nothing is lost."""
         while self.running or self._startable():
             if self.running:
                 self.succeed(0)

@@ -1,4 +1,4 @@
-"""What is noted with a committed offset: whatever is written is read, fits, and is never more than was meant."""
+"""Commit metadata round-trips, fits, and never claims too much."""
 
 import itertools
 import random
@@ -38,13 +38,13 @@ def noted(draw: st.DrawFn) -> tuple[CommitMetadata, int]:
 
 
 def assert_stored(text: str) -> None:
-    """What every broker takes with its default settings."""
+    """Check the limits of every broker with default settings."""
     assert len(text) == len(text.encode("utf-16-le")) // 2 <= MOST_UNITS
     assert "\0" not in text
 
 
 @given(noted())
-def test_what_is_written_is_read(case: tuple[CommitMetadata, int]) -> None:
+def test_metadata_round_trips(case: tuple[CommitMetadata, int]) -> None:
     metadata, offset = case
 
     text = metadata.text(offset)
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(case: tuple[CommitMetadata, int]) -> None:
 @pytest.mark.slow
 @settings(max_examples=25)  # each writes a full text
 @given(offset=offsets, seed=st.integers(), sparse=st.integers(1, 8), first=markers)
-def test_what_does_not_fit_is_left_out_from_the_highest_on(
+def test_offsets_that_do_not_fit_are_dropped_from_the_highest(
     offset: int, seed: int, sparse: int, first: FirstCommit | None
 ) -> None:
     chosen = random.Random(seed)
@@ -80,7 +80,7 @@ def test_no_text_raises(text: str, offset: int) -> None:
 
 
 @given(noted(), st.data())
-def test_a_damaged_text_raises_nothing_and_can_be_written_again(
+def test_damaged_metadata_raises_nothing_and_can_be_rewritten(
     case: tuple[CommitMetadata, int], data: st.DataObject
 ) -> None:
     metadata, offset = case
@@ -96,9 +96,7 @@ def test_a_damaged_text_raises_nothing_and_can_be_written_again(
 
 
 @given(noted(), offsets)
-def test_finished_records_count_only_with_the_offset_that_they_were_noted_for(
-    case: tuple[CommitMetadata, int], elsewhere: int
-) -> None:
+def test_finished_records_count_only_with_their_own_offset(case: tuple[CommitMetadata, int], elsewhere: int) -> None:
     """Another tool may move the offset and take the text along: then nothing may be passed over."""
     metadata, offset = case
 
@@ -116,7 +114,7 @@ def test_runs_hold_exactly_their_offsets(finished: set[int]) -> None:
     assert all(one.end < other.start for one, other in itertools.pairwise(found))
 
 
-def test_the_text_of_live_apps_is_as_it_was() -> None:
+def test_the_format_of_live_apps_is_unchanged() -> None:
     assert CommitMetadata(first=FirstCommit(12, 1_750_000_000)).text(7) == "aioshard/1 first=12,1750000000"
     assert CommitMetadata().text(7) == ""
 
@@ -130,7 +128,7 @@ def test_the_text_of_live_apps_is_as_it_was() -> None:
     ],
     ids=["beyond-one-stuck-record", "alternating", "beyond-300-stuck-records"],
 )
-def test_a_hundred_thousand_finished_records_have_room(finished: list[int], *, whole: bool) -> None:
+def test_metadata_has_room_for_a_hundred_thousand_finished_records(finished: list[int], *, whole: bool) -> None:
     metadata = CommitMetadata(first=FirstCommit(3, 2), finished=runs_of(7 + place for place in finished))
 
     text = metadata.text(7)
@@ -140,7 +138,7 @@ def test_a_hundred_thousand_finished_records_have_room(finished: list[int], *, w
 
 
 @pytest.mark.slow
-def test_what_has_no_room_is_not_searched_for_long() -> None:
+def test_records_without_room_are_not_searched_for_long() -> None:
     chosen = random.Random(5)
     metadata = CommitMetadata(finished=runs_of(chosen.sample(range(1, 1_000_000), 300_000)))
 
@@ -173,7 +171,7 @@ def content(packed: bytes) -> str:
         (content(b"\1\1\0\1"), "invalid runs"),
     ],
 )
-def test_what_is_damaged_is_ignored_with_a_reason(text: str, reason: str) -> None:
+def test_damaged_parts_are_ignored_with_a_reason(text: str, reason: str) -> None:
     read = CommitMetadata.read(text, 7)
 
     assert read == CommitMetadata(ignored=read.ignored)
@@ -181,7 +179,7 @@ def test_what_is_damaged_is_ignored_with_a_reason(text: str, reason: str) -> Non
     assert reason in read.ignored[0]
 
 
-def test_the_marker_beside_something_damaged_counts() -> None:
+def test_the_marker_next_to_damaged_parts_counts() -> None:
     read = CommitMetadata.read("aioshard/1 first=3,2 done=7:?", 7)
 
     assert (read.first, read.finished) == (FirstCommit(3, 2), ())
@@ -189,7 +187,7 @@ def test_the_marker_beside_something_damaged_counts() -> None:
 
 
 @pytest.mark.parametrize("text", ["aioshard/2 what=ever", "aioshard/one", "worker-7"])
-def test_a_format_to_come_and_other_programs_are_foreign(text: str) -> None:
+def test_future_formats_and_other_programs_are_foreign(text: str) -> None:
     assert CommitMetadata.read(text, 7) == CommitMetadata(foreign=text)
 
 
@@ -201,6 +199,6 @@ def test_a_format_to_come_and_other_programs_are_foreign(text: str) -> None:
         CommitMetadata(finished=(Run(8, 10), Run(10, 12))),
     ],
 )
-def test_what_makes_no_sense_is_not_written(metadata: CommitMetadata) -> None:
+def test_invalid_metadata_is_not_written(metadata: CommitMetadata) -> None:
     with pytest.raises(ValueError, match="must be ascending"):
         metadata.text(7)

@@ -170,7 +170,7 @@ class ShardsMachine(RuleBasedStateMachine):
 
     @rule()
     def run_dry(self) -> None:
-        """Whatever may start does start, and only what is blocked, or closed, is left: nothing is lost."""
+        """Start every startable record; only blocked or closed ones remain: nothing is lost."""
         while self.running or self._startable():
             if self.running:
                 self.succeed(0)

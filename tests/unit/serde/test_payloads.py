@@ -1,4 +1,4 @@
-"""What a value becomes by an annotation or a function, and what is said where it does not."""
+"""Decoding a value by annotation or function, and the errors if that fails."""
 
 import asyncio
 import dataclasses
@@ -140,7 +140,7 @@ def read(annotation: Any, value: bytes | None) -> Any:
 
 
 def told(error: BaseException | None) -> str:
-    """What a traceback of it says, without lines of source."""
+    """Return the text of its traceback without lines of source."""
     said = ""
     while error is not None:
         said += f"{error}\n"
@@ -194,7 +194,7 @@ def test_a_handler_that_takes_the_record_gets_it(annotation: Any) -> None:
     ],
     ids=str,
 )
-def test_a_value_becomes_what_the_annotation_says(annotation: Any, value: bytes | None, expected: object) -> None:
+def test_a_value_becomes_the_annotated_type(annotation: Any, value: bytes | None, expected: object) -> None:
     found = read(annotation, value)
 
     assert found == expected
@@ -246,14 +246,14 @@ def test_a_value_becomes_what_the_annotation_says(annotation: Any, value: bytes 
     ],
     ids=str,
 )
-def test_a_value_that_is_something_else_is_refused(annotation: Any, value: bytes | None, said: str) -> None:
+def test_a_value_of_another_type_is_refused(annotation: Any, value: bytes | None, said: str) -> None:
     with pytest.raises(DecodeError) as refused:
         read(annotation, value)
 
     assert said in str(refused.value)
 
 
-def test_what_is_said_does_not_show_the_value() -> None:
+def test_an_error_does_not_show_the_value() -> None:
     with pytest.raises(DecodeError) as refused:
         read(Model, b'{"customer": 4711, "total": "secret"}')
 
@@ -283,7 +283,9 @@ def test_what_is_said_does_not_show_the_value() -> None:
     ],
     ids=str,
 )
-def test_not_even_where_the_library_or_the_type_itself_would(annotation: Any, value: bytes, said: str) -> None:
+def test_an_error_hides_the_value_even_if_library_or_type_would_show_it(
+    annotation: Any, value: bytes, said: str
+) -> None:
     with pytest.raises(DecodeError) as refused:
         read(annotation, value)
 
@@ -291,21 +293,21 @@ def test_not_even_where_the_library_or_the_type_itself_would(annotation: Any, va
     assert "4711" not in told(refused.value)
 
 
-def test_not_a_character_of_what_is_no_uuid_is_said() -> None:
+def test_an_error_shows_no_character_of_an_invalid_uuid() -> None:
     with pytest.raises(DecodeError, match=r"orders/3/41 is not a valid UUID: uuid_parsing$"):
         read(uuid.UUID, b'"4711secret"')
 
 
-def test_what_a_type_asks_in_vain_may_pass() -> None:
+def test_a_transient_error_in_a_validator_is_not_a_decode_error() -> None:
     with pytest.raises(ConnectionError, match="the catalogue is away"):
         read(Asks, b'{"number": 503}')
 
 
-def test_fields_that_only_the_constructor_takes_are_read_too() -> None:
+def test_constructor_only_fields_are_decoded_too() -> None:
     assert read(Scaled, b'{"number": 7, "factor": 3}').scaled == 21
 
 
-def test_only_the_first_three_faults_are_named() -> None:
+def test_only_the_first_three_errors_are_named() -> None:
     with pytest.raises(DecodeError, match=r"0: .*; 1: .*; 2: .*; and 2 more$"):
         read(list[int], b'["a", "b", "c", "d", "e"]')
     with pytest.raises(DecodeError, match=r"0: .*; 1: .*; 2: [^;]*$"):
@@ -317,7 +319,7 @@ class Opaque:
 
 
 @pytest.mark.parametrize("annotation", [Opaque, Opaque | None, dict[str, Opaque]])
-def test_a_type_that_nothing_can_be_decoded_to_is_refused_at_once(annotation: Any) -> None:
+def test_an_undecodable_type_is_refused_at_once(annotation: Any) -> None:
     with pytest.raises(HandlerError, match=r"handler 'h' takes .* which values cannot be decoded into"):
         payload_of(annotation, "handler 'h'")
 
@@ -341,7 +343,7 @@ class Deferred(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("annotation", [Later, LaterData, LaterStruct, list[Later]], ids=str)
-def test_a_type_with_a_name_that_is_not_there_is_refused_before_the_first_record(annotation: Any) -> None:
+def test_a_type_with_an_undefined_name_is_refused_before_the_first_record(annotation: Any) -> None:
     with pytest.raises(HandlerError, match=r"'NowhereDefined' is not defined\): .* defined before the handler"):
         payload_of(annotation, "handler 'h'")
 
@@ -351,12 +353,12 @@ def test_a_type_with_a_name_that_is_not_there_is_refused_before_the_first_record
     [Struct | Model, Struct | Other, Annotated[str, pydantic.Field(pattern="(")]],
     ids=["two libraries", "no tag", "no pattern"],
 )
-def test_what_a_library_refuses_is_refused_with_its_reason(annotation: Any) -> None:
+def test_a_type_refused_by_a_library_is_refused_with_its_reason(annotation: Any) -> None:
     with pytest.raises(HandlerError, match=r"handler 'h' takes .*\(.+\): annotate aioshard.Record, a pydantic model"):
         payload_of(annotation, "handler 'h'")
 
 
-def test_a_type_that_is_built_when_it_is_used_is_built_at_once() -> None:
+def test_a_deferred_type_is_built_at_once() -> None:
     assert read(Deferred, b'{"it": 7}') == Deferred(it=7)
 
 
@@ -367,14 +369,14 @@ def fails_with(error: Exception) -> Any:
     return decoded_by(decode, is_async=False)
 
 
-def test_what_a_function_raises_is_a_record_that_was_not_decoded() -> None:
+def test_an_exception_in_a_decoder_function_is_a_decode_error() -> None:
     with pytest.raises(DecodeError, match="orders/3/41 was not decoded: LookupError: no schema 7") as refused:
         fails_with(LookupError("no schema 7")).read(record(b""))
 
     assert isinstance(refused.value.__cause__, LookupError)
 
 
-def test_a_function_that_raises_without_a_word_is_told_with_the_record() -> None:
+def test_a_decoder_exception_without_a_message_names_the_record() -> None:
     with pytest.raises(DecodeError, match=r"^orders/3/41 was not decoded: AssertionError$"):
         fails_with(AssertionError()).read(record(b""))
 
@@ -388,7 +390,7 @@ def test_a_function_that_raises_without_a_word_is_told_with_the_record() -> None
     ],
     ids=["pydantic", "msgspec", "an enum"],
 )
-def test_what_a_validator_says_in_a_function_does_not_show_the_value_either(decode: Any) -> None:
+def test_a_validation_error_in_a_decoder_hides_the_value_too(decode: Any) -> None:
     with pytest.raises(DecodeError, match="orders/3/41 was not decoded: ValidationError: ") as refused:
         decoded_by(decode, is_async=False).read(record(b'{"customer": 4711, "total": "4711"}'))
 
@@ -400,7 +402,7 @@ class Exotic(BaseException):
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, Exotic, MemoryError])
-async def test_what_is_no_fault_of_the_record_stays_as_it_is(error: type[BaseException]) -> None:
+async def test_errors_that_are_not_about_the_record_are_unchanged(error: type[BaseException]) -> None:
     def decode(_: Record) -> object:
         raise error
 
@@ -413,7 +415,7 @@ async def test_what_is_no_fault_of_the_record_stays_as_it_is(error: type[BaseExc
         await decoded_by(decode_slowly, is_async=True).read(record(b""))
 
 
-async def test_what_may_pass_stays_as_it_is_in_an_async_function_too() -> None:
+async def test_transient_errors_in_an_async_decoder_are_unchanged() -> None:
     async def decode(_: Record) -> object:
         raise ConnectionError("no registry")
 
@@ -446,14 +448,14 @@ def test_a_type_is_shown_as_it_is_written(annotation: Any, expected: str) -> Non
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no registry"), TimeoutError(), DecodeError("magic byte 3")])
-def test_what_may_pass_and_what_it_says_itself_stay_as_they_are(error: Exception) -> None:
+def test_transient_and_explicit_errors_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         fails_with(error).read(record(b""))
 
     assert raised.value is error
 
 
-async def test_an_async_function_is_awaited() -> None:
+async def test_an_async_decoder_is_awaited() -> None:
     async def decode(of: Record) -> int:
         return int(of.value or b"")
 

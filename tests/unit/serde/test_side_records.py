@@ -1,4 +1,4 @@
-"""What is written to a side topic is read back as it was, and nothing else is taken for it."""
+"""Records of side topics round-trip, and foreign records are never mistaken for ours."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_a_dead_letter_is_read_as_it_was_written(record: Record, failure: Failur
     assert read_dead_letter(stored(dead_letter("dlt", record, failure))) == DeadLetterRecord(record, failure)
 
 
-def test_a_dead_letter_keeps_key_value_headers_and_timestamp_and_says_why_in_text() -> None:
+def test_a_dead_letter_keeps_the_record_and_has_a_readable_reason() -> None:
     message = dead_letter("orders.dlt", RECORD, FAILURE)
 
     assert message == Message(
@@ -111,7 +111,7 @@ def test_a_second_dead_letter_replaces_the_headers_of_the_first(
     assert len(again.headers) == len(record.headers) + 10
 
 
-def test_what_a_proxy_appended_to_a_dead_letter_belongs_to_the_record() -> None:
+def test_headers_a_proxy_appended_belong_to_the_record() -> None:
     letter = stored(dead_letter("dlt", RECORD, FAILURE))
 
     read = read_dead_letter(letter._replace(headers=(*letter.headers, ("x-mirrored", b"yes"))))
@@ -121,7 +121,7 @@ def test_what_a_proxy_appended_to_a_dead_letter_belongs_to_the_record() -> None:
     assert read.failure == FAILURE
 
 
-def test_a_long_message_is_cut() -> None:
+def test_a_long_message_is_truncated() -> None:
     message = dead_letter("dlt", RECORD, FAILURE._replace(message="x" * 100_000))
 
     read = read_dead_letter(stored(message))
@@ -130,7 +130,7 @@ def test_a_long_message_is_cut() -> None:
     assert read.failure.message == "x" * (LONGEST_MESSAGE - 1) + "…"
 
 
-def test_a_message_that_is_no_unicode_does_not_keep_the_record_from_being_written() -> None:
+def test_a_non_unicode_message_does_not_prevent_the_write() -> None:
     """Names of files that are no UTF-8 come so from the operating system."""
     message = dead_letter("dlt", RECORD, FAILURE._replace(message="no file 'caf\udce9'"))
 
@@ -140,13 +140,13 @@ def test_a_message_that_is_no_unicode_does_not_keep_the_record_from_being_writte
     assert read.failure.message == r"no file 'caf\udce9'"
 
 
-def test_a_record_without_a_time_gets_one() -> None:
+def test_a_record_without_a_timestamp_gets_one() -> None:
     """A record of Kafka's first format says -1 ms, which no broker takes."""
     assert dead_letter("dlt", RECORD._replace(timestamp=-0.001), FAILURE).timestamp is None
 
 
 @pytest.mark.parametrize("name", OURS[:10])
-def test_a_header_that_is_missing_or_empty_or_damaged_makes_it_no_dead_letter(name: str) -> None:
+def test_a_missing_empty_or_damaged_header_is_not_a_dead_letter(name: str) -> None:
     letter = stored(dead_letter("dlt", RECORD, FAILURE))
     without = tuple(header for header in letter.headers if header[0] != name)
     null = tuple((other, None if other == name else value) for other, value in letter.headers)
@@ -168,7 +168,7 @@ def test_a_header_that_is_missing_or_empty_or_damaged_makes_it_no_dead_letter(na
         ("aioshard.failed_at", "yesterday"),
     ],
 )
-def test_a_header_that_says_nothing_makes_it_no_dead_letter(name: str, text: str) -> None:
+def test_a_header_without_meaning_is_not_a_dead_letter(name: str, text: str) -> None:
     letter = stored(dead_letter("dlt", RECORD, FAILURE))
     headers = tuple((other, text.encode() if other == name else value) for other, value in letter.headers)
 
@@ -181,7 +181,7 @@ def test_reading_any_record_raises_nothing(record: Record) -> None:
     read_parked(record)
 
 
-def test_a_parked_record_is_no_dead_letter() -> None:
+def test_a_parked_record_is_not_a_dead_letter() -> None:
     """Sending it back to its topic would run it a second time, out of order."""
     assert read_dead_letter(stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))) is None
 
@@ -190,7 +190,7 @@ def test_a_parked_record_is_no_dead_letter() -> None:
 
 
 @given(records, failures, offsets)
-def test_a_replayed_dead_letter_is_the_original_and_says_where_it_was(
+def test_a_replayed_dead_letter_is_the_original_with_its_coordinates(
     record: Record, failure: Failure, offset: int
 ) -> None:
     letter = read_dead_letter(stored(dead_letter("dlt", record, failure), offset=offset))
@@ -224,7 +224,7 @@ def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Fail
     assert read.coordinates == Coordinates.of(record)
 
 
-def test_a_parked_record_may_be_a_dead_letter_that_is_being_processed() -> None:
+def test_a_parked_record_can_be_a_dead_letter_in_processing() -> None:
     """As by an app that consumes a dead-letter topic: its handler reads those headers."""
     letter = stored(dead_letter("dlt", RECORD, FAILURE))
     letter = letter._replace(headers=(*letter.headers, ("own", b"1")))
@@ -237,9 +237,7 @@ def test_a_parked_record_may_be_a_dead_letter_that_is_being_processed() -> None:
 
 
 @given(records, failures)
-def test_a_parked_record_is_no_tombstone_and_stands_in_the_partition_of_its_number(
-    record: Record, failure: Failure
-) -> None:
+def test_a_parked_record_is_not_a_tombstone_and_keeps_its_partition(record: Record, failure: Failure) -> None:
     message = park("parked", record, failure, generation=3, due=1.0)
 
     assert message.value is not None
@@ -248,7 +246,7 @@ def test_a_parked_record_is_no_tombstone_and_stands_in_the_partition_of_its_numb
 
 
 @given(records)
-def test_a_tombstone_and_a_request_say_whom_they_mean(record: Record) -> None:
+def test_a_tombstone_and_a_request_name_their_target(record: Record) -> None:
     coordinates = Coordinates.of(record)
 
     assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
@@ -259,7 +257,7 @@ def test_a_tombstone_and_a_request_say_whom_they_mean(record: Record) -> None:
 
 
 @given(records, failures)
-def test_compaction_keeps_the_last_word_on_a_record_and_on_a_request(record: Record, failure: Failure) -> None:
+def test_compaction_keeps_the_latest_state_of_records_and_requests(record: Record, failure: Failure) -> None:
     """It goes by the key alone."""
     coordinates = Coordinates.of(record)
 
@@ -268,7 +266,7 @@ def test_compaction_keeps_the_last_word_on_a_record_and_on_a_request(record: Rec
     assert release("parked", coordinates).key != tombstone("parked", Place(coordinates, 3)).key
 
 
-def test_a_topic_may_be_named_like_a_request() -> None:
+def test_a_topic_can_be_named_like_a_request() -> None:
     coordinates = Coordinates("release", 0, 5)
 
     assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
@@ -289,27 +287,27 @@ def test_a_topic_may_be_named_like_a_request() -> None:
         b"a b/3/41",
     ],
 )
-def test_what_has_another_key_is_nothing_of_ours(key: bytes | None) -> None:
+def test_records_with_another_key_are_foreign(key: bytes | None) -> None:
     parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(key=key)) is None
 
 
-def test_what_stands_in_another_partition_is_nothing_of_ours() -> None:
+def test_records_in_another_partition_are_foreign() -> None:
     """Nobody who owns that partition would look after it."""
     parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(partition=4)) is None
 
 
-def test_headers_that_contradict_the_key_make_it_nothing_of_ours() -> None:
+def test_records_with_headers_that_contradict_the_key_are_foreign() -> None:
     parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(key=b"orders/3/42")) is None
 
 
 @pytest.mark.parametrize(("name", "text"), [("aioshard.due", b"soon"), ("aioshard.replays", None)])
-def test_a_damaged_header_makes_it_nothing_of_ours(name: str, text: bytes | None) -> None:
+def test_records_with_a_damaged_header_are_foreign(name: str, text: bytes | None) -> None:
     parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
     headers = tuple((other, text if other == name else value) for other, value in parked.headers)
 
@@ -320,7 +318,7 @@ def test_a_damaged_header_makes_it_nothing_of_ours(name: str, text: bytes | None
 
 
 @given(topics, st.integers(0, 2**31 - 1), offsets)
-def test_coordinates_are_read_as_they_are_written(topic: str, partition: int, offset: int) -> None:
+def test_coordinates_round_trip(topic: str, partition: int, offset: int) -> None:
     coordinates = Coordinates(topic, partition, offset)
 
     assert Coordinates.parse(str(coordinates)) == coordinates

@@ -1,0 +1,39 @@
+"""Replay progress of dead letters as brokers store it."""
+
+import time
+
+from aioshard import Settings
+from aioshard.cli.brokers import opened
+from aioshard.cli.dlt import DeadLetters, progress_group
+from aioshard.cli.options import Selection
+from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.records import Record
+from aioshard.serde.side_records import Failure, dead_letter
+from tests.support.shared_kafka import SharedKafka
+
+WITH_EXPIRY = 1
+"""Version of a stored offset that names its own time to go, in place of the broker's `offsets.retention.minutes`."""
+
+
+async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKafka, topic: str) -> None:
+    """A broker forgets those of an empty group after a week, and everything would be sent again."""
+    letters_topic = f"{topic}.dlt"
+    settings = Settings(bootstrap_servers=kafka.bootstrap)
+    await kafka.create_topic(letters_topic, 1, {"retention.ms": "-1"})
+    producer = KafkaProducer(settings)
+    record = Record("orders", 0, 1, b"k", b"v", (), 1.6e9)
+    await producer.publish(dead_letter(letters_topic, record, Failure("g", "h", 1, "ValueError", "no", 1.7e9)))
+    await producer.close()
+
+    async with opened(settings, letters_topic, ()) as (administration, reader):
+        letters = DeadLetters(administration, reader, Selection())
+        await letters.store_progress([letter async for letter in letters.letters()])
+
+    stored = [
+        one.value
+        for one in await kafka.read("__consumer_offsets")
+        if progress_group(letters_topic).encode() in (one.key or b"") and one.value is not None
+    ]
+    version, expires = int.from_bytes(stored[-1][:2]), int.from_bytes(stored[-1][-8:]) / 1000
+    assert version == WITH_EXPIRY
+    assert expires > time.time() + 9 * 365 * 86_400

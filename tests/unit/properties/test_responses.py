@@ -1,0 +1,370 @@
+"""Broker responses with any error in any field, or with omissions, never mean empty or done.
+
+The error fields are those of the answers' schemas, so that none is forgotten.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from io import BytesIO
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.api import Request, Response
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.coordination import FindCoordinatorRequest
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import InitProducerIdRequest
+from aiokafka.protocol.types import Array, CompactArray, Schema
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from aioshard.errors import AioshardError
+from aioshard.kafka.aiokafka import answers
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.internals import Internals
+from aioshard.kafka.aiokafka.producer import producer_identity
+from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
+from aioshard.records import TopicPartition, by_topic
+
+Path = tuple[str, ...]
+
+CODES = sorted({*kafka.kafka_errors, 74, 75, 78, 82, 88, 89, 100, 110, 113, 999} - {0})
+RETRIABLE = frozenset({2, 3, 5, 6, 7, 9, 13, 14, 15, 16, 19, 20, 41, 51, 56, 70, 71, 72, 74, 75, 78, 88, 89, 100})
+"""Those of the codes that Kafka's own clients try again."""
+TOPICS, PARTITIONS = {"topic", "topics", "name", "resource_name"}, {"partition", "partition_index"}
+ONE_OF = {"groups", "members", "resources", "config_entries", "topic_errors", "topic_error_codes"}
+"""Arrays of an answer that have one part here."""
+VALUES = {
+    "offset": 5,
+    "low_watermark": 5,
+    "leader": 1,
+    "node_id": 1,
+    "controller_id": 1,
+    "coordinator_id": 1,
+    "host": "localhost",
+    "port": 9092,
+    "last_stable_offset": 9,
+    "highwater_offset": 9,
+    "config_names": "retention.ms",
+    "config_value": "1",
+}
+
+
+class Fault(NamedTuple):
+    """A fault in a response: an error code in a field of a partition or topic, or without a field, an omission."""
+
+    at: TopicPartition | None
+    path: Path | None = None
+    code: int = 0
+
+
+def made(
+    schema: Any, asked: Collection[TopicPartition], fault: Fault, path: Path = (), of: Any = None
+) -> tuple[Any, ...]:
+    """The values of an answer, in the order of its schema."""
+    return tuple(
+        value(name, kind, asked, fault, (*path, name), of)
+        for name, kind in zip(schema.names, schema.fields, strict=True)
+    )
+
+
+def value(name: str, kind: Any, asked: Collection[TopicPartition], fault: Fault, path: Path, of: Any) -> Any:
+    """The value of one field of the part about *of*: a topic, a partition, or None."""
+    inner = kind.array_of if isinstance(kind, Array | CompactArray) else None
+    if isinstance(kind, Schema):
+        return made(kind, asked, fault, path, of)
+    if inner is not None:
+        found = parts(name, asked, fault, of) if isinstance(inner, Schema) else ()
+        return [made(inner, asked, fault, path, part) for part in found]
+    if name == "error_code":
+        return fault.code if path == fault.path and of in (None, fault.at, fault.at and fault.at.topic) else 0
+    if name in TOPICS:
+        return of or "orders"
+    return of.partition if name in PARTITIONS else VALUES.get(name, empty(kind))
+
+
+def parts(name: str, asked: Collection[TopicPartition], fault: Fault, of: Any) -> list[Any]:
+    """Return the items that an array has a part for."""
+    left = sorted(asked) if fault.path is not None else [one for one in sorted(asked) if one != fault.at]
+    if name == "topics":
+        return list(dict.fromkeys(one.topic for one in left))
+    if name == "partitions":
+        return [one for one in left if one.topic == of]
+    return [of] if name == "brokers" or (left and name in ONE_OF) else []
+
+
+def empty(kind: Any) -> Any:
+    """A value of a type that says nothing."""
+    name = getattr(kind, "__name__", type(kind).__name__)
+    return {"Boolean": False, "String": "", "CompactString": "", "Bytes": b"", "TaggedFields": {}}.get(name, 0)
+
+
+def error_fields(schema: Any, path: Path = ()) -> Iterator[Path]:
+    """Return the places of error codes in a response."""
+    for name, kind in zip(schema.names, schema.fields, strict=True):
+        inner = kind.array_of if isinstance(kind, Array | CompactArray) else kind
+        if isinstance(inner, Schema):
+            yield from error_fields(inner, (*path, name))
+        elif name == "error_code":
+            yield (*path, name)
+
+
+class Client:
+    """Answers every request with one answer."""
+
+    _isolation_level = 0
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def get_random_node(self) -> int:
+        return 1
+
+    async def coordinator_lookup(self, *_: object) -> int:
+        return 1
+
+    async def send(self, _node: int, request: Any, **_group: object) -> Any:
+        if isinstance(request, OffsetRequest):
+            raise kafka.NotLeaderForPartitionError
+        return self.answer
+
+    async def _send_req(self, _request: Any) -> Any:
+        return self.answer
+
+    cluster = SimpleNamespace(controller=SimpleNamespace(nodeId=1))
+
+    async def force_metadata_update(self) -> bool:
+        return True
+
+
+# How each answer is read: the partitions of which something is known, or done ------------------------------------
+
+Asked = Collection[TopicPartition]
+Read = Callable[[Any, Asked], Awaitable[Collection[TopicPartition]]]
+
+
+async def committed(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    return answers.stored_offsets(answer, asked)
+
+
+async def commits(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    return set(asked) - answers.refused_offsets(answer, asked).keys()
+
+
+async def offsets(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    return answers.log_offsets(answer, asked)
+
+
+async def offsets_of_leaders(answer: Any, _asked: Asked) -> Collection[TopicPartition]:
+    return answers.led_offsets(answer)
+
+
+async def settings_of(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    assert answers.topic_settings(answer, "orders", ["retention.ms"]) == {"retention.ms": "1"}
+    return asked
+
+
+async def leaders(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    topics = {one.topic for one in asked}
+    return [TopicPartition(topic, number) for topic in topics for number in answers.topic_partitions(answer, topic)]
+
+
+async def existing(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    found = answers.existing_topics(answer)
+    return [one for one in asked if one.topic in found]
+
+
+async def removed(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    return asked if answers.removed_member(answer) else ()
+
+
+async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    internals: Any = object.__new__(Internals)
+    internals.group_id, internals.client = "billing", Client(answer)
+    done = SimpleNamespace(done=lambda: True)
+    coordinator = SimpleNamespace(
+        _closing=done,
+        _performed_join_prepare=False,
+        _coordination_task=None,
+        _heartbeat_task=None,
+        _group_instance_id=None,
+        coordinator_id=1,
+        member_id="me",
+    )
+    internals.consumer = SimpleNamespace(_coordinator=coordinator)
+    await internals.leave()
+    return asked
+
+
+def group_brokers(answer: Any) -> Any:
+    brokers: Any = object.__new__(KafkaAdmin)
+    brokers._client, brokers._patience = Client(answer), 0.0
+    return brokers
+
+
+async def classic_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    await group_brokers(answer)._classic_group("billing")
+    return asked
+
+
+async def newer_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    return asked if await group_brokers(answer)._kip848_group("billing") else ()
+
+
+async def created(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    return asked if await group_brokers(answer)._create_compacted("orders", 1) else ()
+
+
+async def fetched(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    client: Any = object.__new__(BareClient)
+    client.send = Client(answer).send
+    found = await client.fetch(1, dict.fromkeys(asked, 5), 0.0)
+    return [one for one in asked if found[one].error is None]
+
+
+async def fetched_by_consumer(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    """aiokafka's own: a position does not move, whatever is wrong."""
+    states = {one: SimpleNamespace(has_valid_position=True, position=5, highwater=None) for one in asked}
+    fetcher: Any = object.__new__(Fetcher)
+    fetcher._client, fetcher._client_rack, fetcher._records = Client(answer), None, {}
+    fetcher._client.force_metadata_update = lambda: None
+    fetcher._preferred_read_replica, fetcher._default_reset_strategy, fetcher._prefetch_backoff = {}, 0, 0
+    fetcher._rack_warning_logged = True
+    assignment = SimpleNamespace(active=True, state_value=lambda one: states[one])
+    request = SimpleNamespace(topics=by_topic(asked, lambda one: (one.partition, 5, 100)))
+    await fetcher._proc_fetch_request(assignment, 1, request)
+    assert all(state.position == 5 for state in states.values())
+    return [one for one, state in states.items() if state.highwater is not None]
+
+
+async def produced(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    found = answers.produced(answer)
+    refusals = {one: error for one, (_, error) in found.items() if error is not None and error.errno != 46}
+    if set(found) != set(asked):
+        raise answers.IncompleteAnswerError("sent again, see tests/unit/test_readers.py")
+    for error in refusals.values():
+        raise error
+    return asked
+
+
+async def coordinator(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    client: Any = Client(answer)
+    return asked if await AIOKafkaClient.coordinator_lookup(client, CoordinationType.GROUP, "billing") == 1 else ()
+
+
+async def producer_id(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    await producer_identity(Client(answer))
+    return asked
+
+
+async def heartbeat(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    member: Any = Client(answer)
+    member.group_id, member.generation, member.member_id, member.coordinator_id = "billing", 1, "me", 1
+    member.coordinator_dead = member.request_rejoin = member.reset_generation = lambda: None
+    return asked if await GroupCoordinator._do_heartbeat(member) else ()
+
+
+class Question(NamedTuple):
+    """A request, and how its answer is read."""
+
+    request: type[Request[Any]]
+    read: Read
+    facts: Mapping[Path, frozenset[int]] = MappingProxyType({})
+    """Codes that are no fault but tell something, by their field."""
+    single: bool = False
+    """Whether it is about one thing."""
+    theirs: bool = False
+    """Whether aiokafka makes the error, and with it says whether it passes."""
+    missing: bool = True
+    """Whether a part of the answer can be missing."""
+    least: int = 0
+    """The first version in which it is asked."""
+
+
+ALL = frozenset(CODES)
+IN_TOPIC, IN_PARTITION = ("topics", "error_code"), ("topics", "partitions", "error_code")
+QUESTIONS = [
+    Question(OffsetFetchRequest, committed),
+    Question(OffsetCommitRequest, commits),
+    Question(OffsetRequest, offsets, least=1),
+    Question(OffsetRequest, offsets_of_leaders, least=1),
+    Question(DescribeConfigsRequest, settings_of, single=True),
+    Question(MetadataRequest, leaders, {IN_TOPIC: frozenset({3, 17}), IN_PARTITION: ALL}, single=True, least=4),
+    Question(MetadataRequest, existing, {IN_TOPIC: ALL, IN_PARTITION: ALL}, missing=False, least=1),
+    Question(RemoveMember, removed, {("members", "error_code"): frozenset({25})}, single=True),
+    Question(LeaveGroupRequest, left_group, single=True, missing=False),
+    Question(DescribeGroup, classic_group, single=True),
+    Question(DescribeConsumerGroup, newer_group, {("groups", "error_code"): frozenset({69, 35})}, single=True),
+    Question(CreateTopicsRequest, created, {("topic_errors", "error_code"): frozenset({36})}, single=True),
+    Question(FetchRequest, fetched, {IN_PARTITION: frozenset({1})}, least=4),
+    Question(FetchRequest, fetched_by_consumer, {("error_code",): ALL}, theirs=True),
+    Question(ProduceRequest, produced, {IN_PARTITION: frozenset({46})}),
+    Question(FindCoordinatorRequest, coordinator, single=True, theirs=True, missing=False),
+    Question(InitProducerIdRequest, producer_id, single=True, missing=False),
+    Question(HeartbeatRequest, heartbeat, {("error_code",): frozenset({27})}, single=True, theirs=True, missing=False),
+]
+VERSIONS = [
+    (question, struct.RESPONSE_TYPE)
+    for question in QUESTIONS
+    for struct in question.request._CLASSES
+    if question.least <= struct.API_VERSION
+]
+ONE = TopicPartition("orders", 0)
+several = st.sets(st.builds(TopicPartition, st.sampled_from(["orders", "sales"]), st.integers(0, 3)), min_size=1)
+
+
+def named(value: object) -> str:
+    return value.read.__name__ if isinstance(value, Question) else f"version {getattr(value, 'API_VERSION', '')}"
+
+
+async def outcome(
+    question: Question, kind: type[Response], asked: Asked, fault: Fault
+) -> tuple[Collection[TopicPartition], bool | None]:
+    """Return what is known or done after a broker response; for an error, whether it is retriable."""
+    answer = kind.decode(BytesIO(kind(*made(kind.SCHEMA, asked, fault)).encode()))
+    try:
+        return await question.read(answer, asked), None
+    except (kafka.KafkaError, AioshardError) as error:
+        return (), bool(getattr(error, "retriable", False))
+
+
+@pytest.mark.parametrize(("question", "kind"), VERSIONS, ids=named)
+@settings(max_examples=2, phases=[Phase.generate])
+@given(several=several, data=st.data())
+async def test_an_error_in_any_field_means_neither_empty_nor_done(
+    question: Question, kind: type[Response], several: set[TopicPartition], data: st.DataObject
+) -> None:
+    asked = frozenset([ONE]) if question.single else frozenset(several)
+    at = data.draw(st.sampled_from(sorted(asked)))
+    assert await question.read(kind(*made(kind.SCHEMA, asked, Fault(None))), asked), "it can be read"
+
+    for path in error_fields(kind.SCHEMA):
+        for code in ALL - question.facts.get(path, frozenset()):
+            known, passes = await outcome(question, kind, asked, Fault(at, path, code))
+            assert at not in known, (path, code)
+            assert passes is None or question.theirs or passes is (code in RETRIABLE), (path, code)
+
+
+@pytest.mark.parametrize(("question", "kind"), [pair for pair in VERSIONS if pair[0].missing], ids=named)
+@settings(max_examples=20, phases=[Phase.generate])
+@given(several=several, data=st.data())
+async def test_an_omitted_partition_means_neither_empty_nor_done(
+    question: Question, kind: type[Response], several: set[TopicPartition], data: st.DataObject
+) -> None:
+    asked = frozenset([ONE]) if question.single else frozenset(several)
+    at = data.draw(st.sampled_from(sorted(asked)))
+
+    known, passes = await outcome(question, kind, asked, Fault(at))
+
+    assert at not in known
+    assert passes is not False
