@@ -1,4 +1,4 @@
-# Each verb sets up what it needs; a second run is quick. Answers to `make` alone: the list of verbs.
+# Each target sets up what it needs; a second run is quick. Answers to `make` alone: the list of targets.
 
 ARGS ?=
 WORKERS ?= 2
@@ -13,7 +13,7 @@ CODE := aioshard tests hatch_build.py $(wildcard benchmarks examples)
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-compiled test-slow check format bench chaos coverage docs hooks broker chromium connector postgresql prometheus screenshots clean
 
-help: ## list the verbs
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java

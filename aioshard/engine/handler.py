@@ -258,7 +258,7 @@ class ActiveHandler:
         for worker in self.workers:
             worker.task = tasks.start(worker.run(), worker.name, lasts=True)
         if self.spec.timeout is not None:
-            tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} time-outs")
+            tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} timeouts")
         if self.parking is not None:
             tasks.start(self.parking.read(), f"{name} reads parked records")
             tasks.start(self.parking.replay(), f"{name} replays parked records")

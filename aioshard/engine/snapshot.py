@@ -215,7 +215,7 @@ class HandlerSnapshot:
         )
         reason = f"was cancelled{ago} because {why}, but still runs{_for_seconds(ran)}{_place(stack)}; its shard waits"
         advice = (
-            "a thread cannot be stopped: set a time-out on the calls that it makes"
+            "a thread cannot be stopped: set a timeout on the calls that it makes"
             if stack.thread is not None
             else "let CancelledError propagate: a bare 'except', 'except BaseException' or a shield there suppresses it"
         )

@@ -25,7 +25,7 @@ RETAINED_BATCHES = 100_000
 
 _SESSION_TIMEOUT = 3.0
 _HEARTBEAT_INTERVAL = 0.5
-"""Every rebalance on this broker takes the session time-out minus one second, regardless of the members. That includes
+"""Every rebalance on this broker takes the session timeout minus one second, regardless of the members. That includes
 the first join after an app has left. With the default of 45 s, a restarted app would not start in time."""
 
 _SCRIPT = Path(__file__).with_name("mock_cluster.py")
@@ -42,7 +42,7 @@ class EmbeddedBroker:
 
     * a partition keeps only its newest `RETAINED_BYTES` or `RETAINED_BATCHES`, depending on which limit it hits first;
     * a commit during a rebalance is refused, so a rebalance repeats records; each rebalance of a group takes its
-      session time-out minus one second; static membership is ignored;
+      session timeout minus one second; static membership is ignored;
     * no transactions, no compaction, no TLS and no users; all data is lost when it ends.
 
     Owned by the event loop that started it.
@@ -156,7 +156,7 @@ class EmbeddedBroker:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for an app on this broker: its address, and membership time-outs that suit it.
+        """Settings for an app on this broker: its address, and membership timeouts that suit it.
 
         Raises:
             StateError: The broker was not started.

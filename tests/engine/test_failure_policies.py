@@ -399,7 +399,7 @@ def test_a_halted_record_is_released_by_skipping_it_from_a_thread() -> None:
     assert log == [0, 1, 2, 3]
 
 
-# Time-outs ------------------------------------------------------------------------------------
+# Timeouts ------------------------------------------------------------------------------------
 
 
 def test_an_attempt_that_times_out_fails_and_its_worker_continues() -> None:

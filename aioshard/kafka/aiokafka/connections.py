@@ -64,7 +64,7 @@ async def connected(settings: Settings, options: Mapping[str, Any], make: Callab
         AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
         SettingsError: The client refused an option.
     """
-    # The client itself would try the servers in turn, with its full time-out for each.
+    # The client itself would try the servers in turn, with its full timeout for each.
     server = await find_broker(settings, options)
     answered = False
     try:
@@ -240,7 +240,7 @@ def refuse_useless_connections(client: Any, patience: float = 10.0) -> None:
       with a `RuntimeError`, which the client treats as a bug: its heartbeat, commit or sender task ends, and
       everything else with it.
     * A client that was torn down would connect again for a request that was waiting.
-    * A hanging broker would block a metadata look-up or heartbeat for the full request time-out. The client also
+    * A hanging broker would block a metadata look-up or heartbeat for the full request timeout. The client also
       opens only one connection at a time, so the broker would block new connections to every other broker. With
       this patch, the client opens one connection at a time per broker. It leaves a hanging broker alone for a
       moment, and does not ask it for coordinators while another broker is connected.

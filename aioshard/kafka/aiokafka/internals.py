@@ -4,7 +4,7 @@ The private parts of aiokafka are used in this package only; canary tests guard 
 pinned (`aiokafka>=0.14,<0.15`). Why the public API of the consumer is not enough:
 
 * We take records from the fetcher's buffer. `getmany` builds a slow record class, cannot be bounded per partition,
-  overruns its time-out, and blocks while the group rebalances.
+  overruns its timeout, and blocks while the group rebalances.
 * Commits, generation and member id come from the coordinator. The public `commit` retries forever, and sends the
   current generation even if it is a newer one.
 * We stop the parts one at a time. The public `stop` hangs or fails halfway when brokers are gone.

@@ -322,7 +322,7 @@ class KafkaSideTopics:
     async def _query_leader(
         self, query: Callable[[BareClient, int], Awaitable[T]], topic_partition: TopicPartition, what: str
     ) -> T:
-        """Query the leader of a partition; retry until it answers or the time-out passes."""
+        """Query the leader of a partition; retry until it answers or the timeout passes."""
         since = time.monotonic()
         try:
             async with asyncio.timeout(_PATIENCE):

@@ -157,7 +157,7 @@ class KafkaTransport(ABC):
             await self._released.wait()
             self._left = True
             await self._leave()
-        except Exception as error:  # noqa: BLE001 - the group notices by itself after the session time-out
+        except Exception as error:  # noqa: BLE001 - the group notices by itself after the session timeout
             logger.info("leaving group %r failed: %s", self._group_id, reason(error))
         finally:
             self._left = True
@@ -195,7 +195,7 @@ class KafkaTransport(ABC):
 
         Allowances are those at the start of the poll: records taken from one partition count against the others. An
         `Oversized` record ends a poll only once; later polls repeat it when they end for another reason, including a
-        time-out or `wake`.
+        timeout or `wake`.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -399,7 +399,7 @@ async def commit_without_member(internals: Internals, offsets: Mapping[TopicPart
 def _has_members(group_id: str, what: str) -> GroupHasMembersError:
     return GroupHasMembersError(
         f"group {group_id!r} has members ({what}), so the brokers refuse commits of this app, which uses manual "
-        "assignment. Stop the members (a killed one counts until its session time-out), remove assign to join them, "
+        "assignment. Stop the members (a killed one counts until its session timeout), remove assign to join them, "
         "or use another group id"
     )
 
@@ -679,7 +679,7 @@ class _InstanceWatch:
     the two alternate forever. In contrast, a member that was dropped as silent comes back in a later generation.
 
     A single loss may be two processes that overlap, as in a rolling deploy. If we lose the place again within a
-    session time-out, we must not take it back: the process that notices this first ends, and the other one keeps it.
+    session timeout, we must not take it back: the process that notices this first ends, and the other one keeps it.
     """
 
     def __init__(self, settings: Settings, group_id: str) -> None:

@@ -187,7 +187,7 @@ class ConfluentTransport(KafkaTransport):
             # librdkafka reports a lost membership only to members that had partitions.
             self._note_member(await consumer.call(consumer.membership))
             try:
-                await self._remove_stale_members()  # outside the time-out: brokers that come back are slow
+                await self._remove_stale_members()  # outside the timeout: brokers that come back are slow
                 async with asyncio.timeout(2 * _CHECK_INTERVAL):
                     await self.log_ranges(self._buffer.behind())
                     names = self._subscribed
