@@ -480,7 +480,7 @@ class KafkaAdmin:
             try:
                 async with asyncio.timeout_at(deadline):
                     return await send()
-            except (kafka.IncompatibleBrokerVersion, NotImplementedError) as error:
+            except (kafka.IncompatibleBrokerVersion, kafka.UnsupportedVersionError, NotImplementedError) as error:
                 raise TransportError(
                     f"the brokers cannot {what}: they do not support that request, like the embedded broker"
                 ) from error

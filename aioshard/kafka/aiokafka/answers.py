@@ -124,12 +124,14 @@ def stored_offsets(response: Any, requested: Collection[TopicPartition]) -> dict
     """Parse an OffsetFetch response, versions 1 to 3 and 7: the committed offsets, without partitions that have none.
 
     A broker that does not coordinate the group reports it at the top level of the response and lists no partitions.
+    The embedded broker has no list of all commits of a group: it returns no topics at all.
 
     Raises:
         IncompleteAnswerError: A partition of *requested* is missing.
         KafkaError: The response or one of its partitions has an error code.
     """
-    raise_for(getattr(response, "error_code", 0))  # missing in version 1
+    # Version 1 has no error code.
+    raise_for(kafka.UnsupportedVersionError.errno if response.topics is None else getattr(response, "error_code", 0))
     commits = {}
     for topic_partition, (offset, *_epoch, metadata, code) in _parts(response):
         raise_for(code)

@@ -298,3 +298,12 @@ async def test_a_group_it_cannot_describe_is_a_clear_error() -> None:
     ):
         with pytest.raises(TransportError, match=r"cannot describe group 'billing': .*embedded broker"):
             await brokers.group("billing")
+
+
+async def test_listing_all_commits_of_a_group_is_a_clear_error() -> None:
+    async with (
+        EmbeddedBroker() as broker,
+        KafkaAdmin(Settings(bootstrap_servers=broker.bootstrap_servers)) as brokers,
+    ):
+        with pytest.raises(TransportError, match=r"cannot return the committed offsets of group 'billing': .*embedded"):
+            await brokers.all_commits("billing")
