@@ -40,9 +40,10 @@ format: $(VENV)/.dev ## format the code, and fix what can be fixed safely
 bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses and says --json
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: brokers and processes are killed for long, simulations have 2,000 seeds
+chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: brokers and processes are killed for long, simulations and state machines have 2,000 seeds
 	@$(BIN)/python -m pytest -m chaos $(ARGS)
-	@[ -n "$(ARGS)" ] || AIOSHARD_TEST_SEEDS=2000 $(BIN)/python -m pytest -n $(WORKERS) --timeout=900 tests/simulation
+	@[ -n "$(ARGS)" ] || AIOSHARD_TEST_SEEDS=2000 $(BIN)/python -m pytest -n $(WORKERS) --timeout=900 \
+		tests/simulation tests/unit/properties
 
 test-compiled: $(VENV)/.dev ## build the compiled package and run the fast tests on it; ARGS=tests/guarantees names others
 	@$(BIN)/python -m tests.support.compiled -n $(WORKERS) $(ARGS)

@@ -1,4 +1,4 @@
-"""The number of seeds per simulation: few by default, thousands in a long run."""
+"""The number of seeds per simulation, and of examples per state machine: few by default, thousands in a long run."""
 
 import itertools
 import os

@@ -17,6 +17,7 @@ from aioshard.engine.outcomes import Block, Outcome, Recovery
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.ports import RECORD_OVERHEAD, FetchedBatch
 from aioshard.records import Record, TopicPartition
+from tests.simulation.seeds import SEEDS
 
 WORKERS = 3
 ATTEMPTS = 4
@@ -373,6 +374,6 @@ class FixedBatchShardMachine(BatchShardsMachine):
 
 
 TestBatchShards = BatchShardsMachine.TestCase
-TestBatchShards.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestBatchShards.settings = settings(max_examples=max(SEEDS, 80), stateful_step_count=50, deadline=None)
 TestFixedBatchShard = FixedBatchShardMachine.TestCase
-TestFixedBatchShard.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestFixedBatchShard.settings = settings(max_examples=max(SEEDS, 60), stateful_step_count=50, deadline=None)

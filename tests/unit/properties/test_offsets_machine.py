@@ -6,6 +6,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from aioshard.core.offsets import OffsetTracker
 from aioshard.errors import OffsetRegressionError
+from tests.simulation.seeds import SEEDS
 
 
 class TrackerMachine(RuleBasedStateMachine):
@@ -74,4 +75,4 @@ class TrackerMachine(RuleBasedStateMachine):
 
 
 TestTracker = TrackerMachine.TestCase
-TestTracker.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestTracker.settings = settings(max_examples=max(SEEDS, 100), stateful_step_count=60, deadline=None)

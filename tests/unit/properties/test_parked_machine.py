@@ -2,10 +2,12 @@
 
 from collections.abc import Hashable
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from aioshard.core.parking import NEVER, ParkedEntry, ParkedKeys
+from tests.simulation.seeds import SEEDS
 
 keys = st.sampled_from([b"a", b"b", "c", ("orders", b"a"), None])
 
@@ -90,3 +92,4 @@ class ParkedMachine(RuleBasedStateMachine):
 
 
 TestParked = ParkedMachine.TestCase
+TestParked.settings = settings(max_examples=max(SEEDS, 100), deadline=None)

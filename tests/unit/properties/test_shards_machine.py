@@ -14,6 +14,7 @@ from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
+from tests.simulation.seeds import SEEDS
 
 WORKERS = 3
 KEYS = st.sampled_from(["a", "b", None])
@@ -219,6 +220,6 @@ class FixedShardMachine(ShardsMachine):
 
 
 TestShards = ShardsMachine.TestCase
-TestShards.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestShards.settings = settings(max_examples=max(SEEDS, 120), stateful_step_count=50, deadline=None)
 TestFixedShard = FixedShardMachine.TestCase
-TestFixedShard.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestFixedShard.settings = settings(max_examples=max(SEEDS, 60), stateful_step_count=50, deadline=None)
