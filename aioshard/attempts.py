@@ -219,7 +219,7 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
     else:
         invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
     if processes is not None:
-        handler = handler._replace(timeout=None)  # the process applies it: waiting for one does not count
+        handler = handler._replace(timeout=None)  # applied by `call`: the wait for a process does not count
     return handler._replace(
         invoke=invoke,
         read=None if handler.batch is None or middleware else read,

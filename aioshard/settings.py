@@ -307,9 +307,9 @@ class Settings(BaseSettings):
     # Start, stop, commit --------------------------------------------------------------
 
     start_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), "seconds"] = 10.0
-    """The start fails if no broker answers within this time, or if a topic does not exist; after that, it
-    waits for an outage or a rebalance to end. None starts without brokers and keeps trying; until then, the app is not
-    ready."""
+    """The start fails if no broker answers within this time, or if a topic does not exist. Once a broker has answered,
+    the start waits for an outage or a rebalance to end. None starts without brokers and keeps trying; the app is not
+    ready until it has joined the group."""
     shutdown_timeout: Seconds = 25.0
     """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
     processing_guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"

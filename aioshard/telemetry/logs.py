@@ -57,7 +57,7 @@ class RecordFilter(logging.Filter):
     """Adds the current record and span to every line that a handler logs; attach it to a logging handler.
 
     The fields are those of `CurrentRecord`, plus `trace_id` and `span_id` while an OpenTelemetry span is active. A line
-    that already has one of the record's fields, such as a topic, keeps it and gets none of the others.
+    that already has a field of a record, such as a topic, is about that record: it gets no field of the current one.
 
     Example:
         >>> import logging, sys

@@ -215,7 +215,7 @@ class _Replay(NamedTuple):
             interruption: Where to crash in the middle of the last record; by default all records end before the crash.
 
         Returns:
-            False without a crash, because the record ended before the chosen await.
+            Whether the app crashed: False if the record ended before the chosen await.
         """
         broker = await self._reset_world()
         crash = f"a crash after {ran} of {len(self.history)} records"

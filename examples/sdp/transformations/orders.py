@@ -7,7 +7,7 @@ from pyspark.sql import functions as f
 
 @dp.table
 def order_outcomes() -> DataFrame:
-    """One row for each record of the topic. The handlers run once, while the rows are written."""
+    """One row for each record of the topic. The handlers run while the rows are written, not when they are read."""
     return SparkSession.active().readStream.format("aioshard").option("app", "orders_app:app").load()
 
 
