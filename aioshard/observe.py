@@ -180,14 +180,14 @@ class RebalanceReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransactionStatistics:
-    """Transactions of exactly-once processing; `commits` and `commit_failures` say how many ended and were aborted."""
+    """Transactions of exactly-once processing; `commits` and `commit_failures` count the committed and aborted ones."""
 
     fenced: int
-    """Aborted ones that the brokers refused because the group had moved on."""
+    """Aborted transactions that the brokers refused because the group had rebalanced."""
     messages: int
-    """Messages in those that ended."""
+    """Messages in committed transactions."""
     open_seconds: float | None
-    """Seconds since the open one began; None while none is open."""
+    """Seconds since the open transaction began; None while none is open."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

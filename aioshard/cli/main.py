@@ -34,7 +34,7 @@ HEADINGS = {
         "park": "Show, release and drop parked records.",
     },
     "Backfill": {
-        "spark": "Run an app's handlers over history: plan, run, verify, hand over.",
+        "spark": "Backfill with an app's handlers: plan, run, verify, hand over.",
         "report": "Analyse the journal that App(journal=PATH) writes, on Spark.",
     },
 }

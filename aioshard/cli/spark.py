@@ -1,4 +1,4 @@
-"""`aioshard spark`: the handlers of an app over history, on Spark."""
+"""`aioshard spark`: backfills with the handlers of an app, on Spark."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ _print_note = functools.partial(click.echo, err=True)
 
 @click.group(cls=options.OrderedGroup)
 def command() -> None:
-    """Run an app's handlers over history: plan, run, verify, hand over.
+    """Backfill with an app's handlers: plan, run, verify, hand over.
 
     DIR is the directory of one run. It contains the plan, the progress, and the outcome of each record as Parquet.
     """
@@ -112,7 +112,7 @@ def _stops_after_batch(run_dir: RunDirectory) -> Signals:
 @options.app_dir
 @options.as_json("the plan")
 def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: Any) -> None:
-    """Plan a run of MODULE:APP over history, in a new DIR.
+    """Plan a backfill with MODULE:APP, in a new DIR.
 
     The plan freezes start, end, settings and the app's version.
     """

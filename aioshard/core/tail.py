@@ -26,7 +26,7 @@ class Tail(NamedTuple):
     def __str__(self) -> str:
         """Return a sentence without the final full stop."""
         done = "" if self.seconds is None else f"; the last is done in {age(self.seconds)}"
-        return f"{self.heaviest} of {self.partitions} partitions hold {_MOST:.0%} of what is left{done}"
+        return f"{_MOST:.0%} of the lag is in {self.heaviest} of {self.partitions} partitions{done}"
 
 
 def tail_of(now: Mapping[TopicPartition, int], before: Mapping[TopicPartition, int], elapsed: float, /) -> Tail:
@@ -40,7 +40,7 @@ def tail_of(now: Mapping[TopicPartition, int], before: Mapping[TopicPartition, i
     Example:
         >>> first, second = TopicPartition("orders", 0), TopicPartition("orders", 1)
         >>> print(tail_of({first: 3_000, second: 100}, {first: 3_600, second: 500}, 60.0))
-        1 of 2 partitions hold 90% of what is left; the last is done in 5 min
+        90% of the lag is in 1 of 2 partitions; the last is done in 5 min
     """
     lags = sorted(now.values(), reverse=True)
     total = sum(lags)

@@ -119,12 +119,12 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_transaction_messages": MetricInfo(
         "counter",
-        "Messages in the transactions that ended; absent with at-least-once processing.",
+        "Messages in committed transactions; absent with at-least-once processing.",
         _of_transactions("messages"),
     ),
     "aioshard_transactions_fenced": MetricInfo(
         "counter",
-        "Transactions that the brokers refused because the group had moved on; absent with at-least-once processing.",
+        "Transactions that the brokers refused because the group had rebalanced; absent with at-least-once processing.",
         _of_transactions("fenced"),
     ),
     "aioshard_transaction_open_seconds": MetricInfo(

@@ -136,12 +136,12 @@ async def test_lag_is_shown_with_its_cause(place: Place) -> None:
     assert [one["cause"] for one in found["partitions"]] == ["the group has no members", None]
     assert found["tail"] == {"partitions": 1, "seconds": None}
     measured = await place.run("lag", "--over", "0.1")
-    assert "1 of 2 partitions hold 90% of what is left." in measured.output, "it does not shrink"
+    assert "90% of the lag is in 1 of 2 partitions." in measured.output, "it does not shrink"
     told = (await place.run("lag")).output.splitlines()
     assert f"group {place.group!r} is empty with 0 members, and 7 offsets behind; coordinated by broker " in told[0]
     assert told[1].startswith("the group has no members")
     where = [f"{place.topic}/0", "3", "10", "7", "3"]
-    assert told[2] == "1 of 2 partitions hold 90% of what is left."
+    assert told[2] == "90% of the lag is in 1 of 2 partitions."
     assert told[4].split() == [*where, "-", "the", "group", "has", "no", "members"]
 
 

@@ -48,6 +48,6 @@ def test_the_last_partition_finishes_at_its_own_pace(
 
 def test_the_tail_is_described_in_words() -> None:
     assert str(tail_of(lags(6_000, 1), lags(6_100, 2), 41.0)) == (
-        "1 of 2 partitions hold 90% of what is left; the last is done in 41 min"
+        "90% of the lag is in 1 of 2 partitions; the last is done in 41 min"
     )
-    assert str(tail_of(lags(6_000, 1), {}, 41.0)) == "1 of 2 partitions hold 90% of what is left"
+    assert str(tail_of(lags(6_000, 1), {}, 41.0)) == "90% of the lag is in 1 of 2 partitions"
