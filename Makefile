@@ -1,8 +1,8 @@
-# Each target sets up what it needs; a second run is quick. Answers to `make` alone: the list of targets.
+# Each target installs its tools first; a second run is quick. `make` alone lists the targets.
 
 ARGS ?=
 WORKERS ?= 2
-# Any Python from 3.11 on; `make PYTHON=...` takes another.
+# Any Python, 3.11 or newer; `make PYTHON=...` chooses another.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
@@ -19,10 +19,10 @@ help: ## list the targets
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
 
-test: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests on a real broker; ARGS="-k order" chooses
+test: $(VENV)/.dev broker connector postgresql chromium prometheus ## run all tests except the long ones; ARGS="-k order" selects some
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-test-fast: $(VENV)/.dev ## run the tests that need no server and take no seconds, with few seeds
+test-fast: $(VENV)/.dev ## run the quick tests that need no server, with few random seeds
 	@AIOSHARD_TEST_SEEDS=2 $(BIN)/python -m pytest -n $(WORKERS) -m "not chaos and not slow" \
 		tests/unit tests/engine tests/simulation $(ARGS)
 
@@ -33,11 +33,11 @@ check: $(VENV)/.dev ## lint, format, types, import contracts and the documentati
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/zensical build --strict --clean
 
-format: $(VENV)/.dev ## format the code, and fix what can be fixed safely
+format: $(VENV)/.dev ## format the code and apply safe lint fixes
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses and says --json
+bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS="p1 --json" selects one and prints JSON
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: brokers and processes are killed for long, simulations and state machines have 2,000 seeds
@@ -45,12 +45,12 @@ chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: 
 	@[ -n "$(ARGS)" ] || AIOSHARD_TEST_SEEDS=2000 $(BIN)/python -m pytest -n $(WORKERS) --timeout=900 \
 		tests/simulation tests/unit/properties
 
-test-compiled: $(VENV)/.dev ## build the compiled package and run the fast tests on it; ARGS=tests/guarantees names others
+test-compiled: $(VENV)/.dev ## build the compiled package and run the fast tests on it; ARGS=tests/guarantees selects others
 	@$(BIN)/python -m tests.support.compiled -n $(WORKERS) $(ARGS)
 
 test-slow: chaos ## the same as chaos
 
-coverage: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests and show the lines and branches that none of them runs
+coverage: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests and show lines and branches that no test runs
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
 	@$(BIN)/coverage combine -q
@@ -59,35 +59,35 @@ coverage: $(VENV)/.dev broker connector postgresql chromium prometheus ## run th
 docs: $(VENV)/.dev ## build the documentation into site/
 	@$(BIN)/zensical build --strict --clean
 
-hooks: $(VENV)/.dev ## check changed files before each commit: ruff, mypy and prose
+hooks: $(VENV)/.dev ## install git hooks that check changed files before each commit: ruff, mypy and prose
 	@$(BIN)/python -m pip install --quiet pre-commit
 	@$(BIN)/pre-commit install
 
-broker: $(VENV)/.dev ## fetch the broker's jars; without Java or Maven the tests that need one are skipped
+broker: $(VENV)/.dev ## download the broker's jars; without Java or Maven, tests that need a broker are skipped
 	@$(BIN)/python -m tests.support.kafka_libs
 
-connector: $(VENV)/.dev ## fetch the jars of Spark's own Kafka connector; without Maven the tests that compare with it are skipped
+connector: $(VENV)/.dev ## download Spark's own Kafka connector; without Maven, tests that compare with it are skipped
 	@$(BIN)/python -m tests.support.connector_jars
 
-chromium: $(VENV)/.dev ## install Debian's Chromium where it is missing; without it the tests that need it are skipped
+chromium: $(VENV)/.dev ## install Debian's Chromium if it is missing; without it, tests that need it are skipped
 	@$(BIN)/python -m tests.support.chromium
 
-screenshots: $(VENV)/.dev chromium ## take the pictures of dashboard, documentation and terminal that are in docs/images
+screenshots: $(VENV)/.dev chromium ## take the pictures of dashboard, documentation and terminal in docs/images
 	@$(BIN)/python -m tests.support.screenshots
 	@$(BIN)/python -m tests.project.docs.pictures
 
-postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
+postgresql: $(VENV)/.dev ## install PostgreSQL if it is missing; without it, tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql
 
-prometheus: $(VENV)/.dev ## install Debian's Prometheus where it is missing; without it the tests that need it are skipped
+prometheus: $(VENV)/.dev ## install Debian's Prometheus if it is missing; without it, tests that need it are skipped
 	@$(BIN)/python -m tests.support.prometheus
 
-clean: ## remove what the verbs made: environment, jars, caches, site
+clean: ## remove everything that the targets create: environment, jars, caches, site
 	rm -rf $(VENV) build dist site .cache .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
 		.pytest_cache .ruff_cache htmlcov
 
 $(VENV)/.pip:
-	@test -n "$(PYTHON)" || { echo "no Python from 3.11 on was found on PATH: install one, or say make PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer on PATH: install one, or run make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@touch $@

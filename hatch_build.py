@@ -1,4 +1,4 @@
-"""Two hooks of the build: compiled modules, and addresses for the package index.
+"""Two build hooks: compiled modules, and URLs for the package index.
 
 `AIOSHARD_COMPILE=1 pip install .` builds the compiled wheel; without the variable the wheel is pure Python.
 """
@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 MYPY_OPTIONS = [
-    "--config-file=",  # ignore the project's: it needs packages with types that a build does not need
+    "--config-file=",  # ignore the project's file: it needs typed packages that a build does not need
     f"--cache-dir={os.devnull}",
     "--ignore-missing-imports",
     "--follow-imports=silent",
@@ -34,13 +34,13 @@ LINK = re.compile(
 
 
 class RepositoryMetadataHook(MetadataHookInterface):
-    """Adds the addresses of the repository to the metadata, and makes the links of the README absolute.
+    """Adds the URLs of the repository to the metadata and makes the links of the README absolute.
 
-    A workflow of the repository's host sets the variables. Without them the README stays as it is.
+    It needs the variables of a GitHub workflow. Without them the README stays as it is.
     """
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set `readme` and `urls`; a wheel that is built from an sdist keeps those of the sdist."""
+        """Set `readme` and `urls`; a wheel built from an sdist keeps the values of the sdist."""
         dynamic = metadata.get("dynamic", [])
         repository = repository_url(os.environ)
         if "readme" in dynamic:
@@ -61,13 +61,13 @@ class RepositoryMetadataHook(MetadataHookInterface):
 
 
 def repository_url(variables: Mapping[str, str]) -> str:
-    """Return the address of the repository, or an empty text outside its workflows."""
+    """Return the URL of the repository, or an empty string outside a workflow."""
     server, name = variables.get("GITHUB_SERVER_URL", ""), variables.get("GITHUB_REPOSITORY", "")
     return f"{server.rstrip('/')}/{name}" if server and name else ""
 
 
 def git_ref(variables: Mapping[str, str]) -> str:
-    """Return the tag that is built, or HEAD: links of a released README must not change with the main branch."""
+    """Return the tag that is being built, or HEAD: links of a released README must not change with the main branch."""
     return variables["GITHUB_REF_NAME"] if variables.get("GITHUB_REF_TYPE") == "tag" else "HEAD"
 
 
@@ -90,15 +90,15 @@ def absolute_links(text: str, repository: str, ref: str, root: Path) -> str:
 class CompilingBuildHook(BuildHookInterface[Any]):
     """Compiles the modules that `pyproject.toml` lists with mypyc, and adds them to the wheel next to their sources.
 
-    The compiled classes are those that each record passes through, and those that inherit from them: a compiled class
-    has neither interpreted subclasses nor a second base. Code that calls users' functions (`attempts.py`,
-    `failures.py`, `handler.py`) is not: a compiled coroutine has no frame, so `engine/stack.py` could not
-    find where a handler waits.
+    Compiled are the classes that every record passes through and their subclasses, because a compiled class cannot
+    have interpreted subclasses or a second base. Code that calls users' functions (`attempts.py`, `failures.py`,
+    `handler.py`) is not compiled: a compiled coroutine has no frame, so `engine/stack.py` could not find the line
+    where a handler waits.
 
     In compiled modules, an attribute has one type: no `int` in place of a `float`, no narrower type in a subclass.
-    Defaults of classes are constants (`PROCESSED`, not `Outcome.PROCESSED`); otherwise the attribute is missing.
+    Class defaults must be constants (`PROCESSED`, not `Outcome.PROCESSED`); otherwise the attribute is missing.
 
-    hatch-mypyc does not fit: it renames `pyproject.toml` while it builds, and leaves its output in the source tree.
+    hatch-mypyc is not suitable: it renames `pyproject.toml` during the build and leaves its output in the source tree.
     """
 
     @property
@@ -134,6 +134,6 @@ class CompilingBuildHook(BuildHookInterface[Any]):
         build_data["pure_python"], build_data["infer_tag"] = False, True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
-        """Remove the files of the compiler once the wheel is written."""
+        """Remove the compiler's files after the wheel is written."""
         if self._compiles and version != "editable":
             self._directory.cleanup()

@@ -1,4 +1,4 @@
-"""The app of the deployment examples. What differs from place to place comes from AIOSHARD_* variables."""
+"""The app of the deployment examples. Settings that differ between environments are AIOSHARD_* variables."""
 
 import asyncio
 import logging
@@ -12,6 +12,6 @@ app = App("billing", auto_offset_reset="earliest")
 
 @app.consume("orders", shard_by="key", concurrency=256)
 async def on_order(record: Record) -> None:
-    """One order at a time of each customer."""
+    """Process one order of each customer at a time."""
     await asyncio.sleep(0.01)  # here you would call a database or a service
     logger.debug("order %s/%d", record.partition, record.offset)

@@ -2,8 +2,8 @@
 
 `python -m tests.support.incidents` writes `deploy/prometheus/aioshard.incidents.test.yml`; it takes three minutes.
 
-A run takes 3 seconds for each minute of the recording: the apps have intervals and durations divided by 20, and the
-recorded durations are multiplied by 20. Everything else is as the apps reported it.
+The run is 20 times as fast as the recording, 3 seconds for each minute: intervals and durations of the apps are divided
+by 20, and recorded durations are multiplied by 20. Nothing else is changed.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ RULES = DEPLOY / "aioshard.rules.yml"
 RECORDED = DEPLOY / "aioshard.incidents.test.yml"
 
 FACTOR = 20
-"""By which recorded time is longer than the run."""
+"""How many times recorded time is longer than the run."""
 MINUTE = 60 / FACTOR
 STEP = 60
 """Recorded seconds between two samples."""
@@ -41,23 +41,23 @@ MEMBERS = 3
 RATE = 7
 """Records per second of the run, spread over all keys."""
 TAKES = 1.0
-"""Seconds of the run that a handler takes for a record."""
+"""Seconds of the run that a handler needs for a record."""
 CONCURRENCY = 4
 """Workers of each member: 3 members finish 12 records per second at most."""
 BEGINS = 10
 """The minute in which each incident begins; until then its group is healthy."""
 
 BURST = 3
-"""How much more than usual arrives during a burst."""
+"""Load during a burst, times the usual load."""
 
 HEAD = f"""\
 # Alerts that fire in incidents of real groups. None fires during a rolling deploy.
 #   promtool test rules deploy/prometheus/aioshard.incidents.test.yml
 #
-# `python -m tests.support.incidents` made this file. Groups of {MEMBERS} members ran on a real Kafka broker, and
-# each app was scraped every {STEP / FACTOR:g} s. To keep the run short, its time is stretched by {FACTOR}:
-# {STEP / FACTOR:g} s of the run are {STEP} s here. So the apps ran with durations divided by {FACTOR} (commit_interval,
-# heartbeat_interval, drain_timeout, the interval for log ends), and durations in the samples are multiplied
+# `python -m tests.support.incidents` wrote this file. Groups of {MEMBERS} members ran on a real Kafka broker, and
+# each app was scraped every {STEP / FACTOR:g} s. To keep the run short, it ran {FACTOR} times as fast:
+# {STEP / FACTOR:g} s of the run are {STEP} s here. The apps used durations divided by {FACTOR} (commit_interval,
+# heartbeat_interval, drain_timeout, the interval for log end offsets), and durations in the samples are multiplied
 # by {FACTOR}, except the delay of the event loop. `stale` marks the scrape in which a series disappeared.
 # Nothing else is changed; series that no rule uses are left out.
 rule_files:
@@ -79,7 +79,7 @@ class Incident(NamedTuple):
     alerts: tuple[str, ...]
     """Alerts that fire, as `alertname` or `alertname/partition`."""
     also: str = ""
-    """An alert that may fire too: how long commits stand depends on the run."""
+    """An alert that may fire too: how long commits are stuck depends on the run."""
 
 
 class Member:
@@ -109,16 +109,16 @@ class Member:
 
 
 class Group:
-    """A group whose members come and go, under a steady load, with the samples of their metrics."""
+    """A group under steady load whose members join and leave, with the samples of their metrics."""
 
     def __init__(self, kafka: KafkaCluster, name: str) -> None:
         self.kafka = kafka
         self.name = name
         self.members: dict[str, Member] = {}
         self.samples: dict[str, dict[int, float]] = {}
-        """Value of each series at the ticks at which it was there."""
+        """Value of each series at the ticks at which it existed."""
         self.ticks: set[int] = set()
-        """When the members were scraped."""
+        """Ticks at which the members were scraped."""
         self.back_end = asyncio.Event()
         """Set while handlers can work."""
         self.back_end.set()
@@ -161,7 +161,7 @@ class Group:
         return instance
 
     async def leave(self, instance: str) -> None:
-        """Stop a member in order; it is scraped until it has stopped."""
+        """Shut down a member gracefully; it is scraped until it has stopped."""
         await self.members[instance].stop()
         del self.members[instance]
 
@@ -170,13 +170,13 @@ class Group:
         await asyncio.sleep(max(self.began + minute * MINUTE - asyncio.get_running_loop().time(), 0.0))
 
     async def begin_slow(self, instance: str) -> None:
-        """Have the next record of a member take 5 minutes; returns when it runs."""
+        """Make the next record of a member take 5 minutes; returns when it runs."""
         started = self._slow[instance] = asyncio.Event()
         await started.wait()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The group, loaded and scraped."""
+        """Run the group under load and scrape it."""
         await self.kafka.create_topic(self.name, PARTITIONS)
         await asyncio.gather(*(self.join() for _ in range(MEMBERS)))
         await asyncio.sleep(MINUTE)
@@ -221,7 +221,7 @@ class Group:
 
 
 def stretched(name: str, value: float) -> float:
-    """A value for the longer time of the recording."""
+    """Convert a value to the longer time of the recording."""
     if "_event_loop_" in name:
         return round(value, 1)
     return round(value * FACTOR) if "_seconds" in name else value
@@ -231,7 +231,7 @@ def stretched(name: str, value: float) -> float:
 
 
 async def deploy(group: Group) -> None:
-    """Replace one member after the other, each half a minute after the old one has stopped; a burst of load later."""
+    """Replace one member after the other, each half a minute after it has stopped; then send a burst of load."""
     for minute, instance in zip(itertools.count(BEGINS, 2), list(group.members), strict=False):
         await group.at(minute)
         await group.leave(instance)
@@ -244,7 +244,7 @@ async def deploy(group: Group) -> None:
 
 
 async def stall(group: Group) -> None:
-    """A member comes or goes every 8 minutes, just when a record takes 5 minutes: the rebalance waits for it."""
+    """Every 8 minutes a member joins or leaves, and the rebalance waits for a record that takes 5 minutes."""
     victim, flapping = next(iter(group.members)), ""
     for minute in range(BEGINS, 50, 8):
         await group.at(minute)
@@ -257,7 +257,7 @@ async def stall(group: Group) -> None:
 
 
 async def flap(group: Group) -> None:
-    """A member comes and goes all the time; each rebalance is short."""
+    """A member joins or leaves every 3 minutes; each rebalance is short."""
     for minute in range(BEGINS, 55, 6):
         await group.at(minute)
         flapping = await group.join()
@@ -289,17 +289,17 @@ async def lose_back_end(group: Group) -> None:
 
 
 INCIDENTS = (
-    Incident("deploy", "Nothing fires: a rolling deploy, and a short burst of load.", 45, deploy, ()),
+    Incident("deploy", "A rolling deploy and a short burst of load: nothing fires.", 45, deploy, ()),
     Incident(
         "stalls",
-        "Rebalances of 5 minutes, with moves between: each waits for a record that takes 5 minutes.",
+        "Rebalances that wait for a record of 5 minutes, with progress between them.",
         50,
         stall,
         ("AioshardLagGrows", "AioshardRebalancing"),
         also="AioshardCommitStuck",
     ),
-    Incident("flapping", "A member comes and goes.", 55, flap, ("AioshardRebalancesOften",)),
-    Incident("skew", "A key with most of the records, in order.", 40, skew, ("AioshardPartitionSkew/0",)),
+    Incident("flapping", "A member joins and leaves again and again.", 55, flap, ("AioshardRebalancesOften",)),
+    Incident("skew", "One key has most of the records, which run in order.", 40, skew, ("AioshardPartitionSkew/0",)),
     Incident(
         "transaction",
         "A producer holds a transaction open.",
@@ -309,7 +309,7 @@ INCIDENTS = (
     ),
     Incident(
         "stopped",
-        "A back end does not answer, and no record finishes.",
+        "A back end does not answer: no record finishes.",
         30,
         lose_back_end,
         ("AioshardLagGrows", *(f"AioshardCommitStuck/{partition}" for partition in range(PARTITIONS))),
@@ -344,7 +344,7 @@ def _test(incident: Incident, group: Group) -> Iterator[str]:
 
 
 def expectations(incident: Incident) -> str:
-    """The tests that nothing fires until the incident begins, and that only its alerts have fired at its end."""
+    """Test that nothing fires before the incident begins, and that only its alerts have fired at the end."""
     firing = 'alertstate="firing"' + (f',alertname!="{incident.also}"' if incident.also else "")
     lines = ["    promql_expr_test:"]
     for minute, alerts in ((BEGINS, ()), (incident.minutes, incident.alerts)):
@@ -361,7 +361,7 @@ def expectations(incident: Incident) -> str:
 
 
 def values(samples: Mapping[int, float], ticks: set[int], last: int) -> str:
-    """The samples in promtool's notation: `stale` where a series has disappeared, `_` where nothing was scraped."""
+    """Write samples in promtool's notation: `stale` if a series has disappeared, `_` if nothing was scraped."""
     words: list[str] = []
     there = False
     for tick in range(last + 1):
@@ -386,7 +386,7 @@ def _shortened(words: list[str]) -> Iterator[str]:
 
 
 async def main() -> int:
-    """Record the incidents on a broker that is started for it."""
+    """Start a broker and record the incidents on it."""
     with tempfile.TemporaryDirectory(prefix="aioshard-incidents-", ignore_cleanup_errors=True) as directory:
         broker = KafkaBroker(Path(directory))
         logging.disable()
