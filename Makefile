@@ -40,7 +40,7 @@ format: $(VENV)/.dev ## format the code and apply safe lint fixes
 bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS="p1 --json" selects one and prints JSON
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: brokers and processes are killed for long, simulations and state machines have 2,000 seeds
+chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: kill brokers and processes for minutes, run simulations and state machines with 2,000 seeds
 	@$(BIN)/python -m pytest -m chaos $(ARGS)
 	@[ -n "$(ARGS)" ] || AIOSHARD_TEST_SEEDS=2000 $(BIN)/python -m pytest -n $(WORKERS) --timeout=900 \
 		tests/simulation tests/unit/properties
