@@ -30,7 +30,7 @@ async def on_order(record: Record) -> None:
     if record.value == b"poison":
         raise ValueError("no such customer")
     if record.value == b"pause":
-        app.pause({topic!r}, 2, why="the ledger moves house")
+        app.pause({topic!r}, 2, why="the ledger is being migrated")
 """
 QUICK, POISONED, PAUSED = 0, 1, 2
 STUCK_AFTER = 1

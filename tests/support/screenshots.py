@@ -71,7 +71,7 @@ async def trouble(client: TestClient, app: App) -> None:
         await client.publish("invoices", b"{}", key=f"account-{number + 900}")
     for _ in range(40):
         await client.publish("orders", b"{}", key="customer-477", partition=3)
-    app.pause("invoices", 2, why="the ledger moves house")
+    app.pause("invoices", 2, why="the ledger is being migrated")
 
 
 async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -> None:

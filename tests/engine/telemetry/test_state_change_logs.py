@@ -197,14 +197,14 @@ def test_pauses_and_seeks_of_the_application_are_logged(world: World) -> None:
     async def handle(_: Record) -> None: ...
 
     async def act(world: World, _: TestClient) -> None:
-        world.app.pause("orders", 1, why="the ledger moves house")
+        world.app.pause("orders", 1, why="the ledger is being migrated")
         world.app.resume("orders", 1)
         await world.app.seek("orders", 0, "beginning")
 
     world.run(act)
 
     place = {"topic": "orders", "partition": 1}
-    assert world.lines("paused") == [place | {"why": "the ledger moves house"}]
+    assert world.lines("paused") == [place | {"why": "the ledger is being migrated"}]
     assert world.lines("resumed") == [place]
     assert world.lines("seek") == [{"topic": "orders", "partition": 0, "offset": 0}]
 
