@@ -160,10 +160,10 @@ def test_manual_pauses_are_shown() -> None:
         async with TestClient(app) as client:
             await client.publish("orders", b"", partition=2)
             await client.settle()
-            app.pause("orders", 2, why="the ledger is being migrated")
+            app.pause("orders", 2, why="the ledger is down")
             app.pause_handler("on_order")
             partition, handler = workload_of(app).pauses
-            assert (partition.topic, partition.partition, partition.why) == ("orders", 2, "the ledger is being migrated")
+            assert (partition.topic, partition.partition, partition.why) == ("orders", 2, "the ledger is down")
             assert (handler.topic, handler.handler) == (None, "on_order")
 
     run(scenario())
