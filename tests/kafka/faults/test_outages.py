@@ -159,9 +159,11 @@ async def test_two_members_start_during_a_broker_restart(
     sent = messages(100)
     apps = [quick_app(own_kafka, group, start_timeout=4) for _ in range(2)]
     ledger = Ledger()
+    is_back = asyncio.Event()
 
     async def serve(app: App) -> None:
         async with app:
+            await is_back.wait()
             await ledger.until_finished(sent)
 
     for app in apps:
@@ -175,6 +177,7 @@ async def test_two_members_start_during_a_broker_restart(
         await asyncio.sleep(away)
         await own_kafka.start()
         await own_kafka.produce(topic, sent)
+        is_back.set()
 
 
 @pytest.mark.chaos
