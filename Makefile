@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 CODE := aioshard tests hatch_build.py $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-compiled test-slow check format bench chaos coverage docs hooks broker chromium connector postgresql prometheus screenshots clean
+.PHONY: help demo test test-fast test-compiled test-older-broker test-slow check format bench chaos coverage docs hooks broker chromium connector postgresql prometheus screenshots clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
@@ -46,7 +46,12 @@ chaos: $(VENV)/.dev broker connector postgresql chromium ## run the long tests: 
 		tests/simulation tests/unit/properties
 
 test-compiled: $(VENV)/.dev ## build the compiled package and run the fast tests on it; ARGS=tests/guarantees selects others
-	@$(BIN)/python -m tests.support.compiled -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m tests.tools.compiled -n $(WORKERS) $(ARGS)
+
+test-older-broker: $(VENV)/.dev broker ## run the tests of clients and consumer groups on the older Kafka; ARGS=tests/cluster selects others
+	@version=$$($(BIN)/python -c 'from tests.support.kafka_libs import OLDER; print(OLDER)') && \
+		AIOSHARD_KAFKA_VERSION=$$version $(BIN)/python -m pytest -n $(WORKERS) \
+		$(or $(ARGS),tests/kafka/wire tests/kafka/client tests/kafka/confluent tests/kafka/conformance tests/kafka/cli/test_group.py)
 
 test-slow: chaos ## the same as chaos
 
@@ -63,24 +68,24 @@ hooks: $(VENV)/.dev ## install git hooks that check changed files before each co
 	@$(BIN)/python -m pip install --quiet pre-commit
 	@$(BIN)/pre-commit install
 
-broker: $(VENV)/.dev ## download the broker's jars; without Java or Maven, tests that need a broker are skipped
-	@$(BIN)/python -m tests.support.kafka_libs
+broker: $(VENV)/.dev ## download the jars of both brokers, the newest and the older Kafka; without Java or Maven, tests that need a broker are skipped
+	@$(BIN)/python -m tests.tools.provision broker
 
 connector: $(VENV)/.dev ## download Spark's own Kafka connector; without Maven, tests that compare with it are skipped
-	@$(BIN)/python -m tests.support.connector_jars
+	@$(BIN)/python -m tests.tools.provision connector
 
 chromium: $(VENV)/.dev ## install Debian's Chromium if it is missing; without it, tests that need it are skipped
-	@$(BIN)/python -m tests.support.chromium
+	@$(BIN)/python -m tests.tools.provision chromium
 
 screenshots: $(VENV)/.dev chromium ## take the pictures of dashboard, documentation and terminal in docs/images
-	@$(BIN)/python -m tests.support.screenshots
-	@$(BIN)/python -m tests.project.docs.pictures
+	@$(BIN)/python -m tests.tools.screenshots
+	@$(BIN)/python -m tests.tools.pictures
 
 postgresql: $(VENV)/.dev ## install PostgreSQL if it is missing; without it, tests that need it are skipped
-	@$(BIN)/python -m tests.support.postgresql
+	@$(BIN)/python -m tests.tools.provision postgresql
 
 prometheus: $(VENV)/.dev ## install Debian's Prometheus if it is missing; without it, tests that need it are skipped
-	@$(BIN)/python -m tests.support.prometheus
+	@$(BIN)/python -m tests.tools.provision prometheus
 
 clean: ## remove everything that the targets create: environment, jars, caches, site
 	rm -rf $(VENV) build dist site .cache .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \

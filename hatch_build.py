@@ -87,13 +87,19 @@ def absolute_links(text: str, repository: str, ref: str, root: Path) -> str:
     return "".join([*pieces, LINK.sub(absolute, text[end:])])
 
 
+DEPRECATED_THROW = "PyObject_CallFunctionObjArgs(_m, type, value, traceback, NULL)"
+"""How a coroutine of mypyc passes an exception on. Since Python 3.12 it warns: where warnings are errors, it fails."""
+THROW = "PyObject_CallFunctionObjArgs(_m, value, NULL)"
+"""The same without a warning: the exception has its type and its traceback."""
+
+
 class CompilingBuildHook(BuildHookInterface[Any]):
     """Compiles the modules that `pyproject.toml` lists with mypyc, and adds them to the wheel next to their sources.
 
     Compiled are the classes that every record passes through and their subclasses, because a compiled class cannot
     have interpreted subclasses or a second base. Code that calls users' functions (`attempts.py`, `failures.py`,
-    `handler.py`) is not compiled: a compiled coroutine has no frame, so `engine/stack.py` could not find the line
-    where a handler waits.
+    `recoveries.py`, `handler.py`) is not compiled: a compiled coroutine has no frame, so `engine/stack.py` could not
+    find the line where a handler waits.
 
     In compiled modules, an attribute has one type: no `int` in place of a `float`, no narrower type in a subclass.
     Class defaults must be constants (`PROCESSED`, not `Outcome.PROCESSED`); otherwise the attribute is missing.
@@ -113,7 +119,7 @@ class CompilingBuildHook(BuildHookInterface[Any]):
         """Compile before the wheel is written; an editable install stays pure Python."""
         if not self._compiles or version == "editable":
             return
-        from mypyc.build import mypycify  # noqa: PLC0415 - see `dependencies`
+        from mypyc.build import include_dir, mypycify  # noqa: PLC0415 - see `dependencies`
         from setuptools import Distribution  # noqa: PLC0415
 
         self._directory = tempfile.TemporaryDirectory(prefix="aioshard-compiled-")
@@ -126,6 +132,15 @@ class CompilingBuildHook(BuildHookInterface[Any]):
                 group_name="aioshard",
                 target_dir=self._directory.name,
             )
+            # The compiler finds our copy of this file before the original.
+            changed = Path(self._directory.name, "changed")
+            changed.mkdir()
+            runtime = Path(include_dir(), "misc_ops.c").read_text()
+            if DEPRECATED_THROW not in runtime:
+                raise RuntimeError("mypyc's misc_ops.c has changed: check how its coroutines call throw()")
+            (changed / "misc_ops.c").write_text(runtime.replace(DEPRECATED_THROW, THROW))
+            for extension in extensions:
+                extension.include_dirs.insert(0, str(changed))
             command = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")
             command.build_lib, command.build_temp = str(target), self._directory.name
             command.ensure_finalized()

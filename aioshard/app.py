@@ -4,57 +4,69 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 
-from aioshard.attempts import InProcesses, Provided, with_attempts
+from aioshard.attempts import InProcesses, Provided, State, with_attempts
 from aioshard.core.options import Park
+from aioshard.core.text import encodable, message_of
+from aioshard.dependencies import Overrides
+from aioshard.engine.client_log import CLIENT_LOG
 from aioshard.engine.control import (
     SeekTo,
     answered,
     assigned_partitions,
     caught_up,
     handler_name,
-    open_epoch,
+    open_partition,
     pause,
     release,
     release_parked,
     resume,
     seek,
     set_topics,
+    stop_run,
 )
-from aioshard.engine.failures import skipping
+from aioshard.engine.explain.diagnosis import diagnose, explain
+from aioshard.engine.guard import Guard
 from aioshard.engine.handler import Adapt, Handler, Observe
+from aioshard.engine.monitor import Monitor
+from aioshard.engine.recoveries import skipping
 from aioshard.engine.runtime import Engine
-from aioshard.engine.snapshot import diagnose, explain, explain_partition, sample, statistics, workload
+from aioshard.engine.statistics import statistics
 from aioshard.engine.tasks import outlast
 from aioshard.engine.timing import precise
+from aioshard.engine.unawaited import AwaitedCall
 from aioshard.engine.watch import Watch
-from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
+from aioshard.engine.workload import workload
+from aioshard.errors import GroupHasMembersError, HandlerError, NotDrainedError, SettingsError, StateError
+from aioshard.functions import name_of
 from aioshard.loops import loop_factory, tuned_gc
 from aioshard.observe import Diagnosis, Sample, Statistics, Workload
 from aioshard.ports import (
     Clients,
-    GroupHasMembersError,
     Message,
     Partitioner,
+    Producer,
     ProducerFactory,
     SideTopics,
     SideTopicsFactory,
     TransportFactory,
 )
 from aioshard.records import PartitionInfo, TopicPartition
-from aioshard.router import Router, process_call
-from aioshard.serde.payloads import message
+from aioshard.router import Router, overridden, process_call
+from aioshard.serde.payloads import Headers, message
 from aioshard.signals import Signals
 
 if TYPE_CHECKING:
+    from aioshard.processes import Processes
     from aioshard.settings import Settings, SettingsDict
     from aioshard.telemetry.journal import Journal
     from aioshard.telemetry.tracing import Tracing
@@ -62,12 +74,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aioshard.app")
 
 T = TypeVar("T")
-Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
+Resources = Callable[["App[Any]"], AbstractAsyncContextManager[State]]
 
 _ANSWER_TIMEOUT = 10.0
 
 
-class App(Router):
+class App(Router, Generic[State]):
     """A member of a consumer group with its handlers.
 
     Run it with `run` (blocks), `serve` (inside a running event loop), `async with app:` or, in FastAPI, with
@@ -91,7 +103,7 @@ class App(Router):
         group_id: str,
         *,
         settings: "Settings | None" = None,
-        resources: Resources | None = None,
+        resources: Resources[State] | None = None,
         **overrides: "Unpack[SettingsDict]",
     ) -> None:
         """Create an app; nothing connects yet.
@@ -105,12 +117,14 @@ class App(Router):
                 environment.
 
         Raises:
-            SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
-                another.
+            SettingsError: If *group_id* is empty or cannot be encoded, or a setting is unknown, outside its range, or
+                contradicts another.
         """
         super().__init__()
         if not str(group_id or "").strip():
             raise SettingsError(f"App({group_id!r}): expected a group id, such as App('billing')")
+        if encodable(str(group_id)) != str(group_id):
+            raise SettingsError(f"App({group_id!r}): expected a group id that UTF-8 can encode, such as App('billing')")
         self.group_id = group_id
         if overrides.get("bootstrap_servers", "") is None:
             del overrides["bootstrap_servers"]
@@ -123,10 +137,13 @@ class App(Router):
         # Set while the app runs, or from its last run.
         self._engine: Engine | None = None
         self._watch: Watch | None = None
+        self._monitor: Monitor | None = None
         self._exit: contextlib.AsyncExitStack | None = None
         """Set from before the resources are opened until they are closed."""
         self._state: Any = None
+        self._overrides: Overrides = {}
         self._journal: Journal | None = None
+        self._processes: Processes | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -172,19 +189,28 @@ class App(Router):
         self._settings = _with_overrides(self._settings, overrides)
 
     def check(self) -> None:
-        """Reject handlers and settings that do not fit together; starting the app also calls it.
+        """Refuse handlers and settings that do not fit together, as the start does, and an app without handlers.
 
         Raises:
             HandlerError: The app has no handlers, a handler's batches wait for `stuck_after` or longer, or worker
                 processes cannot import a handler.
-            SettingsError: The partitions in `assign` do not match the handlers.
+            SettingsError: The partitions in `assign` do not match the handlers, or `resources` is not an async context
+                manager.
         """
         if not self._handlers:
             raise HandlerError(f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')")
+        self._check_handlers()
+
+    def _check_handlers(self) -> None:
+        """Refuse what `check` refuses, except that there are no handlers."""
+        if self._resources is not None:
+            _check_resources(self._resources)
+        self._overridden()
         for handler in self:
             if handler.run_in == "process":
                 process_call(handler)
-            batch, stuck_after = handler.batch, self._settings.stuck_after
+            batch = handler.batch
+            stuck_after = self._settings.stuck_after
             if batch is not None and batch.linger >= stuck_after:
                 raise HandlerError(
                     f"handler {handler.name!r} lets batches wait for linger={batch.linger:g} s, but a record counts as "
@@ -194,7 +220,7 @@ class App(Router):
             self._check_assign(self._settings.assign.keys())
 
     def _check_assign(self, assigned: Collection[str]) -> None:
-        """Reject a manual assignment that does not match the handlers."""
+        """Refuse a manual assignment that does not match the handlers."""
         for handler in self:
             if handler.pattern is not None or isinstance(handler.on_failure, Park):
                 option = "a pattern" if handler.pattern is not None else "on_failure=Park(…)"
@@ -221,14 +247,72 @@ class App(Router):
             self._handlers = before
             raise
 
+    @contextlib.contextmanager
+    def override_dependencies(self, overrides: Overrides) -> Iterator[None]:
+        """Replace dependencies of handlers in each run of the app that starts within this context: for tests.
+
+        Args:
+            overrides: Functions that handlers depend on, each with the function that replaces it. That one may have
+                other parameters and dependencies.
+
+        Raises:
+            HandlerError: No handler depends on a function, or one that replaces it cannot be called.
+            StateError: The app is running.
+
+        Example:
+            >>> from typing import Annotated
+            >>> from fast_depends import Depends
+            >>> from aioshard import App, Record
+            >>> from aioshard.testing import TestClient, run
+            >>> def get_rate() -> float:
+            ...     raise ConnectionError("no network in tests")
+            >>> app = App("billing")
+            >>> @app.consume("orders")
+            ... async def on_order(record: Record, rate: Annotated[float, Depends(get_rate)]) -> None:
+            ...     print(rate)
+            >>> async def test() -> None:
+            ...     async with TestClient(app) as client:
+            ...         await client.publish("orders", b"")
+            ...         await client.settle()
+            >>> with app.override_dependencies({get_rate: lambda: 1.25}):
+            ...     run(test())
+            1.25
+        """
+        self._check_open("override_dependencies()")
+        before = self._overrides
+        self._overrides = {**before, **overrides}
+        try:
+            self._overridden()
+            yield
+        finally:
+            self._overrides = before
+
+    def _overridden(self) -> list[Handler]:
+        """Return the handlers with the functions that replace dependencies.
+
+        Raises:
+            HandlerError: As for `override_dependencies`.
+        """
+        if not self._overrides:
+            return list(self)
+        injected = [handler.dependencies for handler in self if handler.dependencies is not None]
+        known = {dependency.function for dependencies in injected for dependency in dependencies.calls}
+        for function in self._overrides:
+            if function not in known:
+                raise HandlerError(
+                    f"override_dependencies() names {name_of(function)}, which no handler depends on: name the "
+                    "function that is in Depends(…), after all handlers are registered"
+                )
+        return [overridden(handler, self._overrides) for handler in self]
+
     def _check_open(self, what: str) -> None:
         if self._engine is not None:
             raise StateError(f"{what} came too late, because app {self.group_id!r} is running: do it before the start")
 
     @property
-    def state(self) -> Any:
+    def state(self) -> State:
         """The value that the app's `resources` yielded, like `Context.state`; None while the app is not running."""
-        return self._state
+        return cast("State", self._state)
 
     def traced_by(self, tracing: "Tracing | None") -> None:
         """Trace the app from the next start on; for `aioshard.telemetry.tracing.trace`.
@@ -292,15 +376,18 @@ class App(Router):
 
         Raises:
             StartError: The app could not start within `start_timeout`, or was refused.
-            NotDrainedError: Records were still running after `shutdown_timeout`.
+            NotDrainedError: Records were still in flight after `shutdown_timeout`, finished records are not committed,
+                or a dead letter could not be written.
             HaltedError: With *until_caught_up*, halted records block the end.
             AioshardError: Any other error that makes consuming impossible.
         """
         await self._serve(contextlib.nullcontext(), until_caught_up=until_caught_up)
 
     async def _serve(self, while_running: AbstractContextManager[None], *, until_caught_up: bool) -> None:
+        self.check()
         async with self:
-            engine, stop = self._engine, self._stop
+            engine = self._engine
+            stop = self._stop
             assert engine is not None  # noqa: S101 - created at the start, like the next one
             assert stop is not None  # noqa: S101
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
@@ -315,8 +402,8 @@ class App(Router):
                 await asyncio.wait(tasks)
             for future in done:
                 future.result()
-        if engine.failed.done() and isinstance(refused := engine.failed.exception(), GroupHasMembersError):
-            raise refused  # the last commit, after stop(), was refused
+        if engine.failed.done() and isinstance(failure := engine.failed.exception(), GroupHasMembersError):
+            raise failure  # the last commit, after stop(), was refused
 
     def stop(self) -> None:
         """Request `run` or `serve` to drain, commit and end; return immediately. Safe from any thread.
@@ -324,12 +411,13 @@ class App(Router):
         Before the start and after the end it does nothing. During the start it takes effect once the app runs: cancel
         the task to end a start that waits for a broker. If you use the app as a context, leave the context instead.
         """
-        loop, stop = self._loop, self._stop
+        loop = self._loop
+        stop = self._stop
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
 
     async def drain(self) -> None:
-        """Finish running records, commit and leave the group, but keep resources open: for a `preStop` hook.
+        """Finish the records in flight, commit and leave the group, but keep resources open: for a `preStop` hook.
 
         The other members get the partitions immediately (with `group_instance_id`, when the successor joins). The app
         is not ready from the start of the drain. Resources stay open, and `publish` works, until the app is ended,
@@ -340,10 +428,11 @@ class App(Router):
         wait for itself: call `stop` there, or drain in a separate task.
 
         Raises:
-            NotDrainedError: Records were still running after `shutdown_timeout`; they were cancelled and stay
+            NotDrainedError: Records were still in flight after `shutdown_timeout`; they were cancelled and stay
                 uncommitted.
         """
-        engine, loop = self._engine, self._loop
+        engine = self._engine
+        loop = self._loop
         if engine is None or loop is None or loop.is_closed():
             return
         if loop is not asyncio.get_running_loop():
@@ -360,6 +449,8 @@ class App(Router):
 
     async def __aenter__(self) -> Self:
         """Start the app; return once the first assignment is complete.
+
+        An app without handlers joins no group and connects with its first `publish`.
 
         Raises:
             StartError: As for `serve`.
@@ -410,7 +501,7 @@ class App(Router):
         observe: Observe | None = None,
         replay: bool = False,
     ) -> AsyncIterator[Self]:
-        """Run like `async with app:`, but with another client: the test kit's in-memory broker, or a backfill.
+        """Run like `async with app:`, but with another client: of the in-memory broker, or of a backfill.
 
         Args:
             make_transport: Creates the client.
@@ -434,32 +525,24 @@ class App(Router):
     ) -> None:
         if self._exit is not None:
             raise StateError(f"app {self.group_id!r} is already running: an app runs once at a time")
-        self.check()
-        from aioshard.settings import timeout_warnings  # noqa: PLC0415 - pydantic is imported on use
-
-        for sentence in timeout_warnings(self.settings, [(handler.name, handler.timeout) for handler in self]):
-            logger.warning("%s", sentence)
+        self._check_handlers()
+        self._warn_of_timeouts()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
         if self.tracing is not None and not replay:
             clients, adapt = self.tracing.wrap(clients, adapt, self.group_id, self.settings)
         try:
+            # `_end` closes all of this in the reverse order.
+            self._exit.enter_context(CLIENT_LOG.limited())
             runs = {} if replay else await self._start_processes()
-            if observe is None and self.settings.journal is not None:
-                from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
-
-                journal = await Journal.open(self.settings.journal, self.group_id, show_keys=self.settings.show_keys)
-                self._exit.push_async_callback(journal.close)
-                self._journal = journal
-                observe = journal.observe
-            producer = clients.producer()
-            self._exit.push_async_callback(producer.close)
-            if self._resources is not None:
-                self._state = await self._exit.enter_async_context(self._resources(self))
+            if observe is None:
+                observe = await self._open_journal()
+            producer = self._open_producer(clients)
+            await self._open_resources()
             exactly_once = self.settings.processing_guarantee == "exactly_once" and not replay
             provided = Provided(lambda: self._state, producer.publish, replay, exactly_once, clients.around)
-            handlers = [with_attempts(handler, provided, runs.get(number)) for number, handler in enumerate(self)]
+            handlers = self._runnable_handlers(provided, runs)
             self._engine = Engine(
                 self.group_id,
                 self.settings,
@@ -467,22 +550,61 @@ class App(Router):
                 clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
                 producer,
                 observe=observe,
+                rebalanced=None if self._journal is None else self._journal.rebalanced,
                 exactly_once=exactly_once,
+                awaits_topics=not replay,
+                processes=self._processes,
             )
-            if self._journal is not None:
-                self._engine.rebalance.log.on_end = self._journal.rebalanced
-            watch_loop = not replay and precise(self._loop.time) is time.monotonic  # not virtual
-            self._watch = Watch(self._engine, explain_partition, sample, watch_loop=watch_loop)
-            await self._engine.start(self._watch.run())
-            self._engine.failed.add_done_callback(
-                lambda failed: logger.critical(
-                    "app %r has failed and no longer consumes: %s", self.group_id, failed.exception()
-                )
-            )
+            await self._start_engine(self._engine, replay=replay)
         except BaseException:
             with contextlib.suppress(Exception):
                 await self._end()
             raise
+
+    def _warn_of_timeouts(self) -> None:
+        """Log timeouts that do not fit each other."""
+        from aioshard.settings import timeout_warnings  # noqa: PLC0415 - pydantic is imported on use
+
+        for sentence in timeout_warnings(self.settings, [(handler.name, handler.timeout) for handler in self]):
+            logger.warning("%s", sentence)
+
+    async def _open_journal(self) -> Observe | None:
+        """Open the journal if one is set; return the function that writes outcomes to it."""
+        settings = self.settings
+        if self._exit is None or settings.journal is None:
+            return None
+        from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
+
+        journal = await Journal.open(settings.journal, self.group_id, show_keys=settings.show_keys)
+        self._exit.push_async_callback(journal.close)
+        self._journal = journal
+        return journal.observe
+
+    def _open_producer(self, clients: Clients) -> Producer:
+        assert self._exit is not None  # noqa: S101 - the app is starting
+        producer = clients.producer()
+        self._exit.push_async_callback(producer.close)
+        return producer
+
+    async def _open_resources(self) -> None:
+        assert self._exit is not None  # noqa: S101 - the app is starting
+        if self._resources is not None:
+            self._state = await self._exit.enter_async_context(_opened(self._resources, self))
+
+    def _runnable_handlers(self, provided: Provided, runs: Mapping[int, InProcesses]) -> list[Handler]:
+        """Return the handlers with the functions that run their attempts; *runs* has those of worker processes."""
+        return [with_attempts(handler, provided, runs.get(number)) for number, handler in enumerate(self._overridden())]
+
+    async def _start_engine(self, engine: Engine, *, replay: bool) -> None:
+        """Start the engine and its watch; return once the first assignment is complete."""
+        is_real_time = precise(asyncio.get_running_loop().time) is time.monotonic
+        self._watch = Watch(engine, watch_loop=is_real_time and not replay)
+        self._monitor = Monitor(self._watch)
+        await engine.start(self._monitor.run())
+        engine.failed.add_done_callback(self._log_failure)
+
+    def _log_failure(self, failed: asyncio.Future[None]) -> None:
+        logger.critical("app %r has failed and no longer consumes: %s", self.group_id, _reason_of(failed))
 
     async def _start_processes(self) -> dict[int, InProcesses]:
         """Start worker processes if a handler needs them; return an `InProcesses` for each such handler."""
@@ -494,26 +616,28 @@ class App(Router):
         count = self.settings.processes or (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
-        pool = await self._exit.enter_async_context(Processes(calls, count))
+        pool = self._processes = await self._exit.enter_async_context(Processes(calls, count))
         return {number: InProcesses(count, functools.partial(pool.run, number)) for number in calls}
 
     async def _end(self) -> None:
-        engine, stack = self._engine, self._exit
+        engine = self._engine
+        stack = self._exit
         try:
             if engine is not None:
                 # A cancellation here cuts the drain short.
                 await outlast(self._drained(engine), cut_short=True)
         finally:
             if self._watch is not None:
-                self._last_statistics = statistics(self._watch)
-            self._engine = self._watch = None
+                with Guard().watching("the app that ends"):
+                    self._last_statistics = statistics(self._watch)
+            self._engine = self._watch = self._monitor = None
             try:
                 if stack is not None:
                     await stack.aclose()
             finally:
                 if engine is not None:
                     self._last_statistics = self._with_journal(self._last_statistics)
-                self._exit = self._state = self._journal = self._draining = None
+                self._exit = self._state = self._journal = self._draining = self._processes = None
 
     def _closing(self, side_topics: SideTopics) -> SideTopics:
         assert self._exit is not None  # noqa: S101 - the app is starting
@@ -522,33 +646,34 @@ class App(Router):
 
     # Control ------------------------------------------------------------------------------
 
-    async def publish(
+    def publish(
         self,
         topic: str,
         value: object,
         *,
         key: bytes | str | None = None,
-        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        headers: Headers = (),
         partition: int | None = None,
         partitioner: Partitioner = "key",
-    ) -> int:
+    ) -> Coroutine[Any, Any, int]:
         """Publish with the app's idempotent producer; return once the brokers have acknowledged (`acks=all`).
 
-        It also works after the app has drained, until it ends: requests in flight in a web server may need it.
+        It also works after the app has drained, until it ends: requests in flight in a web server may need it. The run
+        of a handler that drops the call without awaiting it fails.
 
         Args:
             topic: Destination topic.
             value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON: pydantic models,
                 dataclasses, msgspec structs, dicts, lists, numbers, dates and other types that pydantic serializes.
             key: Bytes or a string.
-            headers: Pairs of name and content.
+            headers: A mapping, or pairs of name and content; a name is text, or bytes in UTF-8.
             partition: Overrides the partitioner.
             partitioner: `"key"` chooses the partition by the key, as Java's partitioner does, and sends messages
                 without a key round robin. `"round_robin"` ignores keys: frequent keys spread evenly, but order per key
                 is lost.
 
         Returns:
-            The offset.
+            The offset; -1 if the brokers had stored the message before and no longer know where.
 
         Raises:
             MessageError: The value cannot be encoded as JSON, or the message is otherwise invalid.
@@ -557,6 +682,10 @@ class App(Router):
                 `MessageTooLargeError`.
         """
         outgoing = message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
+        return self._publish(AwaitedCall("app.publish", topic), outgoing)
+
+    async def _publish(self, call: AwaitedCall, outgoing: Message) -> int:
+        call.begin()
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} is not running")
         self._check_loop()
@@ -582,6 +711,17 @@ class App(Router):
             )
         )
 
+    def cancel_run(self, topic: str, partition: int, offset: int) -> None:
+        """Cancel the current attempt of a record, as its `timeout` would; retries and `on_failure` follow as usual.
+
+        Of a batch, the whole attempt fails. A worker process is killed and replaced. A thread cannot be stopped: its
+        key waits until the thread ends.
+
+        Raises:
+            StateError: The app is not running, or the record is not in flight in this process.
+        """
+        self._do(lambda engine: stop_run(engine, TopicPartition(topic, partition), offset))
+
     def release_parked(self, topic: str, partition: int, offset: int) -> None:
         """Retry a parked record now, followed in order by the records parked behind it under the same key.
 
@@ -598,7 +738,7 @@ class App(Router):
         self._do(lambda engine: release_parked(engine, TopicPartition(topic, partition), offset))
 
     def pause(self, topic: str, partition: int | None = None, *, why: str = "the application asked for it") -> None:
-        """Pause a partition, or all partitions of a topic: no record starts, while running ones continue.
+        """Pause a partition, or all partitions of a topic: no record starts, while those in flight continue.
 
         Fetching stops too. The pause lasts until `resume`, even if the partition is revoked and comes back.
 
@@ -685,7 +825,7 @@ class App(Router):
     async def seek(self, topic: str, partition: int, to: SeekTo) -> int:
         """Move an assigned partition to another position; return once it has resumed there.
 
-        No new records of the partition start, running ones have `drain_timeout` to end, and their completions are
+        No new records of the partition start, those in flight have `drain_timeout` to end, and their completions are
         committed. Then the new position is committed, before any record from there is delivered. Earlier completions
         do not carry over: records from the new position on are processed again even if they were stored as finished,
         and those before it are skipped. Other partitions continue throughout.
@@ -706,7 +846,8 @@ class App(Router):
         Raises:
             StateError: The app is not running, runs in another event loop, or does not own the partition now; the
                 offset is outside the log; another seek is in progress; or the partition was assigned to another member
-                before the seek was done.
+                before the seek was done. With exactly-once processing, also if outputs of finished records that the
+                seek would skip could not be published: they run again.
             TransportError: The brokers did not report the position.
         """
         return await seek(self._engine_here(), TopicPartition(topic, partition), to)
@@ -717,7 +858,11 @@ class App(Router):
         Raises:
             StateError: The app is not running.
         """
-        return self._do(lambda engine: tuple(sorted(e.topic_partition for e in engine.rebalance.epochs if e.is_open)))
+
+        def open_partitions(engine: Engine) -> tuple[TopicPartition, ...]:
+            return tuple(sorted(owned.topic_partition for owned in engine.rebalance.partitions if owned.is_open))
+
+        return self._do(open_partitions)
 
     def position(self, topic: str, partition: int) -> int:
         """Return the next offset to read of an assigned partition; earlier records may still be incomplete.
@@ -725,7 +870,7 @@ class App(Router):
         Raises:
             StateError: The app is not running, or does not own the partition now.
         """
-        return self._do(lambda engine: open_epoch(engine, TopicPartition(topic, partition)).tracker.position)
+        return self._do(lambda engine: open_partition(engine, TopicPartition(topic, partition)).tracker.position)
 
     async def committed(self, topic: str, partition: int) -> int | None:
         """Query the brokers for the group's committed offset of a partition, assigned or not; None if there is none.
@@ -734,8 +879,9 @@ class App(Router):
             StateError: The app is not running, or runs in another event loop.
             TransportError: The brokers did not report it.
         """
-        engine, topic_partition = self._engine_here(), TopicPartition(topic, partition)
-        request = engine.rebalance.client.committed([topic_partition])
+        engine = self._engine_here()
+        topic_partition = TopicPartition(topic, partition)
+        request = engine.client.get().committed([topic_partition])
         commit = (await answered(engine, request, f"what is committed on {topic_partition}"))[topic_partition]
         return None if commit is None else commit.offset
 
@@ -749,7 +895,7 @@ class App(Router):
             TransportError: The brokers did not report them.
         """
         engine = self._engine_here()
-        request = engine.rebalance.client.partitions(topic)
+        request = engine.client.get().partitions(topic)
         infos = await answered(engine, request, f"the partitions of topic {topic!r}")
         return tuple(info for _, info in sorted(infos.items()))
 
@@ -761,10 +907,10 @@ class App(Router):
             TransportError: The brokers did not report them.
         """
         engine = self._engine_here()
-        return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
+        return tuple(sorted(await answered(engine, engine.client.get().topics(), "the topics")))
 
     def _engine_here(self) -> Engine:
-        """Return the engine to a coroutine; reject callers in another event loop."""
+        """Return the engine to a coroutine; refuse callers in another event loop."""
         engine = self.running_engine()
         self._check_loop()
         return engine
@@ -779,7 +925,8 @@ class App(Router):
 
     def _do(self, act: Callable[[Engine], T]) -> T:
         """Act on the engine in its event loop, from any thread."""
-        engine, loop = self.running_engine(), self._loop
+        engine = self.running_engine()
+        loop = self._loop
         assert loop is not None  # noqa: S101 - set before the engine
         try:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
@@ -849,7 +996,41 @@ class App(Router):
 
         Empty while the app is not running. Safe from any thread.
         """
-        return () if (watch := self._watch) is None else tuple(watch.history)
+        monitor = self._monitor
+        return () if monitor is None else tuple(monitor.history)
+
+
+def _check_resources(resources: Callable[..., object]) -> None:
+    """Refuse a function that cannot be called with the app, or certainly returns no async context manager."""
+    if isinstance(resources, AbstractAsyncContextManager):
+        raise SettingsError(
+            "resources= was given a context manager: expected the function that makes it, without calling it, as "
+            "in resources=resources"
+        )
+    if inspect.isasyncgenfunction(resources) or inspect.isgeneratorfunction(resources):
+        raise _no_context_manager(resources, "it yields")
+    if inspect.iscoroutinefunction(resources):
+        raise _no_context_manager(resources, "it is a coroutine function")
+    try:
+        inspect.signature(resources).bind(None)
+    except TypeError as error:
+        raise _no_context_manager(resources, f"called with the app: {error}") from None
+    except ValueError:
+        return  # some built-in functions have no signature
+
+
+def _opened(resources: Resources[Any], app: App[Any]) -> AbstractAsyncContextManager[Any]:
+    opened = resources(app)
+    if not isinstance(opened, AbstractAsyncContextManager):
+        raise _no_context_manager(resources, f"it returned {type(opened).__name__}")
+    return opened
+
+
+def _no_context_manager(resources: Callable[..., object], found: str) -> SettingsError:
+    return SettingsError(
+        f"resources={name_of(resources)} was refused ({found}): expected a function of the app that returns an async "
+        "context manager; write an 'async def' that yields once, and decorate it with @contextlib.asynccontextmanager"
+    )
 
 
 def _with_overrides(settings: "Settings", overrides: Mapping[str, object]) -> "Settings":
@@ -870,6 +1051,12 @@ class _NoProducer:
 
 def _no_side_topics() -> SideTopics:
     raise StateError("nothing can be parked: the app was started without a reader of side topics")
+
+
+def _reason_of(failed: asyncio.Future[None]) -> str | None:
+    """Return why an app has failed, in its own words."""
+    error = failed.exception()
+    return None if error is None else message_of(error)
 
 
 def _stop_server(_: asyncio.Future[None]) -> None:

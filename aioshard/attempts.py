@@ -7,22 +7,25 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, Self
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Self, cast
 
 import anyio.to_thread
 from typing_extensions import TypeVar
 
 from aioshard.engine.current_record import begin_thread
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.handler import Attempt, Handler
+from aioshard.engine.handler import Attempt, Dependencies, Dependency, Handler
 from aioshard.engine.outgoing import RunMessages
+from aioshard.engine.pacing import ProcessSlots
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.engine.stack import ThreadRun
+from aioshard.engine.unawaited import AwaitedCall
+from aioshard.engine.worker import AWAIT_IT, SERVING, refuse_awaitable
 from aioshard.errors import BatchError, HandlerError, StateError
 from aioshard.ports import Message, Partitioner, Publish
 from aioshard.records import Record
-from aioshard.serde.payloads import decoded_by, message, payload_of
+from aioshard.serde.payloads import Headers, decoded_by, message, payload_of
 
 State = TypeVar("State", default=Any)
 """The value that the app's `resources` yield."""
@@ -65,16 +68,16 @@ class _Attempt(Generic[State]):
         names = {"record", "records", "attempt", "replay"} & {field.name for field in dataclasses.fields(self)}
         return _context_in_process, (type(self), {name: getattr(self, name) for name in names})
 
-    async def publish(
+    def publish(
         self,
         topic: str,
         value: object,
         *,
         key: bytes | str | None = None,
-        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        headers: Headers = (),
         partition: int | None = None,
         partitioner: Partitioner = "key",
-    ) -> int:
+    ) -> Coroutine[Any, Any, int]:
         """Publish as `App.publish` does; return the offset once the brokers have acknowledged.
 
         The handler's input is complete only after the handler has returned, so its messages are stored before the
@@ -83,13 +86,19 @@ class _Attempt(Generic[State]):
         With `processing_guarantee="exactly_once"`, return -1 immediately: the message becomes visible together with
         the offsets, or is dropped if this run fails.
 
+        Await it: a run that drops the call without awaiting it fails.
+
         Raises:
+            MessageError: The value cannot be encoded as JSON, or the message is otherwise invalid.
             TransportError: The message was not acknowledged, or is too large.
             StateError: With `exactly_once`, the run has ended.
         """
-        return await self.publisher(
-            message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
-        )
+        outgoing = message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
+        return self._publish(AwaitedCall("context.publish", topic), outgoing)
+
+    async def _publish(self, call: AwaitedCall, outgoing: Message) -> int:
+        call.begin()
+        return await self.publisher(outgoing)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +173,9 @@ def _context_in_process(kind: type, values: dict[str, object]) -> Any:
 
 # Attempts -----------------------------------------------------------------------------
 
+Layer = Callable[[CallNext], CallNext]
+"""Wraps the call of a handler in another one."""
+
 
 class Provided(NamedTuple):
     """Values from the app that attempts use."""
@@ -197,33 +209,84 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
         provided: Values from the app.
         processes: For a handler that runs in worker processes; without it, attempts run in a thread, one at a time.
     """
-    middleware = [function for level in handler.middleware for function in level]
-    wants_context = handler.takes_context or bool(middleware) or handler.publish_to is not None
-    if handler.run_in == "process":  # further runs would wait for a process, and a drain for those runs
-        handler = handler._replace(concurrency=min(handler.concurrency, processes.number if processes else 1))
+    if handler.run_in == "process":
+        handler = _limited_by_processes(handler, processes)
+    if _is_bare(handler):
+        return handler._replace(call=handler.function)
+
+    # 1. The call of the function: here, in a thread, or in a worker process, which decodes the records itself.
     threads = None if handler.run_in == "loop" else anyio.CapacityLimiter(handler.concurrency)
     read = None if handler.payload is None else handler.payload.read
-    if threads is None and read is None and not wants_context and handler.batch is None:
-        return handler._replace(call=handler.function)
-    if processes is None:
-        call = _call_of(handler, read, threads)
-    else:
-        call, read = functools.partial(processes.run, timeout=handler.timeout), None
-    for layer in reversed(middleware):
-        call = _with_middleware(layer, call)
-    if handler.publish_to is not None:
-        call = _publishing_result(call, handler.publish_to)
-    context_of = provided if wants_context else None
+    call = _call_of(handler, read, threads) if processes is None else _call_in_processes(handler, processes)
+
+    # 2. The layers around it, from the inside to the outside.
+    for layer in _layers(handler):
+        call = layer(call)
+
+    # 3. The attempt, which creates the context if anything needs it.
+    with_context = provided if _wants_context(handler) else None
     if handler.batch is None:
-        invoke = _record_attempt(call, handler.timeout, context_of)
+        invoke = _record_attempt(call, handler.timeout, with_context)
     else:
-        invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
+        call_decoded = _call_of(handler, None, threads)
+        invoke = _batch_attempt(call, call_decoded, handler.timeout, with_context)
+
+    # 4. The process, for which the attempt holds a slot. `call` applies the timeout: the wait for it does not count.
     if processes is not None:
-        handler = handler._replace(timeout=None)  # applied by `call`: the wait for a process does not count
-    return handler._replace(
-        invoke=invoke,
-        read=None if handler.batch is None or middleware else read,
+        return handler._replace(invoke=_attempt_in_processes(invoke, handler), timeout=None, read=None)
+
+    # 5. Batches are decoded before the attempt, unless a middleware expects the records.
+    decodes_before = handler.batch is not None and not any(handler.middleware)
+    return handler._replace(invoke=invoke, read=read if decodes_before else None)
+
+
+def _is_bare(handler: Handler) -> bool:
+    """Return whether the worker can call the function itself: it takes the record, on the event loop."""
+    return (
+        handler.run_in == "loop" and handler.payload is None and handler.batch is None and not _wants_context(handler)
     )
+
+
+def _wants_context(handler: Handler) -> bool:
+    """Return whether the function, or a layer around it, takes the context."""
+    return (
+        handler.takes_context
+        or handler.dependencies is not None
+        or handler.publish_to is not None
+        or any(handler.middleware)
+    )
+
+
+def _layers(handler: Handler) -> list[Layer]:
+    """Return what runs around the call of a handler's function, from the inside to the outside.
+
+    Publishing is outermost, so it belongs to the attempt: if it fails, the attempt has failed.
+    """
+    middleware = [function for level in handler.middleware for function in level]
+    layers: list[Layer] = []
+    if middleware:
+        layers.append(_with_checked_result)
+    layers += [functools.partial(_with_middleware, function) for function in reversed(middleware)]
+    if handler.publish_to is not None:
+        layers.append(functools.partial(_publishing_result, handler.publish_to))
+    return layers
+
+
+def _limited_by_processes(handler: Handler, processes: InProcesses | None) -> Handler:
+    """Return the handler with no more runs than there are processes: a further one would wait, and delay a drain.
+
+    More workers than processes are of use only if an attempt outlasts its run: it publishes, or has a middleware.
+    """
+    # 1. Attempts run one at a time, in a thread.
+    if processes is None:
+        return handler._replace(concurrency=1)
+    number = processes.number
+    outlasts_run = handler.publish_to is not None or any(handler.middleware)
+    # 2. There are more workers, and a worker is of use while another one's run has ended but not its attempt.
+    if outlasts_run and handler.shards is None and handler.concurrency > number:
+        return handler._replace(slots=ProcessSlots(number))
+    # 3. More workers would only wait.
+    return handler._replace(concurrency=min(handler.concurrency, number))
 
 
 def _record_attempt(call: CallNext, timeout: float | None, provided: Provided | None) -> Attempt:
@@ -258,7 +321,9 @@ def _batch_attempt(call: CallNext, call_decoded: CallNext, timeout: float | None
                 state=provided.state(),
                 publisher=publish,
             )
-        return call_decoded(batch.payloads, context) if batch.payloads is not None else call(batch.records, context)
+        if batch.payloads is not None:
+            return call_decoded(batch.payloads, context)
+        return call(batch.records, context)
 
     return _publishing(attempt, provided)
 
@@ -274,6 +339,8 @@ def _publishing(attempt: Callable[[Any, Publish], Awaitable[object]], provided: 
         deliveries = argument.deliveries if isinstance(argument, DeliveryBatch) else [argument]
         for delivery in deliveries:
             delivery.outgoing = ()
+            if delivery.batch_offsets:
+                delivery.batch_offsets = ()
         own = RunMessages()
         try:
             result = await attempt(argument, provided.around(own.publish))
@@ -287,6 +354,8 @@ def _publishing(attempt: Callable[[Any, Publish], Awaitable[object]], provided: 
         finally:
             messages = own.end()
         deliveries[0].outgoing = messages
+        if len(deliveries) > 1:
+            deliveries[0].batch_offsets = [delivery.record.offset for delivery in deliveries]
         return result
 
     return run
@@ -298,7 +367,10 @@ def _deadline(timeout: float | None) -> float | None:
 
 def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: anyio.CapacityLimiter | None) -> CallNext:
     """Return a function that calls the handler, in a thread if necessary, with records decoded by *read*."""
-    function, takes_context = handler.function, handler.takes_context
+    if handler.dependencies is not None:
+        return _InjectedHandler(handler, handler.dependencies, read, threads).call_next
+    function = handler.function
+    takes_context = handler.takes_context
 
     def run(argument: Any, context: Any) -> Any:
         return function(argument, context) if takes_context else function(argument)
@@ -306,7 +378,7 @@ def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: an
     def in_thread(call: Callable[[Any, Any], Any]) -> CallNext:
         if threads is None:
             return call
-        return lambda argument, context: run_in_thread(functools.partial(call, argument, context), threads)
+        return lambda argument, context: run_in_thread(lambda: _checked(call(argument, context)), threads)
 
     if read is None:
         return in_thread(run)
@@ -324,48 +396,293 @@ def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: an
     return in_thread(lambda argument, context: run([decode(record) for record in argument], context))
 
 
-def _with_middleware(layer: Middleware, call: CallNext) -> CallNext:
+def _with_checked_result(call: CallNext) -> CallNext:
+    """Return a function that refuses an awaitable as the result, which a middleware might drop."""
+
+    async def run(argument: Any, context: Any) -> object:
+        result = await call(argument, context)
+        if result is not None:
+            refuse_awaitable(result, AWAIT_IT)
+        return result
+
+    return run
+
+
+def _with_middleware(function: Middleware, call: CallNext) -> CallNext:
     async def wrapped(argument: Any, context: Any) -> object:
-        coroutine: Any = None
+        coroutines: list[Any] = []
 
         def call_next(argument: Any, context: Any) -> Any:
-            nonlocal coroutine
             coroutine = call(argument, context)
+            coroutines.append(coroutine)
             return coroutine
 
-        result = await layer(argument, context, call_next)
-        if getattr(coroutine, "cr_frame", None) is None:  # the coroutine has finished
+        try:
+            result = await function(argument, context, call_next)
+        except BaseException:
+            await _outlast(functools.partial(_have_ended, coroutines))
+            raise
+        if all(getattr(coroutine, "cr_frame", None) is None for coroutine in coroutines):  # they have finished
             return result
-        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            coroutine.close()
+        for coroutine in coroutines:
+            if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()
+        await _outlast(functools.partial(_have_ended, coroutines))
         # Otherwise the record would complete unprocessed.
+        name = getattr(function, "__name__", type(function).__name__)
         raise HandlerError(
-            f"middleware {getattr(layer, '__name__', type(layer).__name__)!r} returned before the handler had ended: "
+            f"middleware {name!r} returned before the handler had ended: "
             "await the result of call_next, as in 'return await call_next(record, context)'"
         )
 
     return wrapped
 
 
-def _publishing_result(call: CallNext, topic: str) -> CallNext:
-    """Return a function that publishes what *call* returns, before its record is complete.
-
-    It is the outermost layer, so publishing belongs to the attempt: if it fails, the attempt has failed.
-    """
+def _publishing_result(topic: str, call: CallNext) -> CallNext:
+    """Return a function that publishes what *call* returns, before its record is complete."""
 
     async def run(record: Record, context: Context) -> object:
         result: Any = await call(record, context)
-        is_list = isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result)
-        for output in result if is_list else [result]:
-            if output is not None:
-                outgoing = output if isinstance(output, Message) else message(topic, output, key=record.key)
-                await context.publisher(outgoing)
+        if result is not None:
+            refuse_awaitable(result, AWAIT_IT)
+        for outgoing in _outgoing_of(result, topic, record):
+            await context.publisher(outgoing)
         return result
 
     return run
 
 
+def _outgoing_of(result: Any, topic: str, record: Record) -> Sequence[Message]:
+    """Return the messages to publish for the result of a handler."""
+    # 1. There is nothing to publish.
+    if result is None:
+        return ()
+    # 2. It chose topics and keys itself.
+    if isinstance(result, Message):
+        return (result,)
+    if isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result):
+        return result
+    # 3. It returned a value, which may be a list.
+    return (message(topic, result, key=record.key),)
+
+
+# Dependencies -------------------------------------------------------------------------
+
+
+class _InjectedHandler:
+    """Calls a handler with its dependencies, which are open meanwhile."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        dependencies: Dependencies,
+        read: Callable[[Record], Any] | None,
+        threads: anyio.CapacityLimiter | None,
+    ) -> None:
+        """Prepare the calls of `call_next`.
+
+        Args:
+            handler: The handler.
+            dependencies: Its dependencies.
+            read: Decodes a record; None if the argument needs no decoding.
+            threads: Limits the threads of a plain handler; None for one that runs on the event loop.
+        """
+        self._function = handler.function
+        self._dependencies = dependencies
+        self._read = read
+        self._is_batch = handler.batch is not None
+        self._is_decoded = read is None and handler.payload is not None
+        """Whether the argument is not the record, or the records, but decoded already."""
+        self._decodes_async = read is not None and handler.payload is not None and handler.payload.is_async
+        self._is_async = threads is None
+        self._threads = anyio.CapacityLimiter(handler.concurrency) if threads is None else threads
+
+    @property
+    def call_next(self) -> CallNext:
+        """The function that runs an attempt."""
+        if self._is_async or self._decodes_async or not self._dependencies.are_plain:
+            return self._run
+        return self._run_in_thread
+
+    def _run_in_thread(self, argument: Any, context: Any) -> Awaitable[object]:
+        return run_in_thread(functools.partial(self._run_in_this_thread, argument, context), self._threads)
+
+    def _run_in_this_thread(self, argument: Any, context: Any) -> object:
+        """Run a plain handler with its plain dependencies: some connections work only in the thread that opens them."""
+        values = [self._decode(argument), self._records(argument, context), context]
+        result: object = None
+        partly_failed: BatchError | None = None
+        with contextlib.ExitStack() as stack:
+            for dependency in self._dependencies.calls:
+                values.append(_opened(dependency, values, stack))
+            try:
+                result = self._call_plain(values)
+            except BatchError as error:
+                partly_failed = self._after_closing(error)
+        if partly_failed is not None:
+            raise partly_failed
+        return result
+
+    async def _run(self, argument: Any, context: Any) -> object:
+        """Run a handler or dependencies on the event loop, and plain functions in threads."""
+        values = [await self._decode_on_loop(argument), self._records(argument, context), context]
+        result: object = None
+        partly_failed: BatchError | None = None
+        async with contextlib.AsyncExitStack() as stack:
+            for dependency in self._dependencies.calls:
+                values.append(await _opened_on_loop(dependency, values, stack, self._threads))
+            try:
+                result = await self._call(values)
+            except BatchError as error:
+                partly_failed = self._after_closing(error)
+        if partly_failed is not None:
+            raise partly_failed
+        return result
+
+    def _after_closing(self, error: BatchError) -> BatchError:
+        """Return the error of a batch, to be raised when dependencies are closed; raise that of a single record now.
+
+        The records that a `BatchError` does not name are complete: a dependency that rolled back would lose them.
+        """
+        if not self._is_batch:
+            raise error
+        return error
+
+    async def _call(self, values: Sequence[Any]) -> object:
+        if not self._is_async:
+            return await run_in_thread(lambda: self._call_plain(values), self._threads)
+        result = await self._function(values[0], **_taken(self._dependencies.arguments, values))
+        if result is not None:
+            refuse_awaitable(result, AWAIT_IT)  # here, so that dependencies see the error
+        return cast("object", result)
+
+    def _call_plain(self, values: Sequence[Any]) -> object:
+        return _checked(self._function(values[0], **_taken(self._dependencies.arguments, values)))
+
+    def _records(self, argument: Any, context: Any) -> Any:
+        return list(context.records) if self._is_decoded else argument
+
+    async def _decode_on_loop(self, argument: Any) -> Any:
+        if self._decodes_async:
+            return await self._decode(argument)
+        if self._is_async or self._read is None:
+            return self._decode(argument)
+        return await run_in_thread(lambda: self._decode(argument), self._threads)
+
+    def _decode(self, argument: Any) -> Any:
+        if self._read is None:
+            return argument
+        if self._is_batch:
+            return [self._read(record) for record in argument]
+        return self._read(argument)
+
+
+def _taken(arguments: Mapping[str, int], values: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of a handler or a dependency; see `Dependency.arguments`."""
+    return {name: values[number] for name, number in arguments.items()}
+
+
+def _opened(dependency: Dependency, values: Sequence[Any], stack: contextlib.ExitStack) -> Any:
+    """Call a plain dependency in this thread; return its value, which is closed with *stack*."""
+    arguments = _taken(dependency.arguments, values)
+    if dependency.kind == "plain":
+        return _plain_value(dependency, arguments)
+    manager = dependency.call(**arguments)
+    value = manager.__enter__()
+
+    def close(*error: Any) -> bool:
+        manager.__exit__(*error)
+        return False  # a dependency sees the error, but cannot swallow it: the record would be complete
+
+    stack.push(close)
+    return value
+
+
+async def _opened_on_loop(
+    dependency: Dependency, values: Sequence[Any], stack: contextlib.AsyncExitStack, threads: anyio.CapacityLimiter
+) -> Any:
+    """Call a dependency on the event loop, or in a thread if it is plain; its value is closed with *stack*."""
+    arguments = _taken(dependency.arguments, values)
+    match dependency.kind:
+        case "async":
+            return await dependency.call(**arguments)
+        case "plain":
+            return await run_in_thread(functools.partial(_plain_value, dependency, arguments), threads)
+        case "generator":
+            return await _opened_in_thread(dependency.call(**arguments), stack, threads)
+    manager = dependency.call(**arguments)
+    value = await manager.__aenter__()
+
+    async def close(*error: Any) -> bool:
+        await manager.__aexit__(*error)
+        return False  # as in `_opened`
+
+    stack.push_async_exit(close)
+    return value
+
+
+async def _opened_in_thread(
+    manager: contextlib.AbstractContextManager[Any], stack: contextlib.AsyncExitStack, threads: anyio.CapacityLimiter
+) -> Any:
+    """Open a plain generator in a thread; it is closed with *stack*, even if the attempt is cancelled meanwhile."""
+    opened: list[Any] = []
+
+    async def close(*error: Any) -> bool:
+        if opened:
+            await run_to_end(functools.partial(manager.__exit__, *error), threads)
+        return False  # as in `_opened`
+
+    stack.push_async_exit(close)  # first: a cancelled attempt waits for the thread, which may open it nevertheless
+    await run_in_thread(lambda: opened.append(manager.__enter__()), threads)
+    return opened[0]
+
+
+def _plain_value(dependency: Dependency, arguments: Mapping[str, Any]) -> Any:
+    value = dependency.call(**arguments)
+    if inspect.iscoroutine(value):
+        value.close()
+        name = getattr(dependency.function, "__name__", type(dependency.function).__name__)
+        raise HandlerError(
+            f"dependency {name!r} returned a coroutine, which is never awaited: declare it, and every function that "
+            "wraps it, with 'async def'"
+        )
+    return value
+
+
 # Processes ----------------------------------------------------------------------------
+
+
+def _attempt_in_processes(attempt: Attempt, handler: Handler) -> Attempt:
+    """Return attempts that hold a slot from their start, at most until they end."""
+    slots = handler.slots
+    if slots is None:
+        return attempt
+
+    async def run(argument: Any) -> object:
+        worker = SERVING.get(None)
+        slots.take(worker)
+        try:
+            return await attempt(argument)
+        finally:
+            slots.release(worker)
+
+    return run
+
+
+def _call_in_processes(handler: Handler, processes: InProcesses) -> CallNext:
+    """Return a function that calls the handler in a process, and releases the slot as soon as that has returned."""
+    call: CallNext = functools.partial(processes.run, timeout=handler.timeout)
+    slots = handler.slots
+    if slots is None:
+        return call
+
+    async def run(argument: Any, context: Any) -> object:
+        try:
+            return await call(argument, context)
+        finally:
+            slots.release(SERVING.get(None))
+
+    return run
 
 
 def call_in_process(  # noqa: PLR0917 - `functools.partial` passes them by position
@@ -379,14 +696,61 @@ def call_in_process(  # noqa: PLR0917 - `functools.partial` passes them by posit
     """Return the function that runs a handler in a worker process, with a record or a list, and a context."""
     payload = payload_of(payload_type, "its handler") if decode is None else decoded_by(decode, is_async=False)
 
+    def decoded(argument: Any) -> Any:
+        if payload is None:
+            return argument
+        if is_batch:
+            return [payload.read(record) for record in argument]
+        return payload.read(argument)
+
     def call(argument: Any, context: Any) -> object:
         if context is not None:
-            object.__setattr__(context, "deadline", None if timeout is None else time.monotonic() + timeout)
-        if payload is not None:
-            argument = [*map(payload.read, argument)] if is_batch else payload.read(argument)
-        return _checked(function(argument, context) if takes_context else function(argument))
+            deadline = None if timeout is None else time.monotonic() + timeout
+            object.__setattr__(context, "deadline", deadline)
+        argument = decoded(argument)
+        if takes_context:
+            return _checked(function(argument, context))
+        return _checked(function(argument))
 
     return call
+
+
+# Runs that cannot be stopped ------------------------------------------------------------
+
+_CHECK_INTERVAL = 0.02
+"""Seconds between checks of a handler that still runs in a task of its middleware: nothing signals its end."""
+
+
+async def _outlast(is_over: Callable[[], bool], ended: asyncio.Event | None = None) -> None:
+    """Wait until a run is over, so that no other run of its shard key begins (I4).
+
+    A revoked partition may cancel an attempt that its timeout has cancelled already. So no cancellation ends the wait,
+    nor does one of anyio, which is repeated in each iteration of the event loop. Only the end of the app does.
+
+    Args:
+        is_over: Returns whether the run has ended.
+        ended: Is set when it ends; without it, this function checks repeatedly.
+    """
+    worker = SERVING.get(None)
+    with anyio.CancelScope(shield=True):
+        while not is_over() and (worker is None or not worker.abandoned):
+            try:
+                if ended is None:
+                    await asyncio.sleep(_CHECK_INTERVAL)
+                else:
+                    await ended.wait()
+            except asyncio.CancelledError:
+                if worker is None:
+                    raise
+
+
+def _have_ended(coroutines: Iterable[Any]) -> bool:
+    """Return whether none of these coroutines runs; one that never started does not."""
+    return not any(
+        inspect.iscoroutine(coroutine)
+        and inspect.getcoroutinestate(coroutine) in {inspect.CORO_RUNNING, inspect.CORO_SUSPENDED}
+        for coroutine in coroutines
+    )
 
 
 # Threads ------------------------------------------------------------------------------
@@ -406,7 +770,7 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
         thread.ident = threading.get_ident()
         begin_thread()
         try:
-            return _checked(call())
+            return call()
         finally:
             thread.ident = None
             with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
@@ -417,17 +781,31 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     except asyncio.CancelledError:
         if first.setdefault("came", "cancellation") == "thread":
             # The thread cannot be stopped. Its shard key stays occupied until the thread ends, so this run must too.
-            await ended.wait()
+            await _outlast(ended.is_set, ended)
         raise
 
 
+async def run_to_end(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> None:
+    """Run a plain function in a thread even if the task is cancelled before the thread begins."""
+    begun = False
+    cancelled: asyncio.CancelledError | None = None
+
+    def work() -> None:
+        nonlocal begun
+        begun = True
+        call()
+
+    with anyio.CancelScope(shield=True):
+        while not begun:
+            try:
+                await run_in_thread(work, limiter)
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
 def _checked(result: object) -> object:
-    """Return the result of a plain function; fail the attempt if it is an awaitable: none of its code has run."""
-    if not inspect.isawaitable(result):
-        return result
-    if inspect.iscoroutine(result):
-        result.close()
-    raise HandlerError(
-        f"the handler is a plain function and returned {type(result).__name__}, which is never awaited: declare "
-        "it, and every function that wraps it, with 'async def'"
-    )
+    """Return the result of a plain function, unless it is an awaitable."""
+    refuse_awaitable(result, "declare it, and every function that wraps it, with 'async def'")
+    return result

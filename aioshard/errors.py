@@ -1,5 +1,6 @@
 """All exceptions of the package; each message says what was found, what was expected and what to do."""
 
+import signal
 from collections.abc import Iterable, Mapping
 
 from aioshard.records import Record, TopicPartition, counted
@@ -160,11 +161,47 @@ class ClientLostError(TransportError):
 
 
 class AuthenticationError(_PermanentError):
-    """The brokers rejected our credentials, or we rejected their certificate."""
+    """The brokers refused our credentials, or we refused their certificate."""
 
 
 class AuthorizationError(_PermanentError):
     """The brokers know us but deny access to the topic or group that the message names."""
+
+
+class InstanceIdTakenError(_PermanentError):
+    """Another process joined with our `group_instance_id`. Once may be a rolling deploy; if it persists, the app ends.
+
+    Attributes:
+        session_timeout: Seconds within which a second loss means that the conflict persists.
+        persists: Whether it is already known to persist.
+    """
+
+    def __init__(
+        self, group_id: str, instance_id: str, session_timeout: float, why: str = "", *, persists: bool = False
+    ) -> None:
+        super().__init__(
+            f"another process has joined group {group_id!r} with our group_instance_id={instance_id!r}{why}: two "
+            "processes with one id take partitions from each other; give each process a different id"
+        )
+        self.session_timeout = session_timeout
+        self.persists = persists
+
+
+class SessionTimeoutRefusedError(_PermanentError):
+    """The brokers refuse this `session_timeout`.
+
+    Attributes:
+        session_timeout: The refused setting, in seconds.
+    """
+
+    def __init__(self, session_timeout: float, limits: tuple[float, float] | None = None) -> None:
+        """Describe the refusal; *limits* are the least and the most seconds that the brokers accept, if known."""
+        accepted = "" if limits is None else f": they accept {limits[0]:g} to {limits[1]:g} s"
+        super().__init__(
+            f"the brokers refused session_timeout={session_timeout:g} s{accepted}; choose another one, or change "
+            "group.min.session.timeout.ms and group.max.session.timeout.ms on the brokers"
+        )
+        self.session_timeout = session_timeout
 
 
 class CorruptRecordError(_PermanentError):
@@ -188,6 +225,35 @@ class OffsetOutOfRangeError(_PermanentError):
         self.position = position
 
 
+class TopicRecreatedError(OffsetOutOfRangeError):
+    """A topic was deleted and created again, so that a position belongs to another log."""
+
+    def __init__(self, topic_partition: TopicPartition, position: int) -> None:
+        super().__init__(topic_partition, position)
+        text = f"topic {topic_partition.topic!r} was deleted and created again: offset {position} of {topic_partition}"
+        self.args = (f"{text} belongs to the old log",)
+
+
+class LogTruncatedError(OffsetOutOfRangeError):
+    """The cluster has lost records that were already read, for example in an unclean leader election.
+
+    Attributes:
+        topic_partition: The partition.
+        position: One past the last offset that was lost and that we had read.
+        resumes_at: The first offset that the log now has other records for, or none.
+    """
+
+    def __init__(self, topic_partition: TopicPartition, resumes_at: int, position: int) -> None:
+        super().__init__(topic_partition, position)
+        self.resumes_at = resumes_at
+        lost = f"the cluster has lost offsets {resumes_at} to {position - 1} of {topic_partition}"
+        self.args = (f"{lost}: the log of its new leader does not have the records that were read there",)
+
+
+class UnknownPartitionError(_PermanentError, LookupError):
+    """The in-memory broker has no such topic or partition."""
+
+
 class CommitError(TransportError):
     """A commit was not acknowledged; it stays pending and is retried after a new check."""
 
@@ -198,12 +264,43 @@ class CommitRefusedError(CommitError):
     retriable = False
 
 
+class GroupHasMembersError(CommitRefusedError):
+    """Manual assignment in a group with members: brokers accept commits only from those members. The app ends."""
+
+
 class MetadataRefusedError(CommitError):
-    """The broker rejected commit metadata of this length; the commit may be sent again with less or no metadata."""
+    """The broker refused commit metadata of this length; the commit may be sent again with less or no metadata."""
 
 
 class MessageTooLargeError(_PermanentError):
     """A message is larger than its topic allows (`max.message.bytes`)."""
+
+
+class MessageRefusedError(_PermanentError):
+    """The brokers refuse a message that a run published in a transaction; it is not retried.
+
+    The run had ended when the transaction was written, so the record fails when its partition begins again.
+    """
+
+
+class MessagesRefusedError(CommitError):
+    """A transaction was not committed because messages in it cannot be written: nothing of it is or becomes visible.
+
+    Attributes:
+        refused: The refused messages, by their index in the transaction, each with the reason. None if the same
+            messages may be sent again, because the client then writes them in smaller batches.
+    """
+
+    retriable = False
+
+    def __init__(self, refused: Mapping[int, MessageRefusedError]) -> None:
+        self.refused = refused
+        first = next(iter(refused.values()), None)
+        if first is None:
+            message = "a transaction is written again in smaller batches, because the brokers refused a batch in it"
+        else:
+            message = f"a transaction is written again without {counted(len(refused), 'message')}: {first}"
+        super().__init__(message)
 
 
 class SideTopicError(_PermanentError):
@@ -215,6 +312,10 @@ class SideTopicError(_PermanentError):
 
 class StartError(AioshardError):
     """The app could not start within `start_timeout`, or was refused; nothing was consumed."""
+
+
+class MissingTopicError(StartError):
+    """The app did not start, because topics do not exist that it needs, or this user may not see them."""
 
 
 class NoOffsetError(AioshardError):
@@ -248,12 +349,14 @@ class StuckError(AioshardError):
 
 
 class NotDrainedError(AioshardError):
-    """The app could not finish and commit everything within `shutdown_timeout`; the rest is delivered again.
+    """The app could not finish and commit everything before it stopped; the rest is delivered again.
 
     Attributes:
-        records: `topic/partition/offset` of each record that was still running.
+        records: `topic/partition/offset` of each record that was still in flight.
         uncommitted: Number of finished records that may run again, by `topic/partition`: their last commit was not
             acknowledged.
+        unrecovered: `topic/partition/offset` of each record whose dead letter could not be written, or which could not
+            be parked or removed from its side topic, with the reason.
     """
 
     def __init__(
@@ -263,9 +366,11 @@ class NotDrainedError(AioshardError):
         *,
         uncommitted: Mapping[str, int] | None = None,
         reason: str | None = None,
+        unrecovered: Mapping[str, str] | None = None,
     ) -> None:
         self.records = tuple(records)
         self.uncommitted = dict(uncommitted or {})
+        self.unrecovered = dict(unrecovered or {})
         sentences = []
         if self.records:
             sentences.append(
@@ -277,9 +382,15 @@ class NotDrainedError(AioshardError):
             partitions = tuple(f"{name} ({count})" for name, count in self.uncommitted.items())
             finished = counted(sum(self.uncommitted.values()), "record")
             sentences.append(
-                f"{finished} finished and may run again, since the last commit was not acknowledged within "
-                f"shutdown_timeout={timeout:g} s ({reason}): {_some_of(partitions)}. Check the brokers, or raise "
-                "shutdown_timeout"
+                f"{finished} finished and may run again, since their commit was not acknowledged before the app "
+                f"stopped ({reason}): {_some_of(partitions)}. Fix that cause, or raise shutdown_timeout={timeout:g} s"
+            )
+        if self.unrecovered:
+            failed = counted(len(self.unrecovered), "record")
+            first, why = next(iter(self.unrecovered.items()))
+            sentences.append(
+                f"{failed} could not be completed, {first} first ({why}). Fix that cause; the next start runs what is "
+                "incomplete again"
             )
         super().__init__(". ".join(sentences))
 
@@ -367,14 +478,25 @@ class ProcessError(AioshardError):
     """A worker process ended during a run, or the result or exception of the run cannot be sent to the app."""
 
 
-class SwallowedCancellationError(AioshardError):
-    """A run that had timed out continued and returned: its effects are unknown."""
+class StoppedRunError(AioshardError):
+    """An operator cancelled a run with `App.cancel_run`: the attempt failed."""
 
-    def __init__(self, timeout: float) -> None:
-        super().__init__(
-            f"the attempt took longer than timeout={timeout:g} s, swallowed its cancellation and returned: let the "
-            "handler end when it is cancelled"
-        )
+    def __init__(self) -> None:
+        super().__init__("the run was cancelled by cancel_run")
+
+
+class InterruptedRunError(AioshardError):
+    """A run was cancelled because its partition was revoked or the app is stopping; its attempt does not count."""
+
+    def __init__(self) -> None:
+        super().__init__("the run was cancelled because its partition was revoked or the app is stopping")
+
+
+class SwallowedCancellationError(AioshardError):
+    """A run that had been cancelled continued and returned: its effects are unknown."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; the handler swallowed the cancellation and returned: let it end when it is cancelled")
 
 
 class OffsetRegressionError(AioshardError):
@@ -384,7 +506,31 @@ class OffsetRegressionError(AioshardError):
         super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
 
 
+# Health server and test kit -----------------------------------------------------------
+
+
+class PortError(AioshardError):
+    """The address of the health server cannot be used."""
+
+
+class DeadlockError(AioshardError):
+    """Nothing can proceed, or nothing ever ends; the message shows where each task waits."""
+
+
 def _some_of(records: tuple[str, ...]) -> str:
     """Return the first of many records, to keep a message readable; all of them are in `records`."""
     shown = ", ".join(records[:_SHOWN])
     return shown if len(records) <= _SHOWN else f"{shown}, …"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal for a message; a real-time signal, and one of another system, has only a number.
+
+    Example:
+        >>> signal_name(9), signal_name(35)
+        ('SIGKILL', 'signal 35')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

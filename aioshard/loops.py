@@ -26,7 +26,8 @@ def tuned_gc() -> Iterator[None]:
 
     Thresholds that are at least as high, or 0 because collection is off, stay unchanged.
     """
-    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    thresholds = gc.get_threshold()
+    frozen = gc.get_freeze_count()
     if 0 < thresholds[0] < _COLLECT_AFTER[0]:
         gc.set_threshold(*_COLLECT_AFTER)
     gc.freeze()

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 from aioshard.core.histogram import HistogramCounts
+from aioshard.core.loop_block import LoopBlock
 
 AppState = Literal["starting", "running", "draining", "stopped", "failed"]
 
@@ -43,9 +44,9 @@ class PartitionStatistics:
     fetched: int = 0
     """Records fetched since this ownership began."""
     in_flight: int = 0
-    """Records that workers are running now."""
+    """Records whose handler runs now."""
     queued: int = 0
-    """Records in memory that no worker is running."""
+    """Records in memory that are not in flight."""
     held_back: int = 0
     """Offsets beyond the end that cannot be read yet, because a transaction is open; at most 15 s old."""
 
@@ -74,7 +75,7 @@ class HandlerStatistics:
     topics: tuple[str, ...]
     concurrency: int
     busy: int
-    """Workers that are running the handler now."""
+    """Workers with a record or batch in flight."""
     shards: int
     """Shards in use now; with `shards=N`, the fixed number."""
     processed: int
@@ -152,7 +153,7 @@ class RebalanceReport:
     revoked: int = 0
     """Revoked partitions, including those that came back."""
     in_flight: int = 0
-    """Their records that were running at that moment."""
+    """Their records in flight at that moment."""
     drained: int = 0
     """Those that ended within the drain."""
     cancelled: int = 0
@@ -168,7 +169,7 @@ class RebalanceReport:
     seconds: float = 0.0
     """From its start until all our partitions have resumed."""
     drain_seconds: float = 0.0
-    """Until running records had ended or been cancelled."""
+    """Until the records in flight had ended or been cancelled."""
     commit_seconds: float = 0.0
     """Until their completions were committed."""
     join_seconds: float = 0.0
@@ -213,7 +214,8 @@ class Statistics:
     """How often a client was lost or could not connect, so that the supervisor created a new one."""
     trouble: str | None
     """Problems beyond single partitions, and since when: unreachable brokers, denied access, unacknowledged commits or
-    messages, a missing topic, a hanging task, a blocked event loop. None if there are none."""
+    messages, a missing topic, worker processes that do not start, a hanging task, a blocked event loop. None if there
+    are none."""
     partitions: tuple[PartitionStatistics, ...]
     handlers: tuple[HandlerStatistics, ...]
     journal: JournalStatistics | None = None
@@ -222,8 +224,8 @@ class Statistics:
     """The latest rebalances, oldest first; the last one may be in progress."""
     loop_delays: HistogramCounts | None = None
     """Delays of the event loop in seconds, measured a few times a second; None if they are not measured."""
-    blocked: str | None = None
-    """A sentence about the code that blocks the event loop now, and for how long; None while it is not blocked."""
+    blocked: LoopBlock | None = None
+    """Why the event loop is blocked now, and for how long; None while it is not blocked."""
     restart_cures: tuple[str, ...] = ()
     """Problems that a restart of the process would fix, as sentences; `/livez` returns 503 while there are any."""
     client: str = ""
@@ -290,13 +292,13 @@ class Stack:
     waits_in: str | None
     """The library function called there, or the kind of future awaited there."""
     executing: bool
-    """Whether it was not suspended in an await at that moment: it is computing, or in a blocking call."""
+    """Whether it was not suspended in an await at that moment. That alone is no fault: each call executes sometimes."""
     thread: str | None
     """Name of the thread, if it runs in one."""
 
 
 RecordState = Literal[
-    "running",
+    "in_flight",
     "outliving",
     "recovery",
     "retrying",
@@ -310,15 +312,15 @@ RecordState = Literal[
 ]
 """The state of an incomplete record, followed here by the thing that it waits for.
 
-`running`: its handler. `outliving`: a run that was cancelled but has not ended. `recovery`: the work that replaces its
-handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: an operator who releases it.
-`evicted`: another fetch, because it was evicted to make room for others. `held`: its partition, which is paused or
-not certainly ours. `collecting`: other records of its batch. `limited`: its rate limit. `behind`: another record of its
+`in_flight`: its handler. `outliving`: a run that was cancelled but has not ended. `recovery`: the work that replaces
+its handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: an operator who releases it.
+`evicted`: another fetch, because it was evicted to make room for others. `held`: its partition, which is paused or not
+certainly ours. `collecting`: other records of its batch. `limited`: its rate limit. `behind`: another record of its
 shard. `queued`: a worker.
 """
 
 Verdict = Literal["up to date", "advancing", "waiting", "stuck"]
-"""`waiting`: something is in the way. `stuck`: a record is halted, or in flight for longer than `stuck_after`."""
+"""`waiting`: something is in the way. `stuck`: a record is halted, or incomplete for longer than `stuck_after`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -436,11 +438,11 @@ class ParkedKey:
     """Offset of its first record."""
     key: str | None
     """The shard key, as in `IncompleteRecord`; None if the record has no key and is parked alone."""
-    replays: int
+    retries: int
     """Number of retries so far."""
     due: float | None
     """Seconds until it is retried; None if it waits for a manual release."""
-    running: bool
+    in_flight: bool
     """Whether it is being retried now."""
     failed_at: float | None
     """Seconds since the epoch."""

@@ -1,14 +1,14 @@
 """Ports of the engine: protocols for Kafka clients.
 
 The engine does not depend on a client. `aioshard.kafka.aiokafka.transport` implements `Transport` on aiokafka,
-`aioshard.testing.broker` in memory. All methods are called from one event loop.
+`aioshard.kafka.memory.transport` in memory. All methods are called from one event loop.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, Literal, NamedTuple, Protocol
 
-from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.errors import DecodeError, TransportError
 from aioshard.records import PartitionInfo, Record, TopicPartition
 
 RECORD_OVERHEAD: Final = 500
@@ -29,31 +29,6 @@ class Membership(NamedTuple):
 NOT_A_MEMBER = Membership("", -1)
 
 
-class InstanceIdTakenError(TransportError):
-    """Another process joined with our `group_instance_id`. Once may be a rolling deploy; if it persists, the app ends.
-
-    Attributes:
-        session_timeout: Seconds within which a second loss means that the conflict persists.
-        goes_on: Whether it is already known to persist.
-    """
-
-    retriable = False
-
-    def __init__(
-        self, group_id: str, instance_id: str, session_timeout: float, why: str = "", *, goes_on: bool = False
-    ) -> None:
-        super().__init__(
-            f"another process has joined group {group_id!r} with our group_instance_id={instance_id!r}{why}: two "
-            "processes with one id take partitions from each other; give each process a different id"
-        )
-        self.session_timeout = session_timeout
-        self.goes_on = goes_on
-
-
-class GroupHasMembersError(CommitRefusedError):
-    """Manual assignment in a group with members: brokers accept commits only from those members. The app ends."""
-
-
 class Allowance(NamedTuple):
     """How much more of one partition the engine accepts now."""
 
@@ -70,11 +45,13 @@ class Allowance(NamedTuple):
 
     def admitted(self, sizes: Iterable[int]) -> int:
         """Return how many of the next records, given by their sizes, may be taken."""
-        count, room = 0, self.bytes
+        count = 0
+        room = self.bytes
         for size in islice(sizes, max(self.records, 0)):
             if size > room and (count or not self.alone):
                 break
-            count, room = count + 1, room - size
+            count += 1
+            room -= size
         return count
 
 
@@ -91,16 +68,19 @@ class FetchedBatch(NamedTuple):
           skips offsets without a record for us: transaction markers, aborted batches, compacted records. A batch
           without records carries a position that moved.
         * `sizes[i]` is `record_size(records[i])`.
-        * With `places`, the client cannot seek, so the engine does not evict records.
+        * With `positions`, the client cannot seek, so the engine does not evict records.
     """
 
     topic_partition: TopicPartition
     records: Sequence[Record]
     sizes: Sequence[int]
     next_offset: int
-    places: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
     """Ascending positions that the engine uses instead of the records' own offsets: for records of several partitions
     that arrive as one sequence. `next_offset` is then such a position too."""
+    undecodable: Mapping[int, DecodeError] | None = None
+    """Records that no handler may see, by offset, each with the error with which its attempts fail. It may also name
+    records that are not in the batch. None for most batches."""
 
 
 class Fault(NamedTuple):
@@ -179,6 +159,21 @@ class Transport(Protocol):
         A client without brokers raises no error: it keeps trying.
         """
 
+    @property
+    def hang(self) -> str | None:
+        """Which call to the client library does not return, as a sentence; None if each returns in time.
+
+        It says nothing about the brokers, which may answer everybody else. The client replaces by itself what hangs.
+        """
+
+    @property
+    def missing_topics(self) -> Sequence[str]:
+        """The subscribed topics, by name, that do not exist or that this user may not see, as far as it is known."""
+
+    @property
+    def slow_join(self) -> str | None:
+        """A sentence about the members with which the group is rebalancing, if our join takes long; else None."""
+
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
         """Connect and begin to join the group, or take the manual assignment; *listener* receives assignments.
 
@@ -188,7 +183,7 @@ class Transport(Protocol):
 
         Raises:
             ConnectError: No broker could be reached.
-            AuthenticationError: The brokers rejected our credentials, or we their certificate.
+            AuthenticationError: The brokers refused our credentials, or we their certificate.
             AuthorizationError: The group or a topic is not allowed.
         """
 
@@ -202,7 +197,7 @@ class Transport(Protocol):
 
         Raises:
             ClientLostError: The client's background work ended; create a new transport.
-            TransportError: The group rejected us (authorization, fencing); see `retriable`.
+            TransportError: The group refused us (authorization, fencing); see `retriable`.
         """
 
     def wake(self) -> None:
@@ -245,6 +240,7 @@ class Transport(Protocol):
         or is cancelled, they may be visible or not; `committed` then waits until that is decided.
 
         Raises:
+            MessagesRefusedError: Messages cannot be written; the rest may be sent again without them.
             CommitRefusedError: *membership* is no longer ours (checked before sending and by the
                 broker). The offsets must not be sent again without a new check.
             CommitError: Not acknowledged for a transient reason; the request may have been applied.
@@ -268,6 +264,9 @@ class Transport(Protocol):
 
     async def topics(self) -> frozenset[str]:
         """Return every topic that is visible to us now, without Kafka's internal topics."""
+
+    async def creates_topics(self) -> bool | None:
+        """Return whether the brokers create a topic when a message is published to it; None if they do not say."""
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """Return the first offset of a record at or after *timestamp* (seconds since the epoch); None without one."""
@@ -307,6 +306,10 @@ class Message(NamedTuple):
         return self.key if self.partitioner == "key" else None
 
 
+UNKNOWN_OFFSET = -1
+"""The offset of a published message whose offset is not known, or not yet."""
+
+
 class Producer(Protocol):
     """Publishes for an app: idempotent, acknowledged by all in-sync replicas (`acks=all`).
 
@@ -326,10 +329,10 @@ class Producer(Protocol):
 
         Messages of one partition are stored in the order of the calls, as long as none of them fails. A message may or
         may not have been stored if its call was cancelled or failed with a retriable error. While brokers are
-        unreachable it waits for them, but not indefinitely.
+        unreachable it waits for them, but not indefinitely. A message that cannot be encoded fails alone, for good.
 
         Returns:
-            The offset.
+            The offset; `UNKNOWN_OFFSET` if the brokers had stored the message before and no longer know where.
 
         Raises:
             AuthorizationError: The brokers do not allow the topic.

@@ -32,7 +32,9 @@ def age(seconds: float | None) -> str:
     for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - one digit
+    if seconds < 10:  # noqa: PLR2004 - one digit
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s"
 
 
 def is_subscribed(topic: str, topics: Collection[str], pattern: str | None) -> bool:

@@ -6,25 +6,24 @@ import inspect
 import pickle
 import re
 import sys
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Never, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, Never, TypeVar
 
-from aioshard.attempts import BatchContext, Context, Middleware, call_in_process
+from aioshard.attempts import Middleware, call_in_process
 from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry, is_positive, is_topic, is_whole
 from aioshard.core.sharding import ShardBy, shard_key_of
+from aioshard.dependencies import Overrides, dependencies_of, injected_names
 from aioshard.engine.handler import Handler, RunIn
 from aioshard.errors import HandlerError
+from aioshard.functions import Signature, check_arguments, is_async, name_of, parameters_of, payload_type, signature_of
 from aioshard.records import Record
-from aioshard.serde.payloads import alternatives, decoded_by, payload_of, shown
+from aioshard.serde.payloads import decoded_by, payload_of
 
-F = TypeVar(
-    "F", bound=Callable[[Any], Any] | Callable[[Any, Context[Any]], Any] | Callable[[Any, BatchContext[Any]], Any]
-)
+F = TypeVar("F", bound=Callable[Concatenate[Any, ...], Any])
 M = TypeVar("M", bound=Middleware)
 
-_LISTS = (list, Sequence, Collection, Iterable)
-"""Accepted annotations for a list of records."""
+_CONCURRENCY = 64
+"""The default number of workers of a handler."""
 
 
 class Router:
@@ -65,12 +64,12 @@ class Router:
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
 
-        The function takes the record and, optionally, a `Context`. If you annotate its parameter with another type, it
-        takes the decoded value: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type that pydantic
-        supports, from JSON, or `bytes` or `str` unchanged. `X | None` accepts tombstones, as None. An `async def` runs
-        on the event loop, a plain `def` in a thread, up to *concurrency* threads per handler, or with
-        `run_in="process"` in a worker process. With *batch* it takes a list of records and, optionally, a
-        `BatchContext`.
+        The function takes the record and, optionally, a `Context` and dependencies: parameters that are marked with
+        `Depends` of fast-depends or FastAPI. If you annotate its first parameter with another type, it takes the
+        decoded value: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type that pydantic supports,
+        from JSON, or `bytes` or `str` unchanged. `X | None` accepts tombstones, as None. An `async def` runs on the
+        event loop, a plain `def` in a thread, up to *concurrency* threads per handler, or with `run_in="process"` in a
+        worker process. With *batch* it takes a list of records and, optionally, a `BatchContext`.
 
         Args:
             topics: Topic names; each topic belongs to one handler of the app.
@@ -81,7 +80,8 @@ class Router:
                 fixed shards, each a bounded queue with one worker: for local caches, or to protect a back end.
             shard_queue_size: Capacity of each fixed shard's queue, in records; by default an equal share of
                 `max_buffered_records`. A partition whose next record belongs to a full queue waits.
-            concurrency: Workers, 64 by default; not allowed with *shards*.
+            concurrency: Workers, 64 by default; not allowed with *shards*. Each has one record or batch in flight, from
+                its start until its result is published.
             timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
             retry: When and how often to retry a failed record; `Retry()` by default.
@@ -94,9 +94,10 @@ class Router:
                 *batch* an async function. Its exceptions become `DecodeError`, except `OSError`, which may be
                 transient.
             run_in: `"process"` runs a CPU-bound plain `def` in the app's worker processes, on all cores; the setting
-                `processes` is their number, and the maximum number of concurrent runs. The function, its payload's
-                type and *decode* must be importable by name. A run that exceeds *timeout* really ends: its process is
-                killed and replaced. By default `"loop"` for an `async def`, and `"thread"` for a `def`.
+                `processes` is their number, and the maximum number of concurrent runs; a record whose result is being
+                published keeps no process. The function, its payload's type and *decode* must be importable by name. A
+                run that exceeds *timeout* really ends: its process is killed and replaced. By default `"loop"` for an
+                `async def`, and `"thread"` for a `def`.
             publish_to: Topic for the function's return value, which is published with the key of the record before the
                 record is complete; see `App.publish` for the types. None publishes nothing; of a list of
                 `aioshard.message`, each goes to its own topic, with its own key. Not allowed with *batch*.
@@ -110,7 +111,9 @@ class Router:
         """
         if unknown:
             raise HandlerError(_unknown_option(next(iter(unknown)), Router.consume.__kwdefaults__ or ()))
-        workers = _check_options(
+        _check_options(
+            topics=topics,
+            shard_by=shard_by,
             shards=shards,
             shard_queue_size=shard_queue_size,
             concurrency=concurrency,
@@ -118,11 +121,10 @@ class Router:
             retry=retry,
             batch=batch,
             rate_limit=rate_limit,
-            shard_by=shard_by,
             decode=decode,
             publish_to=publish_to,
-            topics=topics,
         )
+        workers = shards or concurrency or _CONCURRENCY
         _check_source(topics, pattern)
         _check_failure_policy(on_failure, topics, pattern)
         if decode is not None:
@@ -132,7 +134,18 @@ class Router:
             if not callable(function):
                 raise HandlerError(f"consume() decorates a function, not {function!r}")
             name = name_of(function)
-            annotation, takes_context = _parameters(function, batch, decoded=decode is not None)
+            is_batch = batch is not None
+            signature = _signature_of(function, batch)
+            argument = signature.argument
+            argument_type = payload_type(function, argument, is_batch=is_batch, decoded=decode is not None)
+            dependencies = dependencies_of(
+                function, argument.annotation, signature.context, is_batch=is_batch, overrides={}
+            )
+            checked_run_in = _checked_run_in(run_in, function, decode)
+            if decode is None:
+                payload = payload_of(argument_type, f"handler {name!r}")
+            else:
+                payload = decoded_by(decode, is_async=is_async(decode))
             handler = Handler(
                 name=name,
                 topics=tuple(dict.fromkeys(topics)),
@@ -147,16 +160,16 @@ class Router:
                 batch=batch,
                 rate_limit=rate_limit,
                 function=function,
-                takes_context=takes_context,
-                run_in=_checked_run_in(run_in, function, decode),
-                payload=payload_of(annotation, f"handler {name!r}")
-                if decode is None
-                else decoded_by(decode, is_async=is_async(decode)),
+                takes_context=signature.context is not None,
+                dependencies=dependencies,
+                run_in=checked_run_in,
+                payload=payload,
                 decode=decode,
                 publish_to=publish_to,
                 middleware=(self._middleware,),
             )
             if run_in == "process":
+                _check_not_injected(handler)
                 process_call(handler, registers=True)
             self._add(handler)
             return function
@@ -189,7 +202,7 @@ class Router:
         expected = "expected an 'async def' of (record, context, call_next)"
         if not callable(function) or not is_async(function):
             raise HandlerError(f"middleware {name!r} was refused: {expected}")
-        _check_arguments(f"middleware {name!r} was refused ({{error}}): {expected}", function, 3)
+        check_arguments(f"middleware {name!r} was refused ({{error}}): {expected}", function, 3)
         self._check_open(f"middleware {name!r}")
         self._middleware.append(middleware)
         return middleware
@@ -227,44 +240,52 @@ def _unknown_option(name: str, options: Collection[str]) -> str:
 _DECODES = "a function that takes a Record and returns the handler's argument"
 
 
-def _check_options(*, shard_by: ShardBy, topics: tuple[str, ...], **options: Any) -> int:
-    """Reject options that are invalid or contradict each other; return the number of workers."""
-    shards, concurrency = options["shards"], options["concurrency"]
-    for name, is_valid, expected in (
-        ("batch", lambda value: isinstance(value, Batch), "Batch(max_records=…, linger=…, max_bytes=…), or None"),
-        ("rate_limit", lambda value: isinstance(value, RateLimit), "RateLimit(per_second, burst), or None"),
-        ("retry", lambda value: isinstance(value, Retry), "Retry(attempts=…), or None for Retry()"),
-        ("timeout", is_positive, "a number of seconds above 0, or None"),
-        ("shards", is_whole, "a whole number of at least 1"),
-        (
-            "shard_queue_size",
-            lambda value: shards is not None and is_whole(value),
-            "a whole number of at least 1, and shards as well: shards on demand have no queue",
-        ),
-        ("concurrency", is_whole, "a whole number of at least 1"),
-        ("decode", callable, _DECODES),
-        (
-            "publish_to",
-            lambda value: options["batch"] is None and value not in topics and is_topic(value),
-            (
-                "a topic that the handler does not consume; a batch has no key, so its handler publishes with "
-                "context.publish"
-            ),
-        ),
-    ):
-        if options[name] is not None and not is_valid(options[name]):
-            raise HandlerError(f"{name}={options[name]!r} was refused: expected {expected}")
+def _check_options(
+    *,
+    topics: tuple[str, ...],
+    shard_by: ShardBy,
+    shards: int | None,
+    shard_queue_size: int | None,
+    concurrency: int | None,
+    timeout: float | None,
+    retry: Retry | None,
+    batch: Batch | None,
+    rate_limit: RateLimit | None,
+    decode: Callable[[Record], object] | None,
+    publish_to: str | None,
+) -> None:
+    """Refuse options that are invalid or contradict each other; None leaves an option out."""
+    expected = "Batch(max_records=…, linger=…, max_bytes=…), or None"
+    _check_option("batch", batch, isinstance(batch, Batch), expected)
+    _check_option("rate_limit", rate_limit, isinstance(rate_limit, RateLimit), "RateLimit(per_second, burst), or None")
+    _check_option("retry", retry, isinstance(retry, Retry), "Retry(attempts=…), or None for Retry()")
+    _check_option("timeout", timeout, is_positive(timeout), "a number of seconds above 0, or None")
+    _check_option("shards", shards, is_whole(shards), "a whole number of at least 1")
+    has_queue = shards is not None and is_whole(shard_queue_size)
+    expected = "a whole number of at least 1, and shards as well: shards on demand have no queue"
+    _check_option("shard_queue_size", shard_queue_size, has_queue, expected)
+    _check_option("concurrency", concurrency, is_whole(concurrency), "a whole number of at least 1")
+    _check_option("decode", decode, callable(decode), _DECODES)
+    is_other_topic = batch is None and publish_to not in topics and is_topic(publish_to)
+    expected = (
+        "a topic that the handler does not consume; a batch has no key, so its handler publishes with context.publish"
+    )
+    _check_option("publish_to", publish_to, is_other_topic, expected)
     shard_key_of(shard_by, one_topic=True)
     if shards is not None and concurrency is not None:
         raise HandlerError(
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
-    return int(shards or concurrency or 64)
+
+
+def _check_option(name: str, value: object, is_valid: bool, expected: str) -> None:
+    if value is not None and not is_valid:
+        raise HandlerError(f"{name}={value!r} was refused: expected {expected}")
 
 
 def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
-    """Reject sources that name no topic, or an invalid one."""
+    """Refuse sources that name no topic, or an invalid one."""
     if not topics and pattern is None:
         raise HandlerError(
             "consume() was given neither a topic nor a pattern: name at least one topic, such as @app.consume('orders')"
@@ -273,9 +294,9 @@ def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
         if callable(topic):
             raise HandlerError("consume needs a topic: write @app.consume('orders'), not @app.consume")
         if not is_topic(topic):
+            several = "" if isinstance(topic, str) else "; write several topics as @app.consume('orders', 'refunds')"
             raise HandlerError(
-                f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
-                + ("" if isinstance(topic, str) else "; write several topics as @app.consume('orders', 'refunds')")
+                f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'{several}"
             )
     if pattern is not None:
         try:
@@ -287,14 +308,15 @@ def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
 
 
 def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: str | None) -> None:
-    """Reject an unknown policy, and one that sends records back to a topic of the same handler."""
+    """Refuse an unknown policy, and one that sends records back to a topic of the same handler."""
     if on_failure in ("halt", "skip"):
         return
     if not isinstance(on_failure, DeadLetter | Park):
         raise HandlerError(
             f"on_failure={on_failure!r} is not known: use 'halt', 'skip', DeadLetter('topic') or Park('topic')"
         )
-    if on_failure.topic in topics or (pattern is not None and re.fullmatch(pattern, on_failure.topic)):
+    is_consumed = on_failure.topic in topics or (pattern is not None and re.fullmatch(pattern, on_failure.topic))
+    if is_consumed:
         raise HandlerError(
             f"on_failure={on_failure!r} sends failed records to a topic that the handler itself consumes, where they "
             "would fail again and again: use another topic, or narrow the pattern"
@@ -302,8 +324,8 @@ def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: 
 
 
 def _check_decode(decode: Callable[[Record], object], batch: object) -> None:
-    """Reject functions that do not take a record, and async ones for batches."""
-    _check_arguments(f"decode={name_of(decode)} was refused ({{error}}): expected {_DECODES}", decode, 1)
+    """Refuse functions that do not take a record, and async ones for batches."""
+    check_arguments(f"decode={name_of(decode)} was refused ({{error}}): expected {_DECODES}", decode, 1)
     if batch is not None and is_async(decode):
         raise HandlerError(
             "decode=… is an async function and batch=… was given: the records of a batch are decoded in one step, so "
@@ -314,9 +336,15 @@ def _check_decode(decode: Callable[[Record], object], batch: object) -> None:
 def _checked_run_in(
     run_in: RunIn | None, function: Callable[..., Any], decode: Callable[[Record], object] | None
 ) -> RunIn:
-    """Return where a handler runs; reject a choice that does not suit it or its decode function."""
-    choices: Sequence[RunIn] = ("loop",) if is_async(function) else ("thread", "process")
-    name, kind = name_of(function), "an 'async def'" if is_async(function) else "a plain 'def'"
+    """Return where a handler runs; refuse a choice that does not suit it or its decode function."""
+    name = name_of(function)
+    choices: Sequence[RunIn]
+    if is_async(function):
+        kind = "an 'async def'"
+        choices = ("loop",)
+    else:
+        kind = "a plain 'def'"
+        choices = ("thread", "process")
     if run_in is not None and run_in not in choices:
         raise HandlerError(
             f"handler {name!r} is {kind} and was given run_in={run_in!r}: expected {' or '.join(map(repr, choices))}; "
@@ -342,7 +370,8 @@ def process_call(handler: Handler, *, registers: bool = False) -> bytes:
     Raises:
         HandlerError: A worker process could not import it.
     """
-    function, kind = handler.function, Any if handler.payload is None else handler.payload.type
+    function = handler.function
+    kind = Any if handler.payload is None else handler.payload.type
     if registers and inspect.isfunction(function) and "<" not in function.__qualname__:
         function = process_call
     options = (handler.takes_context, handler.batch is not None, handler.timeout, kind, handler.decode)
@@ -355,139 +384,52 @@ def process_call(handler: Handler, *, registers: bool = False) -> bytes:
         ) from error
 
 
-def _check_arguments(message: str, function: Callable[..., Any], count: int) -> None:
-    """Reject a function that cannot be called with *count* arguments; *message* contains `{error}`."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError as error:
-        raise HandlerError(message.format(error=error)) from None
-    except ValueError:
-        return  # some built-in functions have no signature
+def _check_not_injected(handler: Handler) -> None:
+    """Refuse dependencies of a handler that runs in worker processes."""
+    if handler.dependencies is not None:
+        names = ", ".join(name_of(dependency.function) for dependency in handler.dependencies.calls)
+        raise HandlerError(
+            f"handler {handler.name!r} was given run_in='process' and depends on {names}: dependencies belong to the "
+            "process of the app, and a run that is killed could not close them; open what it needs in the handler, or "
+            "use run_in='thread'"
+        )
 
 
-# Functions ----------------------------------------------------------------------------
+def overridden(handler: Handler, overrides: Overrides) -> Handler:
+    """Return the handler with other functions instead of some of its dependencies.
+
+    Raises:
+        HandlerError: A function in *overrides* cannot be called.
+    """
+    if handler.dependencies is None:
+        return handler
+    signature = _signature_of(handler.function, handler.batch)
+    dependencies = dependencies_of(
+        handler.function,
+        signature.argument.annotation,
+        signature.context,
+        is_batch=handler.batch is not None,
+        overrides=overrides,
+    )
+    return handler._replace(dependencies=dependencies)
 
 
-def _plain(function: Any) -> Any:
-    """Return the function that a partial wraps."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function returns a coroutine."""
-    plain = _plain(function)
-    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for messages; for a partial that of its function, for an object that of its class."""
-    plain = _plain(function)
-    return getattr(plain, "__name__", type(plain).__name__)
-
-
-def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: bool) -> tuple[Any, bool]:
-    """Return the type of a handler's payload (in a batch, of each element), and whether it takes a context.
+def _signature_of(function: Callable[..., Any], batch: Batch | None) -> Signature:
+    """Return how a handler is called.
 
     Raises:
         HandlerError: The function cannot be called with a record or, with *batch*, a list of records.
     """
-    name = name_of(function)
-    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        raise HandlerError(
-            f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield; with publish_to=… it may "
-            "return a list of messages"
-        )
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError as error:
-        raise HandlerError(f"handler {name!r} was refused ({error}): decorate your own function") from None
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    first = "the record" if batch is None else "the list of records"
-    context_type = Context if batch is None else BatchContext
-    if not positional or any(p not in positional[:2] for p in required):
-        given = ", ".join(map(str, parameters)) or "no parameter"
-        raise HandlerError(
-            f"handler {name!r} takes ({given}): expected {first} and, optionally, a {context_type.__name__}"
-        )
-    annotation = _annotation(positional[0], function)
-    if _is_a(annotation, Context) or _is_a(annotation, BatchContext):
-        raise HandlerError(f"handler {name!r} takes a {shown(annotation)} first: expected {first}, then a context")
-    payload = _payload(f"handler {name!r} takes {positional[0].name}", annotation, batch, decoded=decoded)
-    if len(positional) == 1:
-        return payload, False
-    second = positional[1]
-    annotation = _annotation(second, function)
-    if _is_a(annotation, context_type):
-        return payload, True
-    if second.default is not second.empty:
-        return payload, False  # the user's own parameter, as in `async def h(record, cache=cache)`
-    by_name = isinstance(annotation, str) and annotation.partition("[")[0].rpartition(".")[2] == context_type.__name__
-    if not by_name and annotation not in (Any, object):
-        raise HandlerError(
-            f"handler {name!r} takes {second.name}: {shown(annotation)} as its second parameter: expected a "
-            f"{context_type.__name__}; annotate it with {context_type.__name__}, or give your own parameter a default"
-        )
-    return payload, True
-
-
-def _is_a(annotation: Any, kind: type) -> bool:
-    """Return whether an annotation is this context type, possibly parametrized or in a union."""
-    return any((get_origin(part) or part) is kind for part in alternatives(annotation))
-
-
-def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
-    """Resolve the annotation of a parameter: Any if there is none, and the text itself if a name in it is unknown."""
-    annotation = parameter.annotation
-    if annotation is parameter.empty:
-        return Any
-    plain = inspect.unwrap(_plain(function))
-    scope = getattr(plain, "__globals__", None) or getattr(getattr(plain, "__call__", None), "__globals__", {})  # noqa: B004
-    holder = types.SimpleNamespace(__annotations__={"it": annotation})
-    try:
-        return get_type_hints(holder, globalns=scope, include_extras=True)["it"]
-    except (NameError, TypeError, AttributeError, SyntaxError):
-        return annotation  # a name that exists for type checkers only
-
-
-def _payload(takes: str, annotation: Any, batch: Batch | None, *, decoded: bool) -> Any:
-    """Return the type of the record or, with *batch*, of the elements of the list."""
-    if annotation in (Any, object):
-        return Any
-    if isinstance(annotation, str):
-        inner = annotation if batch is None else annotation.partition("[")[2].removesuffix("]")
-        if decoded or inner in ("Record", "aioshard.Record", "Any", ""):
-            return Any
-        raise HandlerError(
-            f"{takes}: {annotation}, and this name does not exist when the handler is registered, so nothing can be "
-            "decoded to it: import or define it in the module, outside 'if TYPE_CHECKING' and functions"
-        )
-    while batch is not None and get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    is_list = (get_origin(annotation) or annotation) in _LISTS
-    arguments = get_args(annotation)
-    if batch is not None and not is_list:
-        raise HandlerError(
-            f"{takes}: {shown(annotation)} and was given batch=…, so it is called with a list: annotate it with "
-            "list[…], or leave batch out"
-        )
-    if batch is None and is_list and not decoded and set(arguments) <= {Record, Any}:
-        raise HandlerError(
-            f"{takes}: {shown(annotation)} and consume() was given no batch, so it is called with one record at a "
-            "time: add batch=Batch(), or annotate it with Record"
-        )
-    if batch is None:
-        return annotation
-    return arguments[0] if arguments else Any
+    parameters = parameters_of(function)
+    injected = injected_names(function, parameters)
+    return signature_of(function, parameters, injected=injected, is_batch=batch is not None)
 
 
 # Several handlers ---------------------------------------------------------------------
 
 
 def _check_conflicts(handler: Handler, others: Iterable[Handler]) -> None:
-    """Reject a handler that conflicts with others."""
+    """Refuse a handler that conflicts with others."""
     for other in others:
         _check_overlap(other, handler)
         _check_parking(other, handler)
@@ -495,23 +437,27 @@ def _check_conflicts(handler: Handler, others: Iterable[Handler]) -> None:
 
 
 def _check_overlap(first: Handler, other: Handler) -> None:
-    common = {topic for topic in first.topics if other.takes(topic)} | {
-        topic for topic in other.topics if first.takes(topic)
-    }
-    if common or (first.pattern is not None and first.pattern == other.pattern):
-        what = f"topic {min(common)!r}" if common else f"pattern {first.pattern!r}"
-        raise HandlerError(
-            f"{what} belongs to handler {first.name!r} and was given to {other.name!r} too: a topic has one handler; "
-            "call both functions in it, or give one of them to an app with another group id"
-        )
+    common = {topic for topic in first.topics if other.takes(topic)}
+    common |= {topic for topic in other.topics if first.takes(topic)}
+    if common:
+        shared = f"topic {min(common)!r}"
+    elif first.pattern is not None and first.pattern == other.pattern:
+        shared = f"pattern {first.pattern!r}"
+    else:
+        return
+    raise HandlerError(
+        f"{shared} belongs to handler {first.name!r} and was given to {other.name!r} too: a topic has one handler; "
+        "call both functions in it, or give one of them to an app with another group id"
+    )
 
 
 def _check_parking(handler: Handler, other: Handler) -> None:
-    """Reject another handler that reads the topic of parked records, or writes dead letters to it."""
+    """Refuse another handler that reads the topic of parked records, or writes dead letters to it."""
     if not isinstance(handler.on_failure, Park):
         return
     topic = handler.on_failure.topic
-    if other.takes(topic) or (isinstance(other.on_failure, DeadLetter) and other.on_failure.topic == topic):
+    writes_dead_letters = isinstance(other.on_failure, DeadLetter) and other.on_failure.topic == topic
+    if writes_dead_letters or other.takes(topic):
         raise HandlerError(
             f"handler {handler.name!r} parks its records in topic {topic!r}, which handler {other.name!r} uses too: "
             "name a topic that contains only parked records"

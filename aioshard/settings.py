@@ -6,6 +6,7 @@ default below, in this order. Settings that cannot work are refused with the rea
 
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +18,12 @@ from pydantic import (
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
+    Secret,
     SecretStr,
+    SerializationInfo,
     ValidationError,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -28,6 +32,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aioshard.errors import SettingsError
 from aioshard.records import TOPIC_NAME
+from aioshard.timeouts import DEFAULTS, Timeouts, least_beside_drain
 
 PREFIX = "AIOSHARD_"
 """Prefix of the environment variables."""
@@ -115,7 +120,96 @@ CONFLUENT_OWNED_OPTIONS: Mapping[str, str] = {
 }
 """Options of confluent-kafka that aioshard controls, each with the alternative; dots are underscores."""
 
+SHOWN_OPTIONS = CLIENT_OPTIONS | {
+    "allow_auto_create_topics",
+    "api_version_fallback_ms",
+    "api_version_request",
+    "api_version_request_timeout_ms",
+    "broker_address_family",
+    "broker_address_ttl",
+    "broker_version_fallback",
+    "client_dns_lookup",
+    "coordinator_query_interval_ms",
+    "enable_metrics_push",
+    "enable_ssl_certificate_verification",
+    "fetch_error_backoff_ms",
+    "group_remote_assignor",
+    "log_connection_close",
+    "log_level",
+    "log_thread_name",
+    "max_in_flight",
+    "max_in_flight_requests_per_connection",
+    "message_max_bytes",
+    "metadata_max_age_ms",
+    "metadata_recovery_rebootstrap_trigger_ms",
+    "metadata_recovery_strategy",
+    "receive_message_max_bytes",
+    "reconnect_backoff_max_ms",
+    "reconnect_backoff_ms",
+    "retry_backoff_max_ms",
+    "sasl_kerberos_min_time_before_relogin",
+    "socket_connection_setup_timeout_ms",
+    "socket_keepalive_enable",
+    "socket_max_fails",
+    "socket_nagle_disable",
+    "socket_receive_buffer_bytes",
+    "socket_send_buffer_bytes",
+    "ssl_cipher_suites",
+    "ssl_curves_list",
+    "ssl_endpoint_identification_algorithm",
+    "ssl_sigalgs_list",
+    "statistics_interval_ms",
+    "topic_metadata_propagation_max_ms",
+    "topic_metadata_refresh_fast_interval_ms",
+    "topic_metadata_refresh_sparse",
+}
+"""Options of both clients whose values may be shown; dots are underscores.
+
+A list of harmless options, not of secret ones: a new option of librdkafka may be a secret, and its name may not say so.
+"""
+_MASK = "*" * 10
+"""Shown instead of a secret, as pydantic does."""
+
 # Types --------------------------------------------------------------------------------
+
+
+class _ClientOptions(dict[str, Any]):
+    """Options of the client that never show secrets, even where the mapping is printed without the settings."""
+
+    def __repr__(self) -> str:
+        return repr(self.masked())
+
+    def masked(self) -> dict[str, Any]:
+        """Return the options for output; an object is shown as its type only, because its text may contain a secret."""
+        masked = dict(self)
+        for name, value in self.items():
+            if not _may_be_shown(name, value):
+                masked[name] = _MASK if isinstance(value, str | int | float) else f"<{type(value).__name__}>"
+        return masked
+
+    def wrapped(self) -> dict[str, Any]:
+        """Return the options with those that may not be shown as secrets of pydantic."""
+        wrapped = dict(self)
+        for name, value in self.items():
+            if not _may_be_shown(name, value):
+                wrapped[name] = Secret(value)
+        return wrapped
+
+
+def _may_be_shown(name: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return True
+    return isinstance(value, str | int | float) and name.replace(".", "_") in SHOWN_OPTIONS
+
+
+def _read_client_options(options: dict[str, Any]) -> _ClientOptions:
+    """Unwrap values that are secrets of pydantic: the client needs them as they are."""
+    plain = _ClientOptions(options)
+    for name, value in options.items():
+        if isinstance(value, Secret | SecretStr):
+            plain[name] = value.get_secret_value()
+    return plain
+
 
 _ASSIGNED = re.compile(r"(?P<topic>[^:,]+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _SERVER = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
@@ -176,61 +270,61 @@ Partitions = Annotated[
     tuple[Partition, ...], Field(min_length=1), AfterValidator(lambda numbers: tuple(sorted(set(numbers))))
 ]
 Assign = Annotated[dict[Topic, Partitions] | None, Field(min_length=1), NoDecode, BeforeValidator(_read_assign)]
+Assignor = Literal["range", "roundrobin", "sticky", "fair", "lag", "cooperative-fair", "cooperative-lag"]
 
 
-SettingsDict = TypedDict(  # noqa: UP013 - one statement
-    "SettingsDict",
-    {
-        "bootstrap_servers": str | Sequence[str] | None,
-        "client_id": str | None,
-        "group_instance_id": str | None,
-        "client": Literal["aiokafka", "confluent"],
-        "group_protocol": Literal["classic", "consumer"],
-        "assignor": Literal["range", "roundrobin", "sticky", "fair", "lag", "cooperative-fair", "cooperative-lag"],
-        "reassignment_delay": float,
-        "balance_interval": float,
-        "assign": Mapping[str, Iterable[int]] | str | None,
-        "client_options": Mapping[str, Any],
-        "session_timeout": float,
-        "heartbeat_interval": float,
-        "rebalance_timeout": float,
-        "commit_timeout": float,
-        "drain_timeout": float | None,
-        "start_timeout": float | None,
-        "shutdown_timeout": float,
-        "processing_guarantee": Literal["at_least_once", "exactly_once"],
-        "transaction_timeout": float,
-        "commit_interval": float | None,
-        "commit_records": int | None,
-        "auto_offset_reset": Literal["earliest", "latest", "error"] | None,
-        "isolation_level": Literal["read_committed", "read_uncommitted"],
-        "metadata_max_age": float,
-        "fetch_max_wait": float,
-        "max_buffered_records": int,
-        "max_buffered_bytes": int,
-        "tune_gc": bool,
-        "processes": int | None,
-        "stuck_after": float,
-        "show_keys": bool,
-        "show_payloads": bool,
-        "journal": str | os.PathLike[str] | None,
-        "security_protocol": Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
-        "ssl_cafile": str | None,
-        "ssl_certfile": str | None,
-        "ssl_keyfile": str | None,
-        "ssl_password": SecretStr | str | None,
-        "ssl_check_hostname": bool,
-        "sasl_mechanism": Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER"] | None,
-        "sasl_username": str | None,
-        "sasl_password": SecretStr | str | None,
-    },
-    total=False,
-)
-"""The settings that `App` accepts, for type checkers."""
+class SettingsDict(TypedDict, total=False):
+    """The settings that `App` accepts, for type checkers."""
+
+    bootstrap_servers: str | Sequence[str] | None
+    client_id: str | None
+    group_instance_id: str | None
+    client: Literal["aiokafka", "confluent"]
+    group_protocol: Literal["classic", "consumer"]
+    assignor: Assignor | None
+    reassignment_delay: float
+    balance_interval: float
+    assign: Mapping[str, Iterable[int]] | str | None
+    client_options: Mapping[str, Any]
+    session_timeout: float
+    heartbeat_interval: float
+    rebalance_timeout: float
+    commit_timeout: float
+    drain_timeout: float | None
+    start_timeout: float | None
+    missing_output_topics: Literal["warn", "fail"]
+    shutdown_timeout: float
+    processing_guarantee: Literal["at_least_once", "exactly_once"]
+    transaction_timeout: float
+    commit_interval: float | None
+    commit_records: int | None
+    auto_offset_reset: Literal["earliest", "latest", "error"] | None
+    isolation_level: Literal["read_committed", "read_uncommitted"]
+    metadata_max_age: float
+    fetch_max_wait: float
+    max_buffered_records: int
+    max_buffered_bytes: int
+    tune_gc: bool
+    processes: int | None
+    stuck_after: float
+    show_keys: bool
+    show_payloads: bool
+    journal: str | os.PathLike[str] | None
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+    ssl_cafile: str | None
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
+    ssl_password: SecretStr | str | None
+    ssl_check_hostname: bool
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER"] | None
+    sasl_username: str | None
+    sasl_password: SecretStr | str | None
 
 
 class Settings(BaseSettings):
     """The settings of an app: checked, frozen and complete.
+
+    Timeouts that you do not set adapt to those that you set: only what you set can be refused.
 
     `Settings()` reads the environment; `Settings(_env_file=".env")` a file too, and
     `Settings(_secrets_dir="/run/secrets")` one file per setting, named like its variable in lower case. In all of them
@@ -244,7 +338,9 @@ class Settings(BaseSettings):
         >>> settings = Settings(bootstrap_servers="localhost:9092", commit_interval=0.5)
         >>> settings.drain_timeout
         20.0
-        >>> Settings(heartbeat_interval=20)
+        >>> Settings(rebalance_timeout=18).drain_timeout
+        9.0
+        >>> Settings(session_timeout=45, heartbeat_interval=20)
         Traceback (most recent call last):
         aioshard.errors.SettingsError: session_timeout=45 s is less than 3 times heartbeat_interval=20 s: ...
     """
@@ -274,9 +370,10 @@ class Settings(BaseSettings):
     group_protocol: Literal["classic", "consumer"] = "classic"
     """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0 and
     `client="confluent"`."""
-    assignor: Literal["range", "roundrobin", "sticky", "fair", "lag", "cooperative-fair", "cooperative-lag"] = "sticky"
+    assignor: Assignor = "cooperative-fair"
     """Assigns partitions to members; all members of a group need the same. With a cooperative assignor, a rebalance
-    stops only the partitions that move. `client="confluent"` supports only `sticky`, its own `cooperative-sticky`."""
+    stops only the partitions that move; with any other, it stops all. `client="confluent"` supports only `sticky`, its
+    own `cooperative-sticky`. None: the default of the client."""
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
     """How long the partitions of a member that left or died wait, unread, for its replacement. 0 assigns them to other
     members immediately. For the assignors of aiokafka except `range`, `roundrobin` and `fair`."""
@@ -286,40 +383,46 @@ class Settings(BaseSettings):
     assign: Assign = None
     """Manual assignment, such as `{"orders": [0, 1, 2]}`, or as text `orders:0-2,payments:1`: the app does not join the
     group, still uses its commits, and never loses a partition. None: the group assigns partitions."""
-    client_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_read_json)] = Field(default_factory=dict)
+    client_options: Annotated[
+        dict[str, Any], NoDecode, BeforeValidator(_read_json), AfterValidator(_read_client_options)
+    ] = Field(default_factory=dict)
     """Options that are passed to the client unchanged, under the client's own names and units. In the environment: one
-    JSON object."""
+    JSON object. Values of options that may be secret are masked in all output."""
 
     # Membership -----------------------------------------------------------------------
 
-    session_timeout: Seconds = 45.0
+    session_timeout: Seconds = DEFAULTS["session_timeout"]
     """A member without a heartbeat for this long loses its partitions; at least 3 times `heartbeat_interval`."""
-    heartbeat_interval: Seconds = 3.0
+    heartbeat_interval: Seconds = DEFAULTS["heartbeat_interval"]
     """Time between heartbeats, and so the delay until a member learns of a rebalance."""
-    rebalance_timeout: Seconds = 60.0
+    rebalance_timeout: Seconds = DEFAULTS["rebalance_timeout"]
     """How long the group waits for a member to release its partitions."""
-    commit_timeout: Seconds = 5.0
+    commit_timeout: Seconds = DEFAULTS["commit_timeout"]
     """Timeout of one commit request."""
-    drain_timeout: Seconds = Field(default=None, validate_default=True)
-    """How long running records may take to finish when partitions are revoked. `drain_timeout` + `commit_timeout` +
+    drain_timeout: Seconds = DEFAULTS["drain_timeout"]
+    """How long records in flight may take to finish when partitions are revoked. `drain_timeout` + `commit_timeout` +
     `heartbeat_interval` must be less than `rebalance_timeout`. None: 20 s, or less if that does not fit."""
 
     # Start, stop, commit --------------------------------------------------------------
 
     start_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), "seconds"] = 10.0
     """The start fails if no broker answers within this time, or if a topic does not exist. Once a broker has answered,
-    the start waits for an outage or a rebalance to end. None starts without brokers and keeps trying; the app is not
-    ready until it has joined the group."""
+    the start waits for an outage or a rebalance to end. None starts immediately, also without brokers, and keeps
+    trying; the app is not ready until it has joined the group."""
+    missing_output_topics: Literal["warn", "fail"] = "warn"
+    """Whether a start without a topic for results or dead letters, which the brokers do not create on demand, only
+    warns or fails after `start_timeout`. The warning is followed by a finding until the topic exists. With
+    `start_timeout=None` no start fails."""
     shutdown_timeout: Seconds = 25.0
     """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
     processing_guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
     """With `exactly_once`, the messages that a handler publishes for a record, its dead letter and the group's offsets
     become visible in one transaction. It covers Kafka to Kafka only, and needs `client="confluent"`."""
-    transaction_timeout: Seconds = 30.0
+    transaction_timeout: Seconds = DEFAULTS["transaction_timeout"]
     """After how long the brokers abort a transaction whose process has died; must exceed `drain_timeout` +
     `commit_timeout`. Until then, readers of its topics and the next owner of its partitions wait. Used with
     `exactly_once`."""
-    commit_interval: Seconds = Field(default=None, validate_default=True)
+    commit_interval: Seconds = 1.0
     """Longest time between commits while records complete. After a crash, records since the last commit run again.
     None: 1 s, or 0.1 s with `exactly_once`, where a commit makes messages visible."""
     commit_records: Annotated[int | None, Field(ge=1), "records"] = 2_000
@@ -385,20 +488,11 @@ class Settings(BaseSettings):
 
     # Validation -----------------------------------------------------------------------
 
-    @field_validator("drain_timeout", mode="before")
+    @field_validator("assignor", "drain_timeout", "commit_interval", mode="before")
     @classmethod
-    def _compute_drain_timeout(cls, value: object, info: ValidationInfo) -> object:
-        if value is not None:
-            return value
-        needed = ("rebalance_timeout", "commit_timeout", "heartbeat_interval")
-        rebalance, commit, heartbeat = (info.data.get(name, 0.0) for name in needed)  # a refused setting is missing
-        room = rebalance - commit - heartbeat
-        return min(20.0, 0.9 * room) if room > 0 else 20.0  # without room it is refused below
-
-    @field_validator("commit_interval", mode="before")
-    @classmethod
-    def _compute_commit_interval(cls, value: object, info: ValidationInfo) -> object:
-        return value if value is not None else 0.1 if info.data.get("processing_guarantee") == "exactly_once" else 1.0
+    def _read_none(cls, value: object, info: ValidationInfo) -> object:
+        """Read None, which stands for the default that `_adapt` computes."""
+        return cls.model_fields[str(info.field_name)].default if value is None else value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -410,11 +504,20 @@ class Settings(BaseSettings):
         except ValidationError as error:
             reasons = [_reason(detail) for detail in error.errors()]
         else:
+            if isinstance(values, Mapping):
+                settings.model_fields_set.difference_update(name for name in _COMPUTED if values.get(name, 0) is None)
+            _adapt(settings)
             reasons = list(_contradictions(settings))
         if settings is not None and not reasons:
             return settings
         heading = [f"{len(reasons)} settings were refused:"] if len(reasons) > 1 else []
         raise SettingsError("\n  - ".join([*heading, *reasons]))
+
+    @field_serializer("client_options")
+    def _mask_options(self, options: dict[str, Any], info: SerializationInfo) -> dict[str, Any]:
+        own = _ClientOptions(options)
+        # `model_dump()` keeps the values, as it does for a SecretStr, so that its result still makes the same settings.
+        return own.masked() if info.mode == "json" else own.wrapped()
 
     # Use ------------------------------------------------------------------------------
 
@@ -444,14 +547,53 @@ class Settings(BaseSettings):
 
     def asdict(self) -> dict[str, Any]:
         """Return every setting, ready for JSON; secrets are masked."""
-        return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
+        return self.model_dump(mode="json")
+
+
+# Timeouts -----------------------------------------------------------------------------
+
+
+def _session_limits_rebalance(settings: Settings) -> bool:
+    """Whether `rebalance_timeout` must be at least `session_timeout`: librdkafka refuses it otherwise."""
+    return settings.client == "confluent" and settings.group_protocol == "classic" and settings.assign is None
+
+
+def _timeouts(settings: Settings) -> Timeouts:
+    return Timeouts(
+        _given(settings, *DEFAULTS),
+        exactly_once=settings.processing_guarantee == "exactly_once",
+        exceeds_session=_session_limits_rebalance(settings),
+    )
+
+
+def _given(settings: Settings, *names: str) -> dict[str, float]:
+    """Return those of the timeouts that are set."""
+    return {name: getattr(settings, name) for name in names if name in settings.model_fields_set}
+
+
+def _adapt(settings: Settings) -> None:
+    """Replace defaults by values that fit the settings that are set."""
+    adapted: dict[str, object] = {**_timeouts(settings).fitting()}
+    if "assignor" not in settings.model_fields_set and settings.client == "confluent":
+        adapted["assignor"] = "sticky"
+    if "commit_interval" not in settings.model_fields_set and settings.processing_guarantee == "exactly_once":
+        adapted["commit_interval"] = 0.1
+    for name, value in adapted.items():
+        object.__setattr__(settings, name, value)  # nobody has the settings yet: later they are frozen
 
 
 # Refusals of single settings ----------------------------------------------------------
 
-_COMPUTED = {"drain_timeout": "20, or less", "commit_interval": "1, or 0.1 with exactly_once"}
-"""Defaults that depend on other settings."""
+_COMPUTED = {
+    "assignor": "'cooperative-fair', or 'sticky' with confluent",
+    "drain_timeout": "20, or less",
+    "commit_interval": "1, or 0.1 with exactly_once",
+}
+"""Defaults that depend on other settings; None stands for them too."""
 _SECRET = frozenset({"client_options", "sasl_password", "ssl_password"})
+_ADDRESSES = frozenset({"bootstrap_servers", "journal"})
+_CREDENTIALS = re.compile(r"[@=;?]")
+"""Characters of an address with credentials, such as `sasl://user:password@host` or a connection string."""
 
 
 def default_of(name: str) -> str:
@@ -459,7 +601,9 @@ def default_of(name: str) -> str:
     if name in _COMPUTED:
         return _COMPUTED[name]
     default = Settings.model_fields[name].get_default(call_default_factory=True)
-    return f"{default:g}" if isinstance(default, float) else repr(default)
+    if isinstance(default, float):
+        return f"{default:g}"
+    return repr(default)
 
 
 def unit_of(name: str) -> str | None:
@@ -472,12 +616,15 @@ def _reason(detail: ErrorDetails) -> str:
     name = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
         return _unknown(name)
-    value, variable = detail["input"], PREFIX + name.upper()
-    secret = name in _SECRET or (name == "bootstrap_servers" and "@" in str(value))
+    value = detail["input"]
+    variable = PREFIX + name.upper()
+    is_from_environment = isinstance(value, str) and os.environ.get(variable) == value
+    source = variable if is_from_environment else name
+    is_secret = name in _SECRET or (name in _ADDRESSES and _CREDENTIALS.search(str(value)) is not None)
+    given = "***" if is_secret else repr(value)
     reason = detail["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    source = variable if isinstance(value, str) and os.environ.get(variable) == value else name
     default = "" if default_of(name) == "None" else f" (default: {default_of(name)})"
-    return f"{source}={'***' if secret else repr(value)} is refused: {reason}{default}"
+    return f"{source}={given} is refused: {reason}{default}"
 
 
 def _unknown(name: str) -> str:
@@ -500,10 +647,16 @@ def _close_match(word: str, words: Collection[str]) -> str | None:
 
 def _contradictions(settings: Settings) -> Iterator[str]:
     """Iterate over the reasons why valid settings do not fit together."""
-    group = (_check_group, _check_timeouts) if settings.assign is None else (_check_manual_assignment,)
-    guarantee = (_check_exactly_once,) if settings.processing_guarantee == "exactly_once" else ()
-    for check in (*group, *guarantee, _check_client_options, _check_tls, _check_sasl):
-        yield from check(settings)
+    if settings.assign is None:
+        yield from _check_group(settings)
+        yield from _check_timeouts(settings)
+    else:
+        yield from _check_manual_assignment(settings)
+    if settings.processing_guarantee == "exactly_once":
+        yield from _check_exactly_once(settings)
+    yield from _check_client_options(settings)
+    yield from _check_tls(settings)
+    yield from _check_sasl(settings)
 
 
 def _check_manual_assignment(settings: Settings) -> Iterator[str]:
@@ -511,11 +664,10 @@ def _check_manual_assignment(settings: Settings) -> Iterator[str]:
     unset = {
         "group_instance_id": None,
         "group_protocol": "classic",
-        "assignor": "sticky",
         "reassignment_delay": 0.0,
         "balance_interval": 0.0,
     }
-    names = settings.model_fields_set & {"session_timeout", "heartbeat_interval", "rebalance_timeout"}
+    names = settings.model_fields_set & {"assignor", "session_timeout", "heartbeat_interval", "rebalance_timeout"}
     names |= {name for name, default in unset.items() if getattr(settings, name) != default}
     for name in sorted(names):
         yield (
@@ -526,43 +678,48 @@ def _check_manual_assignment(settings: Settings) -> Iterator[str]:
 
 def _check_group(settings: Settings) -> Iterator[str]:
     """Refuse combinations of client, group protocol and assignor that do not exist."""
-    confluent, given = settings.client == "confluent", settings.model_fields_set
-    classic, assignor = settings.group_protocol == "classic", settings.assignor
-    if not classic and not confluent:
+    if settings.group_protocol == "consumer":
+        yield from _check_consumer_protocol(settings)
+    yield from _check_assignor(settings)
+    instance = settings.group_instance_id
+    if instance is not None and not TOPIC_NAME.fullmatch(instance):
+        yield f"group_instance_id={instance!r} is refused: Kafka allows letters, digits, '.', '_' and '-' only"
+
+
+def _check_consumer_protocol(settings: Settings) -> Iterator[str]:
+    """Refuse settings that are the broker's under KIP-848."""
+    given = settings.model_fields_set
+    if settings.client != "confluent":
         yield "group_protocol='consumer' needs client='confluent': aiokafka has only the classic protocol"
-    if not classic:
-        for name in sorted(given & {"session_timeout", "heartbeat_interval"}):
-            yield (
-                f"{name}={getattr(settings, name):g} s has no effect under group_protocol='consumer', where it belongs "
-                f"to the broker (group.consumer.{name.replace('_', '.')}.ms of the broker or the group): remove it"
-            )
-        if "assignor" in given:
-            yield (
-                f"assignor={assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
-                "partitions: use client_options={'group.remote.assignor': …}"
-            )
+    for name in sorted(given & {"session_timeout", "heartbeat_interval"}):
+        yield (
+            f"{name}={getattr(settings, name):g} s has no effect under group_protocol='consumer', where it belongs "
+            f"to the broker (group.consumer.{name.replace('_', '.')}.ms of the broker or the group): remove it"
+        )
+    if "assignor" in given:
+        yield (
+            f"assignor={settings.assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
+            "partitions: use client_options={'group.remote.assignor': …}"
+        )
+
+
+def _check_assignor(settings: Settings) -> Iterator[str]:
+    """Refuse assignors that the client does not have, and settings that need another assignor."""
+    assignor = settings.assignor
+    confluent = settings.client == "confluent"
     if settings.reassignment_delay and (confluent or assignor in {"range", "roundrobin", "fair"}):
         yield (
             f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky', 'lag' "
-            "and the cooperative assignors of client='aiokafka' know the previous owners; set assignor='sticky', or "
-            "remove it"
+            "and the cooperative assignors of client='aiokafka' know the previous owners; set "
+            "assignor='cooperative-fair', or remove it"
         )
     if settings.balance_interval and not assignor.endswith("lag"):
         yield (
             f"balance_interval={settings.balance_interval:g} s has no effect here: only 'lag' and 'cooperative-lag' "
-            "balance backlogs; set assignor='lag', or remove it"
+            "balance backlogs; set assignor='cooperative-lag', or remove it"
         )
-    if confluent and classic and assignor != "sticky":
+    if confluent and settings.group_protocol == "classic" and assignor != "sticky":
         yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"
-    session, rebalance = settings.session_timeout, settings.rebalance_timeout
-    if confluent and classic and rebalance < session:
-        yield (
-            f"rebalance_timeout={rebalance:g} s is less than session_timeout={session:g} s, which client='confluent' "
-            f"refuses: raise rebalance_timeout to {session:g} s or lower session_timeout"
-        )
-    instance = settings.group_instance_id
-    if instance is not None and not TOPIC_NAME.fullmatch(instance):
-        yield f"group_instance_id={instance!r} is refused: Kafka allows letters, digits, '.', '_' and '-' only"
 
 
 def _check_exactly_once(settings: Settings) -> Iterator[str]:
@@ -575,44 +732,88 @@ def _check_exactly_once(settings: Settings) -> Iterator[str]:
         )
     if settings.assign is not None:
         yield f"{setting} needs a consumer group, which fences the transactions of stale members: remove assign"
-    drain, commit, timeout = settings.drain_timeout, settings.commit_timeout, settings.transaction_timeout
-    needed = drain + 2 * commit + settings.heartbeat_interval
-    if settings.rebalance_timeout <= needed:
+    timeout = settings.transaction_timeout
+    parts = _given(settings, "drain_timeout", "commit_timeout")
+    if timeout <= settings.drain_timeout + settings.commit_timeout:
+        together = " together" if len(parts) > 1 else ""
         yield (
-            f"rebalance_timeout={settings.rebalance_timeout:g} s is too short with {setting}: draining, the last "
-            f"transaction and waiting for one that is undecided may take {needed:g} s; raise it, or lower drain_timeout"
-        )
-    if timeout <= drain + commit:
-        yield (
-            f"transaction_timeout={timeout:g} s is not longer than drain_timeout={drain:g} s and commit_timeout="
-            f"{commit:g} s together: the brokers could abort the last transaction of a rebalance; raise it above "
-            f"{drain + commit:g} s"
+            f"transaction_timeout={timeout:g} s is not longer than {_listed(parts)}{together}: the brokers could abort "
+            f"the last transaction of a rebalance; raise it above {sum(parts.values()):g} s"
         )
 
 
 def _check_timeouts(settings: Settings) -> Iterator[str]:
-    session, heartbeat = settings.session_timeout, settings.heartbeat_interval
-    drain, rebalance, commit = settings.drain_timeout, settings.rebalance_timeout, settings.commit_timeout
-    if session < 3 * heartbeat:
+    """Refuse timeouts that contradict each other. Those that are not set fit, so they are not named."""
+    yield from _check_session(settings)
+    yield from _check_drain(settings)
+
+
+def _check_session(settings: Settings) -> Iterator[str]:
+    session = settings.session_timeout
+    heartbeat = settings.heartbeat_interval
+    rebalance = settings.rebalance_timeout
+    if session < 3 * heartbeat and not math.isclose(session, 3 * heartbeat):  # 3 * 0.1 is more than 0.3
         yield (
             f"session_timeout={session:g} s is less than 3 times heartbeat_interval={heartbeat:g} s: one late "
             f"heartbeat would cost the app its partitions; raise session_timeout to {3 * heartbeat:g} s or lower "
             f"heartbeat_interval to {session / 3:.3g} s"
         )
-    room = rebalance - commit - heartbeat
-    if room <= 0:
+    given = _given(settings, "session_timeout", "heartbeat_interval")
+    least = given.get("session_timeout", 3 * given.get("heartbeat_interval", 0.0))
+    if rebalance < least and _session_limits_rebalance(settings):
+        if "session_timeout" in given:
+            name = "session_timeout"
+            limit = f"session_timeout={session:g} s"
+        else:
+            name = "heartbeat_interval"
+            limit = f"3 times heartbeat_interval={heartbeat:g} s"
         yield (
-            f"rebalance_timeout={rebalance:g} s leaves no time to drain: commit_timeout={commit:g} s and "
-            f"heartbeat_interval={heartbeat:g} s take {commit + heartbeat:g} s of it; raise rebalance_timeout "
-            f"well above {commit + heartbeat:g} s or lower the other two"
+            f"rebalance_timeout={rebalance:g} s is less than {limit}, which client='confluent' refuses: raise "
+            f"rebalance_timeout to {least:g} s or lower {name}"
         )
-    elif drain >= room:
+
+
+def _check_drain(settings: Settings) -> Iterator[str]:
+    """Refuse a drain that, with the last commits and a heartbeat, outlasts a rebalance."""
+    drain = settings.drain_timeout
+    heartbeat = settings.heartbeat_interval
+    rebalance = settings.rebalance_timeout
+    commits = _timeouts(settings).commits
+    parts = _given(settings, "commit_timeout", "heartbeat_interval")
+    least = least_beside_drain(rebalance)
+    left = rebalance - drain
+    are_set = parts.keys() >= {"commit_timeout", "heartbeat_interval"}
+    if "drain_timeout" in settings.model_fields_set and not are_set and 0 < left < least:
         yield (
-            f"drain_timeout={drain:g} s does not fit: with commit_timeout={commit:g} s and heartbeat_interval="
-            f"{heartbeat:g} s it is not less than rebalance_timeout={rebalance:g} s, and the group would remove the "
-            f"app during the drain; lower it below {room:g} s or raise rebalance_timeout above "
-            f"{drain + commit + heartbeat:g} s"
+            f"drain_timeout={drain:g} s leaves {left:g} s of rebalance_timeout={rebalance:g} s for the last commit and "
+            f"a heartbeat, which need at least {least:g} s: lower it to {rebalance - least:g} s or less, or raise "
+            "rebalance_timeout"
         )
+        return
+    if drain + commits * settings.commit_timeout + heartbeat < rebalance:
+        return
+    taken = parts.get("heartbeat_interval", 0.0) + commits * parts.get("commit_timeout", 0.0)
+    others = _listed(parts)
+    if commits > 1 and "commit_timeout" in parts:
+        others = f"{commits} times {others}"
+    if "drain_timeout" not in settings.model_fields_set:
+        yield (
+            f"rebalance_timeout={rebalance:g} s leaves no time to drain: {taken:g} s of it are for {others}; raise "
+            f"rebalance_timeout well above {taken:g} s or lower {' and '.join(parts)}"
+        )
+        return
+    room = rebalance - taken
+    advice = f"lower it below {room:g} s or " if room > 0 else ""
+    with_others = f"with {others} " if parts else ""
+    yield (
+        f"drain_timeout={drain:g} s does not fit: {with_others}it is not less than "
+        f"rebalance_timeout={rebalance:g} s, and the group would remove the app during the drain; {advice}raise "
+        f"rebalance_timeout above {drain + taken:g} s"
+    )
+
+
+def _listed(timeouts: Mapping[str, float]) -> str:
+    return " and ".join(f"{name}={value:g} s" for name, value in timeouts.items())
 
 
 def _check_client_options(settings: Settings) -> Iterator[str]:
@@ -630,8 +831,9 @@ def _check_client_options(settings: Settings) -> Iterator[str]:
 
 
 def _check_tls(settings: Settings) -> Iterator[str]:
-    files = {name: getattr(settings, name) for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile")}
-    given = [name for name, path in files.items() if path is not None]
+    paths = [(name, getattr(settings, name)) for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile")]
+    files = {name: path for name, path in paths if path is not None}
+    given = list(files)
     if "ssl_context" in settings.client_options:
         if given:
             yield f"client_options['ssl_context'] replaces {', '.join(given)}: use one or the other"
@@ -642,15 +844,17 @@ def _check_tls(settings: Settings) -> Iterator[str]:
             f"or 'SASL_SSL', or remove {given[0]}"
         )
     for name, path in files.items():
-        if path is not None and not Path(path).is_file():
+        if not Path(path).is_file():
             yield f"{name}={path!r} does not exist or is not a file: correct the path or mount the file"
-    for name in ("ssl_keyfile", "ssl_password"):
-        if getattr(settings, name) is not None and settings.ssl_certfile is None:
-            yield f"{name} is set without ssl_certfile: set ssl_certfile too, or remove {name}"
+    if settings.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_password"):
+            if getattr(settings, name) is not None:
+                yield f"{name} is set without ssl_certfile: set ssl_certfile too, or remove {name}"
 
 
 def _check_sasl(settings: Settings) -> Iterator[str]:
-    protocol, mechanism = settings.security_protocol, settings.sasl_mechanism
+    protocol = settings.security_protocol
+    mechanism = settings.sasl_mechanism
     options = ("sasl_mechanism", "sasl_username", "sasl_password")
     given = [name for name in options if getattr(settings, name) is not None]
     if protocol not in {"SASL_PLAINTEXT", "SASL_SSL"}:
@@ -687,13 +891,19 @@ def timeout_warnings(settings: Settings, timeouts: Iterable[tuple[str, float | N
         settings: The settings in effect.
         timeouts: Name and `timeout` (seconds) of each handler.
     """
-    return [
-        f"handler {name!r} may run for timeout={timeout:g} s but {limit}={getattr(settings, limit):g} s: {event} "
-        "cancels runs that take longer, and their records run again"
-        for name, timeout in timeouts
-        for limit, event in (("drain_timeout", "a rebalance"), ("shutdown_timeout", "stopping"))
-        if timeout is not None and timeout > getattr(settings, limit)
-    ]
+    limits = (
+        ("drain_timeout", settings.drain_timeout, "a rebalance"),
+        ("shutdown_timeout", settings.shutdown_timeout, "stopping"),
+    )
+    warnings = []
+    for name, timeout in timeouts:
+        for limit_name, limit, event in limits:
+            if timeout is not None and timeout > limit:
+                warnings.append(
+                    f"handler {name!r} may run for timeout={timeout:g} s but {limit_name}={limit:g} s: {event} "
+                    "cancels runs that take longer, and their records run again"
+                )
+    return warnings
 
 
 def misspelled_variables(environment: Mapping[str, str] | None = None) -> list[str]:

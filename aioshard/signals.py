@@ -64,14 +64,13 @@ class Signals:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
-        # Neither logging nor print: the signal may have interrupted one of them.
         if self._signalled:
-            os.write(2, f"{name} again: exiting now; unfinished records are not committed\n".encode())
+            _announce(f"{name} again: exiting now; unfinished records are not committed")
             self.before_exit()
             exit_now(INTERRUPTED)
         self._signalled = True
         if self.received is None:
-            os.write(2, f"{name}: {self._announcement}; a second signal ends it immediately\n".encode())
+            _announce(f"{name}: {self._announcement}; a second signal ends it immediately")
             self._request(name)
 
     def _request(self, received: str) -> None:
@@ -80,6 +79,12 @@ class Signals:
             exit_now(0)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has already ended
             self._action()
+
+
+def _announce(sentence: str) -> None:
+    """Write to standard error; neither with logging nor with print, which the signal may have interrupted."""
+    with contextlib.suppress(OSError):  # its reader has ended: the shutdown matters more
+        os.write(2, f"{sentence}\n".encode())
 
 
 def exit_now(code: int) -> NoReturn:

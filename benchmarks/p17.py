@@ -30,7 +30,7 @@ SMALLER = 32
 STEP_TIMEOUT = 300.0
 LOOK_INTERVAL = 0.2
 
-Place = tuple[str, int, int]
+RecordId = tuple[str, int, int]
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Tail:
     spec: TailSpec
     directory: Path
     members: list[asyncio.subprocess.Process] = field(default_factory=list)
-    first: dict[Place, int] = field(default_factory=dict)
+    first: dict[RecordId, int] = field(default_factory=dict)
     """By topic, partition and offset, in nanoseconds of the machine's monotonic clock."""
     _read: dict[Path, int] = field(default_factory=dict)
 
@@ -151,15 +151,15 @@ async def _group(tail: Tail) -> AsyncIterator[Tail]:
 
 async def _fill(stage: Stage, total: int) -> list[str]:
     """Create the topics; the partition of rank r has a share of 1 / r, and the ranks are spread over all topics."""
-    places = [(topic, number) for topic, count in TOPICS.items() for number in range(count)]
-    shares = [1 / (place * 7 % len(places) + 1) for place in range(len(places))]
+    partitions = [(topic, number) for topic, count in TOPICS.items() for number in range(count)]
+    shares = [1 / (number * 7 % len(partitions) + 1) for number in range(len(partitions))]
     names = {topic: await stage.begin(f"p17-{topic}", count, {}) for topic, count in TOPICS.items()}
     sizes = [int(total * share / sum(shares)) for share in shares]
     sizes[0] += total - sum(sizes)
-    for (topic, number), size in zip(places, sizes, strict=True):
+    for (topic, number), size in zip(partitions, sizes, strict=True):
         keys = itertools.islice(itertools.cycle(range(1_000)), size)
         messages = [(b"%s-%d-%d" % (topic.encode(), number, key), b"x" * 100) for key in keys]
         if messages:
             await stage.cluster.produce(names[topic], messages, number)
-    stage.say(f"filled {len(places)} partitions with {min(sizes):,} to {max(sizes):,} records")
+    stage.say(f"filled {len(partitions)} partitions with {min(sizes):,} to {max(sizes):,} records")
     return list(names.values())

@@ -47,11 +47,15 @@ async def run(stage: Stage) -> Report:
         seconds=SHORTER,
     )
     report.rows += [row | {"contestant": f"{row['contestant']}, 5 ms"} for row in rate_rows(shorter, ceiling=BARE)]
-    for what, measured, name in (("10 ms", runs, OURS), ("5 ms", shorter, OURS), ("5 ms, compiled", shorter, COMPILED)):
+    for what, measured, name, must, aim in (
+        ("10 ms", runs, OURS, 2.1, 1.8),
+        ("5 ms", shorter, OURS, 2.0, 1.7),
+        ("5 ms, compiled", shorter, COMPILED, 2.0, 1.7),
+    ):
         if name in measured:
             ratio = cpu_ratio(measured, name, BARE).median
             text = f"CPU per record, times bare coroutines, {what}"
-            report.verdicts.append(Verdict(text, ratio, must=2.0, aim=1.7, judged=not stage.quick))
+            report.verdicts.append(Verdict(text, ratio, must=must, aim=aim, judged=not stage.quick))
     for name, rounds in [*runs.items(), *shorter.items()]:
         report.blame(name, rounds)
     report.notes.append("32 partitions that are processed one record at a time do 3,200 records/s at most.")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
 """Environment variable with the spec of Spark tasks, as JSON."""
 
-Work = Literal["count", "check", "sleep", "hang", "journal", "told", "hash", "compute"]
+Work = Literal["count", "check", "sleep", "hang", "journal", "planned", "hash", "compute"]
 """The work of the handler: only count; mark each record; sleep and mark; never return; sleep and write the record and
 the time to a file; sleep as long as the record says, compute 500 × SHA-256, or compute *turns* of a loop. The last
 three also observe order and concurrency."""
@@ -38,7 +38,7 @@ class Spec:
     member: int = 0
     """Number of this member; a replacement takes the number of its predecessor."""
     keys: int = 0
-    """With `told`, `hash` and `compute`: number of keys, which are numbers of eight digits."""
+    """With `planned`, `hash` and `compute`: number of keys, which are numbers of eight digits."""
     turns: int = 0
     """With `compute`: iterations of the loop."""
     present: int = 0
@@ -97,9 +97,9 @@ class Measurement:
     late_growth: int = 0
     """Bytes by which memory grew in the last third of the watched time."""
     disordered: int = 0
-    """Records that started while another of their key ran, or after a later one; with `told`, `hash` and `compute`."""
+    """Records that started while another of their key ran, or after a later one; with `planned`, `hash`, `compute`."""
     peak_concurrency: int = 0
-    """Maximum number of concurrent runs; with `told`, `hash` and `compute`."""
+    """Maximum number of concurrent runs; with `planned`, `hash` and `compute`."""
     longest_pause: float = 0.0
     """Maximum seconds from one start of a handler to the next, for handlers that publish."""
     nearly_seconds: float = 0.0

@@ -19,8 +19,8 @@ from rich.console import Console
 from benchmarks.peers import PEERS, TRANSACTIONAL, ParallelConsumerUnavailableError, command, find_peers
 from benchmarks.spec import Measurement, Spec, Work
 from tests.support.cluster import BATCH_BYTES, KafkaCluster, Message
-from tests.support.compiled import CompilerUnavailableError, compiled_package, environment
 from tests.support.kafka import KafkaBroker
+from tests.tools.compiled import CompilerUnavailableError, compiled_package, environment
 
 PROJECT = Path(__file__).resolve().parents[1]
 RUN_TIMEOUT = 600.0

@@ -51,7 +51,7 @@ class Workload:
     concurrency: int
     plan: Callable[["Workload", int], Iterable[Planned]]
     """Returns that number of planned records, the same ones in every run."""
-    work: Work = "told"
+    work: Work = "planned"
     rounds: int = 1
     holes: bool = False
     """Whether it is written in transactions to a compacted topic, which leaves offsets without a record."""

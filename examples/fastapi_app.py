@@ -1,7 +1,7 @@
 """A consumer inside a FastAPI application: `uvicorn fastapi_app:api`.
 
-The server accepts requests once the group has assigned partitions. When it stops, the app finishes running records and
-commits them, for up to `shutdown_timeout` (25 s). Do not kill the server before that.
+The server accepts requests once the group has assigned partitions. When it stops, the app finishes the records in
+flight and commits them, for up to `shutdown_timeout` (25 s). Do not kill the server before that.
 """
 
 from fastapi import FastAPI

@@ -1,4 +1,4 @@
-"""Fixtures for every test: shared and private brokers, unique names."""
+"""Fixtures for every test: real servers and unique names; see `tests.support.brokers` for those with a Kafka."""
 
 import contextlib
 import gc
@@ -8,20 +8,25 @@ import signal
 import sys
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
-from tests.support.kafka import KafkaBroker
-from tests.support.kafka_libs import BrokerUnavailableError
+from aioshard.core.text import encodable
+from tests.support.brokers import alone, begin_run, end_run
+from tests.support.brokers import breakable_kafka as breakable_kafka  # noqa: PLC0414 - fixtures of all tests
+from tests.support.brokers import broken_kafka as broken_kafka  # noqa: PLC0414
+from tests.support.brokers import brokers as brokers  # noqa: PLC0414
+from tests.support.brokers import kafka as kafka  # noqa: PLC0414
+from tests.support.brokers import own_kafka as own_kafka  # noqa: PLC0414
+from tests.support.brokers import proxies as proxies  # noqa: PLC0414
+from tests.support.kafka_libs import chosen_kafka
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
-from tests.support.provision import in_ci
-from tests.support.shared_kafka import SharedKafka, alone, begin_run, end_run, shared_kafka, shared_three_brokers
+from tests.support.requirements import skip_or_fail
 from tests.support.spark import spark_session, start_java_quickly
-from tests.support.three_brokers import ThreeBrokers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,7 +40,7 @@ SERVERS = "Kafka broker", "PostgreSQL", "Spark"
 TOGETHER = "tests/spark", "tests/kafka/client"
 """Tests of such a folder run in one process of the run: what they share takes many seconds to start."""
 
-# An example takes as long as a busy machine lets it: how long says nothing of what is tested.
+# An example takes as long as a busy machine lets it: its duration does not matter.
 hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
@@ -47,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     start_java_quickly()
     if not hasattr(config, "workerinput"):
         begin_run()
+
+
+def pytest_report_header() -> str:
+    return f"Kafka broker: {chosen_kafka()}"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -77,7 +86,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if fixtures & {"kafka", "own_kafka", "brokers"}:
+        if fixtures & {"kafka", "breakable_kafka", "own_kafka", "brokers"}:
             item.add_marker(pytest.mark.kafka)
         if "brokers" in fixtures:
             item.add_marker(pytest.mark.cluster)
@@ -93,8 +102,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Lets one process of the run at a time have the cluster; its timeout starts after that."""
-    with alone("cluster") if item.get_closest_marker("cluster") else contextlib.nullcontext():
+    """Lets one process of the run at a time have the cluster, or the port of `proxies`; its timeout starts then."""
+    fixtures = getattr(item, "fixturenames", ())
+    with (
+        alone("cluster") if item.get_closest_marker("cluster") else contextlib.nullcontext(),
+        alone("proxies") if "proxies" in fixtures else contextlib.nullcontext(),
+    ):
         return (yield)
 
 
@@ -110,10 +123,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ResourceWarning)
             gc.collect()
-        leaks = [text for one in caught if not LEFT_BY_AIOKAFKA.match(text := str(one.message))]
+        leaks = [text for warning in caught if not LEFT_BY_AIOKAFKA.match(text := str(warning.message))]
         if leaks:
             pytest.fail("left open: " + "; ".join(leaks), pytrace=False)
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what UTF-8 cannot encode in captured output: a process of the run could not send it to the others."""
+    report = yield
+    report.sections = [(heading, encodable(text)) for heading, text in report.sections]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -126,47 +147,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def kafka() -> SharedKafka:
-    """The run's real broker, shared with every other test: use names of your own, leave it running."""
-    try:
-        return shared_kafka()
-    except BrokerUnavailableError as missing:
-        _skip_or_fail("Kafka broker", missing)
-
-
-@pytest.fixture
-async def own_kafka(tmp_path: Path) -> AsyncIterator[KafkaBroker]:
-    """A started broker that this test alone uses, and may stop, kill, freeze and restart."""
-    broker = KafkaBroker(tmp_path)
-    try:
-        await broker.start()
-    except BrokerUnavailableError as missing:
-        _skip_or_fail("Kafka broker", missing)
-    try:
-        yield broker
-    finally:
-        await broker.kill()
-
-
-@pytest.fixture
-async def brokers() -> AsyncIterator[ThreeBrokers]:
-    """The run's cluster of three, which this test alone uses as long as it lasts, and may harm as it likes."""
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            cluster = await stack.enter_async_context(shared_three_brokers())
-        except BrokerUnavailableError as missing:
-            _skip_or_fail("Kafka broker", missing)
-        yield cluster
-
-
-@pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
     """A real PostgreSQL server; each test that needs one makes its own databases in it."""
     try:
         with PostgresqlServer() as server:
             yield server
     except PostgresqlUnavailableError as missing:
-        _skip_or_fail("PostgreSQL", missing)
+        skip_or_fail("PostgreSQL", missing)
 
 
 @pytest.fixture
@@ -187,7 +174,7 @@ def spark_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spark(spark_modules: Path) -> Iterator["SparkSession"]:
     """The process's only Spark session, with two cores; leave it running."""
     if shutil.which("java") is None:
-        _skip_or_fail("Spark", "Java is missing")
+        skip_or_fail("Spark", "Java is missing")
     with spark_session(spark_modules) as session:
         yield session
 
@@ -207,9 +194,3 @@ def group(request: pytest.FixtureRequest) -> str:
 def _unique(request: pytest.FixtureRequest, kind: str) -> str:
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", request.node.name)[:80]
     return f"{readable}-{kind}-{uuid.uuid4().hex[:8]}"
-
-
-def _skip_or_fail(server: str, missing: Exception | str) -> NoReturn:
-    if in_ci():
-        pytest.fail(f"no {server}, which CI must have: {missing}", pytrace=False)
-    pytest.skip(f"no {server}: {missing}")

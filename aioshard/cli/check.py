@@ -14,7 +14,7 @@ from aioshard.cli.output import cut, print_result, table
 from aioshard.core.options import DeadLetter, OnFailure
 from aioshard.engine.handler import Handler
 from aioshard.errors import MissingExtraError
-from aioshard.router import name_of
+from aioshard.functions import name_of
 from aioshard.serde.payloads import shown
 from aioshard.settings import Settings, misspelled_variables, timeout_warnings, unit_of
 
@@ -36,7 +36,8 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
     app.check()
     if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
         raise MissingExtraError("the journal", "journal")
-    handlers, warnings = [_handler(handler) for handler in app.handlers], list(_warnings(app))
+    handlers = [_handler(handler) for handler in app.handlers]
+    warnings = list(_warnings(app))
     content = {
         "ok": True,
         "app": target,
@@ -60,7 +61,8 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
 
 
 def _warnings(app: App) -> Iterator[str]:
-    settings, handlers = app.settings, app.handlers
+    settings = app.settings
+    handlers = app.handlers
     if settings.bootstrap_servers is None:
         yield "bootstrap_servers is not set: give it to the app, in AIOSHARD_BOOTSTRAP_SERVERS or to `aioshard run`"
     if settings.auto_offset_reset is None:
@@ -112,11 +114,14 @@ def _payload(registration: Handler) -> str | None:
 def _failure(policy: OnFailure) -> str:
     if isinstance(policy, str):
         return policy
-    return f"{'dead letter' if isinstance(policy, DeadLetter) else 'park'}: {policy.topic}"
+    kind = "dead letter" if isinstance(policy, DeadLetter) else "park"
+    return f"{kind}: {policy.topic}"
 
 
 def _row(handler: dict[str, Any]) -> tuple[object, ...]:
-    topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
+    topics = list(handler["topics"])
+    if handler["pattern"] is not None:
+        topics.append(f"/{handler['pattern']}/")
     return (
         handler["name"],
         ", ".join(topics),

@@ -44,13 +44,15 @@ from aioshard.errors import (
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.aiokafka.side_topics import TopicReader
+from aioshard.kafka.memory.broker import InMemoryBroker
+from aioshard.kafka.memory.side_topics import InMemorySideTopics
+from aioshard.kafka.memory.transport import InMemoryTransport
 from aioshard.ports import Committed, Producer, record_size
 from aioshard.records import Record, TopicPartition, counted
 from aioshard.serde import side_records
 from aioshard.serde.side_records import Coordinates, DeadLetterRecord, Failure, read_dead_letter
 from aioshard.settings import Settings
 from aioshard.telemetry import logs
-from aioshard.testing import InMemoryBroker, InMemorySideTopics, InMemoryTransport
 
 Finished = Callable[["Letter", str | None], None]
 """Called for each dead letter: with None if it was replayed, otherwise with the reason why not."""
@@ -154,7 +156,8 @@ class DeadLetters:
         Raises:
             AuthorizationError: This user may not read with the group of the progress.
         """
-        topic, ranges = self._reader.topic, self._reader.ranges
+        topic = self._reader.topic
+        ranges = self._reader.ranges
         commits = await self._administration.group_commits(
             progress_group(topic), [TopicPartition(topic, number) for number in ranges]
         )
@@ -189,7 +192,8 @@ class DeadLetters:
         """
         if not done:
             return
-        topic, partitions = self._reader.topic, {letter.at.partition for letter in done}
+        topic = self._reader.topic
+        partitions = {letter.at.partition for letter in done}
         for letter in done:
             self._replayed[letter.at.partition].finish(letter.at.offset)
         offsets = {TopicPartition(topic, number): self._replayed[number].commit() for number in partitions}
@@ -251,7 +255,8 @@ def _lines_of(topic: str, newest: Sequence[Letter], summary: dict[str, Any], oth
         yield f"  failed: {first} to {last}"
     for name in ("errors", "handlers", "topics"):
         if counts := summary[name]:
-            yield f"  {name}: {', '.join(f'{as_text(value)} {count}' for value, count in counts.most_common())}"
+            listed = [f"{as_text(value)} {count}" for value, count in counts.most_common()]
+            yield f"  {name}: {', '.join(listed)}"
     if newest:
         yield from ["", *table(_HEADINGS, map(_cells, newest))]
         if len(newest) < summary["selected"]:
@@ -262,7 +267,9 @@ async def _show(
     settings: Settings, topic: str, selection: options.Selection, limit: int | None
 ) -> tuple[list[Letter], dict[str, Any], int]:
     """Return the newest dead letters, figures about all selected ones, and the number of other records."""
-    errors, handlers, topics = Counter[str](), Counter[str](), Counter[str]()
+    errors = Counter[str]()
+    handlers = Counter[str]()
+    topics = Counter[str]()
     newest: list[tuple[float, int, Letter]] = []
     failed_at: list[float] = []
     replayed = 0
@@ -301,7 +308,8 @@ _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "e
 
 
 def _cells(letter: Letter) -> tuple[object, ...]:
-    original, failure = letter.original, letter.failure
+    original = letter.original
+    failure = letter.failure
     return (
         moment_as_text(failure.failed_at),
         f"{letter.at.partition}/{letter.at.offset}",
@@ -437,7 +445,8 @@ class ThroughHandlers:
 
     async def _run(self, records: Sequence[Record], completed: Completed) -> Sequence[Delivery]:
         """Run the handlers on records, and return those that failed; the later ones of their keys do not run."""
-        app, broker = self._app, InMemoryBroker(partitions=max(record.partition for record in records) + 1)
+        app = self._app
+        broker = InMemoryBroker(partitions=max(record.partition for record in records) + 1)
         broker.restore(records)
         async with app.started(
             functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed"),
@@ -577,7 +586,8 @@ class _Replaying:
                 break
             if len(chunk) >= destination.most_records or size >= destination.most_bytes:
                 await self._process(dead_letters, destination, chunk)
-                chunk, size = [], 0
+                chunk = []
+                size = 0
         await self._process(dead_letters, destination, chunk)
 
     async def _process(
@@ -603,21 +613,17 @@ class _Replaying:
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
         if as_json:
-            print_json(
-                {
-                    "topic": self.topic,
-                    "done": self.done,
-                    "failed": [
-                        {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
-                        for letter, why in self.failed
-                    ],
-                    "error": None if error is None else str(error) or type(error).__name__,
-                }
-            )
+            failed = [
+                {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
+                for letter, why in self.failed
+            ]
+            reason = None if error is None else str(error) or type(error).__name__
+            print_json({"topic": self.topic, "done": self.done, "failed": failed, "error": reason})
         elif self.destination is not None:
             total = self.done.total()
             topics = ", ".join(f"{topic} {count}" for topic, count in self.done.most_common())
-            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self.destination.verb}"
+            auxiliary = "was" if total == 1 else "were"
+            result = f"{counted(total, 'dead letter')} {auxiliary} {self.destination.verb}"
             click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
         for letter, why in self.failed[:_SHOWN]:
             click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)

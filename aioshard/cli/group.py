@@ -3,7 +3,7 @@
 import asyncio
 import datetime as dt
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -51,11 +51,9 @@ class Position(NamedTuple):
     @property
     def metadata(self) -> CommitMetadata:
         """The metadata of the commit."""
-        return (
-            CommitMetadata()
-            if self.committed is None
-            else CommitMetadata.read(self.committed.metadata, self.committed.offset)
-        )
+        if self.committed is None:
+            return CommitMetadata()
+        return CommitMetadata.read(self.committed.metadata, self.committed.offset)
 
     @property
     def offset(self) -> int | None:
@@ -209,24 +207,33 @@ def _position_row(position: Position) -> tuple[object, ...]:
 
 def cause_of_group(group: Group) -> str | None:
     """Return why the whole group does not advance, judging by its state; None if it is stable."""
-    without_members = "the group has no members; the brokers cannot see consumers with manual assignment"
-    return _REBALANCING.get(group.state, None if group.members else without_members)
+    if group.state in _REBALANCING:
+        return _REBALANCING[group.state]
+    if not group.members:
+        return "the group has no members; the brokers cannot see consumers with manual assignment"
+    return None
 
 
 def cause_of(group: Group, position: Position) -> str | None:
     """Return why a partition has a lag; None if unknown, or without a lag."""
-    cause = cause_of_group(group) if position.lag else None
     if position.bounds is None:
-        cause = "the partition is gone"
-    elif position.offset is not None and position.offset < position.bounds.start:
-        cause = f"records from {position.offset} to {position.bounds.start - 1} were deleted before they were read"
-    elif cause is not None:
-        cause = cause.partition(":")[0].partition(";")[0]
-    elif position.lag and position.member is None:
-        cause = "no member owns it"
-    elif position.lag and position.finished:
-        cause = f"record {position.offset} is not finished, {position.finished} beyond it are: run aioshard explain"
-    return cause
+        return "the partition is gone"
+    if position.offset is not None and position.offset < position.bounds.start:
+        return f"records from {position.offset} to {position.bounds.start - 1} were deleted before they were read"
+    if not position.lag:
+        return None
+    return _cause_of_lag(group, position)
+
+
+def _cause_of_lag(group: Group, position: Position) -> str | None:
+    of_group = cause_of_group(group)
+    if of_group is not None:
+        return of_group.partition(":")[0].partition(";")[0]  # the heading has the rest of the sentence
+    if position.member is None:
+        return "no member owns it"
+    if position.finished:
+        return f"record {position.offset} is not finished, {position.finished} beyond it are: run aioshard explain"
+    return None
 
 
 @command.command()
@@ -248,13 +255,16 @@ def lag(group: str, *, topics: tuple[str, ...], over: float, bootstrap_servers: 
     which have a separate column. The cause is a guess from the brokers' view: they do not report heartbeats, so a
     dead member counts until its session expires.
     """
-    settings, before, began = settings_of(bootstrap_servers), {}, time.monotonic()
+    settings = settings_of(bootstrap_servers)
+    before: dict[TopicPartition, int] = {}
+    began = time.monotonic()
     if over:
         before = run(take_snapshot(settings, group, topics)).lags
         time.sleep(over)
     snapshot = run(take_snapshot(settings, group, topics))
     left = tail_of(snapshot.lags, before, time.monotonic() - began)
-    description, positions = snapshot.group, snapshot.positions
+    description = snapshot.group
+    positions = snapshot.positions
     cause = cause_of_group(description) if snapshot.lag else None
     content = {
         "group": group,
@@ -266,7 +276,8 @@ def lag(group: str, *, topics: tuple[str, ...], over: float, bootstrap_servers: 
         "cause": cause,
         "partitions": [{**position.as_object(), "cause": cause_of(description, position)} for position in positions],
     }
-    members, behind = counted(len(description.members), "member"), counted(snapshot.lag, "offset")
+    members = counted(len(description.members), "member")
+    behind = counted(snapshot.lag, "offset")
     lines = [_heading(group, snapshot, f" with {members}, and {behind} behind; ")]
     if cause is not None:
         lines.append(cause)
@@ -282,13 +293,16 @@ def lag(group: str, *, topics: tuple[str, ...], over: float, bootstrap_servers: 
 
 def _lag_row(group: Group, position: Position) -> tuple[object, ...]:
     owner = position.member
+    owner_name = None
+    if owner is not None:
+        owner_name = as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}")
     return (
         position.partition,
         position.offset,
         "gone" if position.bounds is None else position.bounds.stable,
         None if position.lag is None else f"{position.lag:,}",
         position.finished,
-        None if owner is None else as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
+        owner_name,
         cause_of(group, position),
     )
 
@@ -365,16 +379,15 @@ async def _reset(
         if not chosen:
             raise click.UsageError(f"group {group_id!r} has no commits: name the --topic to reset")
         targets = await _targets(brokers, to, sorted(chosen))
-        changes = [
-            (partition, None if (before := commits.get(partition)) is None else before.offset, offset)
-            for partition, offset in targets.items()
-            if commits.get(partition) != Committed(offset, "")
-        ]
+        changes: list[tuple[TopicPartition, int | None, int]] = []
+        for partition, offset in targets.items():
+            before = commits.get(partition)
+            if before != Committed(offset, ""):
+                changes.append((partition, None if before is None else before.offset, offset))
         if yes and changes:
+            new_commits = {partition: Committed(offset, "") for partition, _, offset in changes}
             try:
-                await brokers.commit_without_member(
-                    group_id, {partition: Committed(offset, "") for partition, _, offset in changes}
-                )
+                await brokers.commit_without_member(group_id, new_commits)
             except CommitRefusedError:
                 raise GroupBusyError(group_id, map(str, (await brokers.group(group_id)).members), 0.0) from None
         return changes
@@ -389,18 +402,21 @@ async def _targets(
         UsageError: A partition does not exist, or an offset is outside its log.
     """
     bounds = await _bounds(brokers, partitions)
-    by_time = (
-        await brokers.offsets_at(tuple(bounds), max(to.timestamp(), 0.0), "read_committed")
-        if isinstance(to, dt.datetime)
-        else {}
-    )
+    by_time: Mapping[TopicPartition, int | None] = {}
+    if isinstance(to, dt.datetime):
+        by_time = await brokers.offsets_at(tuple(bounds), max(to.timestamp(), 0.0), "read_committed")
     targets: dict[TopicPartition, int] = {}
     for partition in partitions:
         if partition not in bounds:
             raise click.UsageError(f"{partition} does not exist: name the --topic and --partition to reset")
         log = bounds[partition]
-        chosen = to if isinstance(to, int) else log.start if to == "earliest" else by_time.get(partition)
-        offset = log.stable if chosen is None else chosen
+        if isinstance(to, int):
+            offset = to
+        elif to == "earliest":
+            offset = log.start
+        else:
+            found = by_time.get(partition)
+            offset = log.stable if found is None else found
         if not log.start <= offset <= log.stable:
             raise click.UsageError(
                 f"offset {offset} is outside {partition}: its log is from {log.start} to {log.stable}"

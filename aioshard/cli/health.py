@@ -25,6 +25,8 @@ timeout_option = click.option(
     show_default=True,
     help="Seconds to wait for each answer.",
 )
+_REFUSALS = (400, 401, 403, 404, 409, 415, 422, 504)
+"""Status of an action that is refused."""
 _DEFAULT_URL = "http://127.0.0.1:8080"
 
 
@@ -33,6 +35,12 @@ _DEFAULT_URL = "http://127.0.0.1:8080"
 
 class NoAnswerError(click.ClickException):
     """The health server did not answer, or another program answered."""
+
+    exit_code = UNHEALTHY
+
+
+class ActionRefusedError(click.ClickException):
+    """A process refused an action."""
 
     exit_code = UNHEALTHY
 
@@ -77,8 +85,38 @@ class HealthServer:
         Raises:
             NoAnswerError: The answer did not arrive in time, or has another status.
         """
+        return self._request(f"{self.base}/{path}", path, *expected)
+
+    def post(self, path: str, content: dict[str, Any], *, token: str) -> dict[str, Any]:
+        """Send JSON to `base/path`, and return the JSON of the answer.
+
+        Args:
+            path: Without a leading slash.
+            content: The body.
+            token: Allows the action.
+
+        Raises:
+            NoAnswerError: The answer did not arrive in time, or another program answered.
+            ActionRefusedError: The process refused it.
+        """
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(f"{self.base}/{path}", json.dumps(content).encode(), headers)  # noqa: S310 - http
+        status, text = self._request(request, path, *_REFUSALS)
         try:
-            with self._opener.open(f"{self.base}/{path}", timeout=self._timeout) as response:
+            answer = json.loads(text)
+        except ValueError:
+            answer = {}
+        if status == http.HTTPStatus.NOT_FOUND:
+            raise self._no_answer("takes no actions: start it with --web and a token, see `aioshard run --help`")
+        if not isinstance(answer, dict) or not answer.keys() & {"done", "error"}:
+            raise self._no_answer(f"answered /{path} without saying what it did")
+        if "error" in answer:
+            raise ActionRefusedError(f"{self.base} refused it: {answer['error']}")
+        return answer
+
+    def _request(self, request: str | urllib.request.Request, path: str, *expected: int) -> tuple[int, str]:
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
                 return response.status, response.read().decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             with error:
@@ -146,11 +184,13 @@ def health(urls: Sequence[str], *, live: bool, strict: bool, timeout: float, as_
         status, body = server.get_json("livez" if live else "readyz", UNAVAILABLE)
         passed = status != UNAVAILABLE
         healthy = passed and not (strict and body["findings"])
-        lines = [
-            f"{'' if passed else 'not '}{'alive' if live else 'ready'} (the app is {body['state']})",
-            *(f"  because {reason}" for reason in body.get("reasons", ())),
-            *(f"  look at: {finding}" for finding in body["findings"]),
-        ]
+        reasons = body.get("reasons", ())
+        others = [finding for finding in body["findings"] if not any(finding in reason for reason in reasons)]
+        quality = "alive" if live else "ready"
+        verdict = quality if passed else f"not {quality}"
+        lines = [f"{verdict} (the app is {body['state']})"]
+        lines += [f"  because {reason}" for reason in reasons]
+        lines += [f"  look at: {finding}" for finding in others]
         return {**body, "healthy": healthy}, "\n".join(lines), healthy
 
     return _ask_all(urls, timeout, ask, as_json=as_json)
@@ -182,16 +222,26 @@ def _ask_all(
     *,
     as_json: bool,
 ) -> int:
-    """Print the answer of each app as an object or as text; return 3 if one is not good or missing."""
+    """Print the answer of each app as an object or as text; return 3 if one is not good or missing.
+
+    With several apps, the URL of each is a line before its text.
+    """
     code = 0
-    for server in health_servers(urls, timeout):
+    servers = health_servers(urls, timeout)
+    for server in servers:
         error = None
         try:
             body, text, good = ask(server)
         except NoAnswerError as raised:
             raised.show()
-            body, text, good, error = {"healthy": False}, "", False, raised.message
-        print_result({"url": server.base, "error": error, **body}, [text] if error is None else [], as_json=as_json)
+            body = {"healthy": False}
+            text = ""
+            good = False
+            error = raised.message
+        lines = [] if error is not None else [text]
+        if lines and len(servers) > 1:
+            lines.insert(0, f"{server.base}:")
+        print_result({"url": server.base, "error": error, **body}, lines, as_json=as_json)
         if not good:
             code = UNHEALTHY
     return code

@@ -85,7 +85,9 @@ def _apps(module: ModuleType) -> str:
 def _location_of(error: Exception) -> str:
     """Return `file:line: ` of the user's code that called us with the refused values; empty if there is none."""
     users = [*itertools.takewhile(lambda frame: not _is_ours(frame), _user_frames(error))]
-    return f"{users[-1].filename}:{users[-1].lineno}: " if users else ""
+    if users:
+        return f"{users[-1].filename}:{users[-1].lineno}: "
+    return ""
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -1,5 +1,6 @@
 """The entry point of the command line: commands imported on use, errors as messages, exit codes."""
 
+import io
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -29,13 +30,15 @@ HEADINGS = {
         "health": "Check the health of running apps.",
     },
     "Operate": {
+        "topics": "Show the topics that an app needs, and create missing ones.",
         "group": "Inspect, reset and manage consumer groups.",
         "dlt": "Show and replay dead letters.",
+        "record": "Retry, skip or cancel one record of a process.",
         "park": "Show, release and drop parked records.",
     },
     "Backfill": {
         "spark": "Backfill with an app's handlers: plan, run, verify, hand over.",
-        "report": "Analyse the journal that App(journal=PATH) writes, on Spark.",
+        "report": "Analyse the journal that App(journal=PATH) writes.",
     },
 }
 """Summaries of the commands by heading."""
@@ -81,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Instead of the process's.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # messages of an app may have text that cannot be encoded
     try:
         result = cli.main(arguments, prog_name="aioshard", standalone_mode=False)
     except click.Abort:

@@ -85,10 +85,16 @@ def moment(*words: str, offset: bool = False) -> Callable[[str], Any]:
     return moment_or_file
 
 
-def _coordinates(text: str) -> Coordinates:
-    if (coordinates := Coordinates.parse(text)) is None:
+def coordinates(text: str) -> Coordinates:
+    """Read the coordinates of a record.
+
+    Raises:
+        BadParameter: They are not valid.
+    """
+    found = Coordinates.parse(text)
+    if found is None:
         raise click.BadParameter(f"{text!r} was found; expected TOPIC/PARTITION/OFFSET, such as orders/0/41")
-    return coordinates
+    return found
 
 
 class OrderedGroup(click.Group):
@@ -187,7 +193,7 @@ _FILTERS = (
     click.option(
         "--record",
         "records",
-        type=_coordinates,
+        type=coordinates,
         metavar="TOPIC/PARTITION/OFFSET",
         multiple=True,
         help="Position of the original record; repeatable.",

@@ -20,6 +20,7 @@ from aioshard.errors import (
     HaltedError,
     HandlerError,
     MissingExtraError,
+    MissingTopicError,
     NotDrainedError,
     NotVerifiedError,
     PlanError,
@@ -28,7 +29,7 @@ from aioshard.errors import (
 from aioshard.records import counted
 
 CRASHED: Final = 1
-REFUSED: Final = 2
+WRONG_USAGE: Final = 2
 UNHEALTHY: Final = 3
 NOT_DRAINED: Final = 4
 DATA_LOST: Final = 5
@@ -44,9 +45,9 @@ def exit_code(error: AioshardError) -> int:
     | --- | --- |
     | 0 | success |
     | 1 | crashed: no broker answers, or an unexpected error |
-    | 2 | wrong usage: invalid options, an unknown module or app, or a rejected setting, handler or plan |
-    | 3 | unhealthy: halted records, failed dead letters, an app that is not ready, or a failed verification |
-    | 4 | not drained in time, or the group is busy or has moved |
+    | 2 | wrong usage: invalid options, an unknown module or app, or a refused setting, handler or plan |
+    | 3 | unhealthy: halted records, failed dead letters, a failed verification; an app is not ready or lacks a topic |
+    | 4 | not drained: records in flight, finished or failed are uncommitted; or the group is busy or has moved |
     | 5 | data loss: records to be read are no longer in the log |
     | 130 | interrupted, or ended by a second signal |
     """
@@ -54,11 +55,12 @@ def exit_code(error: AioshardError) -> int:
 
 
 _EXIT_CODES = {
-    SettingsError: REFUSED,
-    HandlerError: REFUSED,
-    MissingExtraError: REFUSED,
-    PlanError: REFUSED,
+    SettingsError: WRONG_USAGE,
+    HandlerError: WRONG_USAGE,
+    MissingExtraError: WRONG_USAGE,
+    PlanError: WRONG_USAGE,
     HaltedError: UNHEALTHY,
+    MissingTopicError: UNHEALTHY,
     NotVerifiedError: UNHEALTHY,
     NotDrainedError: NOT_DRAINED,
     GroupBusyError: NOT_DRAINED,
@@ -134,7 +136,9 @@ def moment_as_text(seconds: float) -> str:
 
 def cut(text: str, longest: int = _LONGEST) -> str:
     """Return at most *longest* characters of *text*."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 1]}…"
 
 
 def part_as_text(number: int, total: int, noun: str) -> str:
@@ -144,7 +148,9 @@ def part_as_text(number: int, total: int, noun: str) -> str:
         >>> part_as_text(2, 2, "record"), part_as_text(1, 3, "record")
         ('2 records', '1 of 3 records')
     """
-    return counted(number, noun) if number == total else f"{number:,} of {counted(total, noun)}"
+    if number == total:
+        return counted(number, noun)
+    return f"{number:,} of {counted(total, noun)}"
 
 
 # Progress -----------------------------------------------------------------------------
@@ -169,7 +175,10 @@ async def progress(label: str, done: Callable[[], int], *, total: int | None = N
 
     def show() -> None:
         count = done()
-        of = "" if total is None else f" of {total:,} ({100 * count // max(total, 1)} %)"
+        of = ""
+        if total is not None:
+            percent = 100 * count // max(total, 1)
+            of = f" of {total:,} ({percent} %)"
         noun = "record" if count == 1 and total in {None, 1} else "records"
         rate = f"{count / max(time.perf_counter() - began, 0.001):,.0f} records/s"
         click.echo(f"{label}: {count:,}{of} {noun}, {rate}", err=True)

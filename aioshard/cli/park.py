@@ -25,9 +25,9 @@ from aioshard.records import counted
 from aioshard.serde.side_records import (
     Coordinates,
     ParkedRecord,
-    Place,
     ReleaseRequest,
     Removed,
+    StorageKey,
     read_parked,
     release,
     tombstone,
@@ -42,7 +42,7 @@ one failed, and the others wait behind it."""
 class ParkedTopic(NamedTuple):
     """The content of a side topic."""
 
-    records: dict[Coordinates, dict[Place, ParkedRecord]]
+    records: dict[Coordinates, dict[StorageKey, ParkedRecord]]
     """By the keys under which they are stored: several if a stale member parked a record too."""
     requests: set[Coordinates]
     """Unanswered requests to release a key."""
@@ -77,7 +77,7 @@ async def _read(settings: Settings, topic: str, selection: options.Selection) ->
     Raises:
         TransportError: It cannot be read.
     """
-    parked: dict[Coordinates, dict[Place, ParkedRecord]] = {}
+    parked: dict[Coordinates, dict[StorageKey, ParkedRecord]] = {}
     requests: set[Coordinates] = set()
     read = 0
     async with (
@@ -90,9 +90,9 @@ async def _read(settings: Settings, topic: str, selection: options.Selection) ->
                 match read_parked(record):
                     case ParkedRecord() as parked_record:
                         slim = parked_record._replace(original=parked_record.original._replace(value=None, headers=()))
-                        parked.setdefault(parked_record.coordinates, {})[parked_record.place] = slim
-                    case Removed(place):
-                        parked.get(place.coordinates, {}).pop(place, None)
+                        parked.setdefault(parked_record.coordinates, {})[parked_record.storage_key] = slim
+                    case Removed(storage_key):
+                        parked.get(storage_key.coordinates, {}).pop(storage_key, None)
                     case ReleaseRequest(coordinates, answered=True):
                         requests.discard(coordinates)
                     case ReleaseRequest(coordinates):
@@ -144,7 +144,7 @@ def show(
     print_result(content, lines, as_json=as_json)
 
 
-_HEADINGS = ("key", "first record", "records", "failed", "next retry", "replays", "handler", "error")
+_HEADINGS = ("key", "first record", "records", "failed", "next retry", "retries", "handler", "error")
 
 
 def _cells(parked: ParkedTopic, key: Key) -> tuple[object, ...]:
@@ -156,7 +156,7 @@ def _cells(parked: ParkedTopic, key: Key) -> tuple[object, ...]:
         len(key),
         moment_as_text(first.failure.failed_at),
         "release requested" if parked.is_requested(key) else due,
-        first.replays,
+        first.retries,
         as_text(first.failure.handler),
         cut(as_text(f"{first.failure.error}: {first.failure.message}")),
     )
@@ -170,7 +170,7 @@ def _object(parked: ParkedTopic, key: Key) -> dict[str, Any]:
         "partition": first.coordinates.partition,
         "offsets": [record.coordinates.offset for record in key],
         "due": None if first.due >= NEVER else first.due,
-        "replays": first.replays,
+        "retries": first.retries,
         "release_requested": parked.is_requested(key),
         **first.failure._asdict(),
     }
@@ -263,8 +263,9 @@ def drop(
         parked = await _read(settings, topic, selection)
         records = [record for record in parked.latest() if selection.takes(record.original, record.failure)]
         if yes:
-            places = [place for record in records for place in sorted(parked.records[record.coordinates])]
-            await publish(settings, [tombstone(topic, place) for place in places], f"writing to {topic}")
+            stored = [parked.records[record.coordinates] for record in records]
+            tombstones = [tombstone(topic, storage_key) for copies in stored for storage_key in sorted(copies)]
+            await publish(settings, tombstones, f"writing to {topic}")
         return [str(record.coordinates) for record in records]
 
     records = run(work())

@@ -69,11 +69,17 @@ class JsonLines:
             if not isinstance(row, dict):
                 raise BadLineError(f"line {self.line} of {self.name} is not a JSON object")
             key = None if self.key_field is None else row.get(self.key_field)
-            return None if key is None else (key if isinstance(key, str) else json.dumps(key)).encode()
-        except (ValueError, RecursionError) as error:
-            raise BadLineError(
-                f"line {self.line} of {self.name} is not JSON ({error}): expected one JSON object per line"
-            ) from None
+            if key is None:
+                return None
+            text = key if isinstance(key, str) else json.dumps(key)
+            return text.encode()
+        except ValueError as error:
+            raise self._not_json(str(error)) from None
+        except RecursionError:
+            raise self._not_json("it is nested too deeply") from None
+
+    def _not_json(self, why: str) -> BadLineError:
+        return BadLineError(f"line {self.line} of {self.name} is not JSON ({why}): expected one JSON object per line")
 
 
 @click.command()
@@ -91,14 +97,16 @@ def command(file: str, topic: str, *, key_field: str | None, bootstrap_servers: 
     """
     lines = JsonLines("standard input" if file == "-" else file, topic, key_field)
     publisher = Publisher(settings_of(bootstrap_servers))
-    began, cause = time.perf_counter(), None
+    began = time.perf_counter()
+    cause = None
     try:
         run(_publish(file, lines, publisher))
     except (AioshardError, KeyboardInterrupt) as error:
         cause = str(error) or type(error).__name__
         raise
     finally:
-        seconds, records = time.perf_counter() - began, publisher.acknowledged
+        seconds = time.perf_counter() - began
+        records = publisher.acknowledged
         result = {
             "topic": topic,
             "records": records,
@@ -120,7 +128,8 @@ def command(file: str, topic: str, *, key_field: str | None, bootstrap_servers: 
 
 async def _publish(file: str, lines: JsonLines, publisher: Publisher) -> None:
     """Publish everything, or the records before an invalid line or an interrupt."""
-    source = sys.stdin.fileno() if file == "-" else os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+    source = sys.stdin.fileno() if file == "-" else os.open(file, flags)
     async with publisher, progress("publishing", lambda: publisher.acknowledged):
         data = b"\n"
         while data:

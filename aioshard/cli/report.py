@@ -1,16 +1,22 @@
 """`aioshard report`: skew, tail and lag of a journal."""
 
-from collections.abc import Callable
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from aioshard.cli import options
 from aioshard.cli.output import as_text, cut, print_result, table
 from aioshard.cli.spark import session
-from aioshard.errors import SettingsError
-from aioshard.spark.session import check_packages
+from aioshard.errors import MissingExtraError, SettingsError
+from aioshard.spark.session import DEFAULT_MASTER, check_packages
+
+if TYPE_CHECKING:
+    from aioshard.reports.analysis import Journal
+    from aioshard.reports.tables import Tables
 
 _top = click.option(
     "--top", type=click.IntRange(1), metavar="N", default=10, show_default=True, help="Number of entries of each kind."
@@ -21,7 +27,12 @@ def _on_journal(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument and the options of all reports."""
     for option in (
         options.as_json("the result"),
-        options.master,
+        click.option(
+            "--master",
+            metavar="MASTER_URL",
+            help="Read on Spark, which runs there, as in spark-submit. By default DuckDB reads the journal, and Spark "
+            f"({DEFAULT_MASTER}) reads remote journals and those of 256 MiB or more.",
+        ),
         click.option("--handler", metavar="NAME", help="Handler to analyse; by default the one with most records."),
         click.argument("path", metavar="JOURNAL"),
     ):
@@ -29,28 +40,44 @@ def _on_journal(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _analyze(analysis: str, path: str, handler: str | None, master: str, **arguments: Any) -> Any:
-    """Return the result of a function of `aioshard.spark.reports`, for a journal that is read in a Spark session.
+@contextlib.contextmanager
+def _journal(path: str, handler: str | None, master: str | None) -> "Iterator[Journal]":
+    """Read a journal, in DuckDB or in a Spark session.
 
     Raises:
         SettingsError: The journal does not exist, or Spark cannot be used.
-        MissingExtraError: Spark is not installed.
+        MissingExtraError: DuckDB or Spark is not installed.
     """
+    if importlib.util.find_spec("pyarrow") is None:
+        raise MissingExtraError("aioshard report", "report")
+    from aioshard.reports.analysis import read_journal  # noqa: PLC0415 - imported on use
+
+    with _tables(path, master) as tables:
+        yield read_journal(tables, path, handler)
+
+
+@contextlib.contextmanager
+def _tables(path: str, master: str | None) -> "Iterator[Tables]":
+    from aioshard.reports.tables import DuckTables, SparkTables, is_small  # noqa: PLC0415 - imported on use
+
+    if is_small(path) and master is None:
+        if importlib.util.find_spec("duckdb") is None:
+            raise MissingExtraError("aioshard report without --master", "report")
+        yield DuckTables()
+        return
     check_packages()
-    from aioshard.spark import reports  # noqa: PLC0415 - imported on use
-
-    reports.check_journal(path)
-    with session(master) as spark:
-        return getattr(reports, analysis)(reports.read_journal(spark, path, handler), **arguments)
+    with session(master or DEFAULT_MASTER) as spark:
+        yield SparkTables(spark)
 
 
-def _report(analysis: str, path: str, handler: str | None, master: str, *, as_json: bool, **arguments: int) -> None:
-    """Print the result of a function of `aioshard.spark.reports`."""
-    report = _analyze(analysis, path, handler, master, **arguments)
-    from aioshard.spark import reports  # noqa: PLC0415 - imported on use
+def _report(name: str, path: str, handler: str | None, master: str | None, *, as_json: bool, **arguments: int) -> None:
+    """Print the result of a function of `aioshard.reports.analysis`."""
+    with _journal(path, handler, master) as journal:
+        from aioshard.reports import analysis, page  # noqa: PLC0415 - imported on use
 
+        report = getattr(analysis, name)(journal, **arguments)
     lines: list[str] = []
-    for title, headings, rows in reports.as_tables(report):
+    for title, headings, rows in page.as_tables(report):
         if title:
             lines.append(f"\n{title}:")
         lines += table(headings, [[cut(as_text(cell)) for cell in row] for row in rows])
@@ -59,13 +86,13 @@ def _report(analysis: str, path: str, handler: str | None, master: str, *, as_js
 
 @click.group(cls=options.OrderedGroup)
 def command() -> None:
-    """Analyse the journal that App(journal=PATH) writes, on Spark."""
+    """Analyse the journal that App(journal=PATH) writes."""
 
 
 @command.command()
 @_top
 @_on_journal
-def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int) -> None:
+def skew(path: str, *, handler: str | None, master: str | None, as_json: bool, top: int) -> None:
     """Show how unequal the keys, partitions and shards of JOURNAL are.
 
     Work is how long the handler ran: the sum of the latest attempts. A Gini coefficient of 0 means that all are
@@ -77,7 +104,7 @@ def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int
 @command.command()
 @_top
 @_on_journal
-def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int) -> None:
+def tail(path: str, *, handler: str | None, master: str | None, as_json: bool, top: int) -> None:
     """Show the slowest and the last records of JOURNAL.
 
     Wait is from being fetched to the start of the latest attempt, service is that attempt, total is both.
@@ -90,7 +117,7 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
     "--moments", type=click.IntRange(1), metavar="N", default=12, show_default=True, help="Number of points in time."
 )
 @_on_journal
-def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
+def lag(path: str, *, handler: str | None, master: str | None, as_json: bool, moments: int) -> None:
     """Show the consumer lag of each partition of JOURNAL over time.
 
     A journal contains finished records. So a record counts from its timestamp to its end, and one that never ended
@@ -104,7 +131,7 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
     "--moments", type=click.IntRange(1), metavar="N", default=12, show_default=True, help="Number of intervals."
 )
 @_on_journal
-def progress(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
+def progress(path: str, *, handler: str | None, master: str | None, as_json: bool, moments: int) -> None:
     """Show the records of JOURNAL that finished over time, and stalls.
 
     A stall is an interval in which nothing finished; its cause is the rebalance that took most of it.
@@ -116,15 +143,18 @@ def progress(path: str, *, handler: str | None, master: str, as_json: bool, mome
 @click.option("--out", type=click.Path(dir_okay=False), default="report.html", show_default=True, help="File to write.")
 @click.option("--title", metavar="TEXT", help="Title of the page.")
 @_on_journal
-def html(path: str, *, handler: str | None, master: str, as_json: bool, out: str, title: str | None) -> None:
+def html(path: str, *, handler: str | None, master: str | None, as_json: bool, out: str, title: str | None) -> None:
     """Write the whole analysis of JOURNAL as one page.
 
     The page fetches nothing, so it opens offline and can be sent by mail.
     """
-    page = Path(out)
-    if not page.absolute().parent.is_dir():
-        raise SettingsError(f"--out {out}: the directory {page.parent} does not exist; create it first")
-    content = _analyze("report_page", path, handler, master, title=title).encode()
-    page.write_bytes(content)
-    line = f"{page}: {len(content):,} bytes; open it in a browser"
-    print_result({"page": str(page.absolute()), "bytes": len(content)}, [line], as_json=as_json)
+    file = Path(out)
+    if not file.absolute().parent.is_dir():
+        raise SettingsError(f"--out {out}: the directory {file.parent} does not exist; create it first")
+    with _journal(path, handler, master) as journal:
+        from aioshard.reports.page import report_page  # noqa: PLC0415 - imported on use
+
+        content = report_page(journal, title=title).encode()
+    file.write_bytes(content)
+    line = f"{file}: {len(content):,} bytes; open it in a browser"
+    print_result({"page": str(file.absolute()), "bytes": len(content)}, [line], as_json=as_json)

@@ -112,22 +112,36 @@ def command(
     """
     if reload and workers is not None:
         raise click.UsageError("--reload cannot be combined with --workers: it runs one process, for development")
-    worker = None if workers is None or parent is None else int(os.environ[WORKER_VARIABLE])
+    is_child = parent is not None
+    worker = int(os.environ[WORKER_VARIABLE]) if is_child and workers is not None else None
     handler = logs.configure(log_level, log_format)
     if worker is not None:
         handler.addFilter(functools.partial(_add_worker, worker))
     overrides = {"bootstrap_servers": bootstrap_servers, "assign": assign}
     load = functools.partial(_load, target, app_dir, overrides, workers=workers, worker=worker)
-    if parent is None and workers is not None:
+
+    # 1. The parent of several workers.
+    if workers is not None and not is_child:
         return _run_workers(load, workers, until_caught_up=until_caught_up, as_json=as_json)
-    if parent is None and reload:
+
+    # 2. The parent that restarts one process after each change.
+    if reload and not is_child:
         with Signals() as signals, asyncio.Runner() as runner:
             return runner.run(run_reloading(sys.argv[2:], str(Path(app_dir).resolve()), signals))
+
+    # 3. The process that runs the app: a child of such a parent, or the only one.
     serve_health: ServeHealth = contextlib.nullcontext
     if health_port is not None or web:
-        port = health_port + (worker or 0) if health_port else 0
+        port = _port_of(health_port, worker)
         serve_health = functools.partial(_health, host=host, port=port, web=web, members=members)
     return _run(load, serve_health, parent, until_caught_up=until_caught_up, as_json=as_json and worker is None)
+
+
+def _port_of(health_port: int | None, worker: int | None) -> int:
+    """Return the port of a process's health server; 0 for a free one."""
+    if not health_port:
+        return 0
+    return health_port + (worker or 0)
 
 
 def _load(
@@ -183,16 +197,11 @@ def _run_workers(load: Load, count: int, *, until_caught_up: bool, as_json: bool
         supervisor = Supervisor(app, sys.argv[2:], count, until_caught_up=until_caught_up)
         code = runner.run(supervisor.run(signals))
     if as_json:
-        print_json(
-            {
-                "exit_code": code,
-                "signal": signals.received or None,
-                "workers": [
-                    {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
-                    for worker in supervisor.workers
-                ],
-            }
-        )
+        endings = [
+            {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
+            for worker in supervisor.workers
+        ]
+        print_json({"exit_code": code, "signal": signals.received or None, "workers": endings})
     return code
 
 
@@ -258,8 +267,10 @@ def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json:
     if error is None:
         logger.info(
             "group %r ended cleanly: processed=%d, commits=%d, rebalances=%d",
-            *(statistics.group_id, sum(handler.processed for handler in statistics.handlers)),
-            *(statistics.commits, statistics.rebalances),
+            statistics.group_id,
+            sum(handler.processed for handler in statistics.handlers),
+            statistics.commits,
+            statistics.rebalances,
         )
     if as_json:
         print_json(
@@ -268,6 +279,7 @@ def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json:
                 "error": None if error is None else str(error),
                 "records": list(getattr(error, "records", ())),
                 "uncommitted": getattr(error, "uncommitted", {}),
+                "unrecovered": getattr(error, "unrecovered", {}),
                 "signal": signals.received or None,
                 "statistics": statistics.asdict(),
             }
@@ -285,9 +297,12 @@ async def _health(app: App, *, host: str, port: int, web: bool, members: tuple[s
     # The process-wide registry, so that /metrics also has the metrics that handlers define.
     registry = prometheus_client.REGISTRY
     AppCollector(app, registry=registry)
-    routes = dashboard_routes(app, token=os.environ.get(TOKEN_VARIABLE) or None, members=members) if web else []
+    routes = []
+    if web:
+        routes = dashboard_routes(app, token=os.environ.get(TOKEN_VARIABLE) or None, members=members)
     async with serve_health(app, host=host, port=port, registry=registry, routes=routes) as (address, bound):
-        url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
+        shown_host = f"[{address}]" if ":" in address else address  # IPv6
+        url = f"http://{shown_host}:{bound}"
         logger.info("health server listens on %s", url)
         if web:
             logger.info("the dashboard is at %s/", url)

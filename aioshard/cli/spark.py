@@ -133,7 +133,7 @@ def _lines_of(plan: Plan) -> Iterator[str]:
         if planned.end > planned.start
     ]
     partitions = counted(len(rows), "partition")
-    yield f"{counted(plan.records, 'offset')} of {partitions} for {plan.app}, in place of {plan.group_id!r}"
+    yield f"{counted(plan.records, 'offset')} of {partitions} for {plan.app}, instead of {plan.group_id!r}"
     for handler in plan.handlers:
         yield (
             f"  {handler.name}: {', '.join(handler.topics)}; order by {handler.shard_by}; "
@@ -208,17 +208,19 @@ def status(directory: str, *, as_json: bool) -> None:
     """Show the progress of the run in DIR, from its files alone."""
     state = runs.status(directory)
     share = 100 * state.done // max(state.records, 1)
+    verdicts = {None: "", True: "yes", False: "no: run aioshard spark verify"}
     verified = (state.verified or {}).get("ok")
     rows = {
-        "app": f"{state.app} in place of {state.group!r}",
+        "app": f"{state.app} instead of {state.group!r}",
         "done": f"{state.done:,} of {state.records:,} ({share} %)",
         "outcomes": _counts(state.statuses),
         "halted": ", ".join(state.halted),
         "stopping": "after the current micro-batch" if state.stopping else "",
-        "verified": {None: "", True: "yes", False: "no: run aioshard spark verify"}[verified],
+        "verified": verdicts[verified],
         "handed over": "yes" if state.handed_over else "",
     }
-    print_result(state, table(("run", directory), [row for row in rows.items() if row[1]]), as_json=as_json)
+    known = [(name, text) for name, text in rows.items() if text]
+    print_result(state, table(("run", directory), known), as_json=as_json)
 
 
 @command.command()
@@ -270,10 +272,10 @@ def handover(directory: str, *, wait: float | None, force: bool, master: str, ap
     """
     sys.path.insert(0, str(Path(app_dir).resolve()))
     run_dir = RunDirectory(directory)
-    if handovers.letters_owed(run_dir):
+    if handovers.unsent_dead_letters(run_dir):
         silence_client()
         with session(master) as spark:
-            handovers.send_letters(spark, run_dir, _print_note)
+            handovers.send_dead_letters(spark, run_dir, _print_note)
     done = run(handovers.handover(directory, wait=wait, force=force, tell=_print_note))
     rows = [
         (topic, partition, done.before.get(topic, {}).get(partition), offset)

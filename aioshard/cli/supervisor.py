@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from aioshard.app import App
-from aioshard.cli.output import CRASHED, NOT_DRAINED, REFUSED, UNHEALTHY
-from aioshard.errors import AioshardError, MissingExtraError
+from aioshard.cli.output import CRASHED, NOT_DRAINED, UNHEALTHY, WRONG_USAGE
+from aioshard.errors import MissingExtraError, MissingTopicError, signal_name
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.signals import Signals, exit_now
 
@@ -43,8 +43,10 @@ _UNHEALTHY_AFTER = 15.0
 _IMPORT_TIMEOUT = 60.0
 _LAST_REPORT_TIMEOUT = 1.0
 _LONGEST_MESSAGE = 8 * 1024
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_FIRST_PAUSE = 0.5
 """Seconds before a worker is restarted, doubled each time it ends early."""
+_LONGEST_PAUSE = 30.0
+"""The most that this grows to."""
 _EARLY = 60.0
 """Seconds of running after which a worker's end does not count as early."""
 _REMOVE_TIMEOUT = 5.0
@@ -86,7 +88,8 @@ class Parent:
                 else:
                     self._send(member=statistics.member_id, problems=statistics.restart_cures)
         drain()
-        time.sleep((_IMPORT_TIMEOUT if self.app is None else self.app.settings.shutdown_timeout) + MARGIN)
+        timeout = _IMPORT_TIMEOUT if self.app is None else self.app.settings.shutdown_timeout
+        time.sleep(timeout + MARGIN)
         exit_now(NOT_DRAINED)
 
     def _is_closed(self) -> bool:
@@ -129,9 +132,11 @@ class Ending(NamedTuple):
         if self.overdue:
             return "did not drain in time and was killed"
         if self.code < 0:
-            name = signal.Signals(-self.code).name
-            return f"was killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")
-        return f"ended with exit code {self.code}" + (f": {self.message}" if self.message else "")
+            name = signal_name(-self.code)
+            hint = ", perhaps because memory ran out" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint}"
+        reason = f": {self.message}" if self.message else ""
+        return f"ended with exit code {self.code}{reason}"
 
 
 class Child:
@@ -146,7 +151,8 @@ class Child:
         self.healthy_at = float("inf")
         """When it last reported no problems; infinite before the first report, while it imports its modules."""
         self._process = process
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._reported: dict[str, str] = {}
         self._began = time.monotonic()
         self._listening = asyncio.create_task(self._listen(), name=f"reports of process {process.pid}")
@@ -274,7 +280,8 @@ class Supervisor:
                 if worker.exit_code:
                     logger.warning("worker %d %s", worker.number, ending)
                 return
-            if self._until_caught_up and worker.exit_code in {0, UNHEALTHY}:
+            has_caught_up = worker.exit_code in {0, UNHEALTHY} and ending.error != MissingTopicError.__name__
+            if self._until_caught_up and has_caught_up:
                 logger.info("worker %d has caught up (exit code %d)", worker.number, worker.exit_code)
                 return
             if self._is_permanent(worker, ending):
@@ -318,14 +325,14 @@ class Supervisor:
         if ending.error == "InstanceIdTakenError":
             # The brokers may keep the id of a killed member until its session expires.
             return time.monotonic() - worker.killed_at > 2 * self._app.settings.session_timeout
-        return ending.code == REFUSED
+        return ending.code == WRONG_USAGE
 
     async def _remove(self, member: str) -> None:
         """Remove a dead member from the group, so that the others need not wait until its session expires."""
         try:
             async with asyncio.timeout(_REMOVE_TIMEOUT), KafkaAdmin(self._app.settings) as brokers:
                 await brokers.remove_member(self._app.group_id, member)
-        except (AioshardError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - the other workers must not end because of it
             logger.warning(
                 "member %s stays in the group until its session expires: %s", member, str(error) or "no answer"
             )

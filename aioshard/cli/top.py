@@ -6,7 +6,7 @@ import datetime as dt
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -31,7 +31,14 @@ from aioshard.records import age
 _OUTCOMES = ("processed", "skipped", "dead_lettered", "parked")
 _SUMMED = ("busy", "concurrency", "shards", *_OUTCOMES, "retried", "halted")
 _PARTITION_FIELDS = (
-    *("topic", "partition", "lag", "lag_seconds", "committed", "end_offset", "incomplete", "paused"),
+    "topic",
+    "partition",
+    "lag",
+    "lag_seconds",
+    "committed",
+    "end_offset",
+    "incomplete",
+    "paused",
     "oldest_incomplete_age",
 )
 _PROCESS_FIELDS = ("partitions", "lag", "incomplete", "busy", "concurrency")
@@ -44,15 +51,17 @@ _LONGEST_NAME = 40
 
 # Data ---------------------------------------------------------------------------------------
 
+Row = Mapping[str, Any]
+
 
 class Snapshot(NamedTuple):
     """Report of one process, or the reason why it is missing."""
 
     process: str
-    """Host and port."""
+    """Its address: host and port, and the path below which the routes of an app are mounted."""
     at: float
     """Monotonic time."""
-    statistics: Mapping[str, Any] | None
+    statistics: Row | None
     findings: Sequence[str] = ()
 
 
@@ -67,13 +76,15 @@ class Frame(NamedTuple):
     partitions: list[dict[str, Any]]
     """Sorted by the age of their oldest incomplete record, then by lag."""
     handlers: list[dict[str, Any]]
+    """Sums over the processes of a `group`; handlers of two groups may have the same `name`."""
     findings: list[dict[str, str]]
     """`process` and `sentence` of each finding."""
 
 
 def take(server: HealthServer) -> Snapshot:
     """Request the statistics and findings of a process."""
-    process = urllib.parse.urlsplit(server.base).netloc
+    address = urllib.parse.urlsplit(server.base)
+    process = address.netloc + address.path
     try:
         _, statistics = server.get_json("statistics.json")
         _, ready = server.get_json("readyz", UNAVAILABLE)
@@ -93,7 +104,9 @@ class Frames:
 
     def add(self, snapshots: Sequence[Snapshot], now: float) -> Frame:
         """Return a frame of the latest snapshot of each process; *now* is in seconds since the epoch."""
-        processes, partitions, handlers = [], [], []
+        processes: list[dict[str, Any]] = []
+        partitions: list[dict[str, Any]] = []
+        handlers: list[dict[str, Any]] = []
         for snapshot in snapshots:
             statistics = snapshot.statistics or {"partitions": (), "handlers": ()}
             own = [self._partition(snapshot, partition) for partition in statistics["partitions"]]
@@ -101,42 +114,27 @@ class Frames:
             processes.append(_process(snapshot, own, working))
             partitions += own
             handlers += working
-        groups = {snapshot.statistics["group_id"] for snapshot in snapshots if snapshot.statistics is not None}
+        groups = {group for snapshot in snapshots if (group := _group(snapshot)) is not None}
         self.answered |= bool(groups)
-        names = dict.fromkeys(handler["name"] for handler in handlers)
         return Frame(
             at=now,
             groups=sorted(groups),
-            totals={
-                "processes": len(processes),
-                "answering": sum(row["state"] is not None for row in processes),
-                "oldest_incomplete_age": max((row["oldest_incomplete_age"] or 0.0 for row in partitions), default=None),
-                **_sums(handlers, ["halted"]),
-                **_sums(processes, _PROCESS_FIELDS),
-            },
+            totals=_totals_of(processes, partitions, handlers),
             processes=processes,
-            partitions=sorted(  # the worst first
-                partitions,
-                key=lambda row: (
-                    *(-(row["oldest_incomplete_age"] or 0.0), -(row["lag"] or 0)),
-                    *(row["topic"], row["partition"]),
-                ),
-            ),
-            handlers=[
-                {"name": name, **_sums([row for row in handlers if row["name"] == name], _SUMMED)} for name in names
-            ],
-            findings=[
-                {"process": snapshot.process, "sentence": sentence}
-                for snapshot in snapshots
-                for sentence in snapshot.findings
-            ],
+            partitions=sorted(partitions, key=_urgency),
+            handlers=_of_groups(handlers),
+            findings=_findings(snapshots),
         )
 
-    def _handler(self, snapshot: Snapshot, handler: Mapping[str, Any]) -> dict[str, Any]:
+    def _handler(self, snapshot: Snapshot, handler: Row) -> dict[str, Any]:
         done = sum(handler[outcome] for outcome in _OUTCOMES)
-        return {**handler, "records_per_second": self._rate(snapshot.at, done, snapshot.process, handler["name"])}
+        return {
+            **handler,
+            "group": _group(snapshot),
+            "records_per_second": self._rate(snapshot.at, done, snapshot.process, handler["name"]),
+        }
 
-    def _partition(self, snapshot: Snapshot, partition: Mapping[str, Any]) -> dict[str, Any]:
+    def _partition(self, snapshot: Snapshot, partition: Row) -> dict[str, Any]:
         return {
             **{name: partition[name] for name in _PARTITION_FIELDS},
             "offsets_per_second": self._rate(
@@ -151,13 +149,62 @@ class Frames:
         if value is None:
             return None
         self._counters[key] = (at, value)
-        return None if before is None or value < before[1] else (value - before[1]) / max(at - before[0], 0.001)
+        if before is None:
+            return None
+        earlier, earlier_value = before
+        if value < earlier_value:
+            return None
+        return (value - earlier_value) / max(at - earlier, 0.001)
 
 
-def _process(
-    snapshot: Snapshot, partitions: Sequence[Mapping[str, Any]], handlers: Sequence[Mapping[str, Any]]
+def _group(snapshot: Snapshot) -> str | None:
+    return None if snapshot.statistics is None else snapshot.statistics["group_id"]
+
+
+def _totals_of(
+    processes: Sequence[Row],
+    partitions: Sequence[Row],
+    handlers: Sequence[Row],
 ) -> dict[str, Any]:
-    row = {"process": snapshot.process, "state": None, **dict.fromkeys(("records_per_second", *_PROCESS_FIELDS))}
+    answering = sum(row["state"] is not None for row in processes)
+    ages = [row["oldest_incomplete_age"] or 0.0 for row in partitions]
+    return {
+        "processes": len(processes),
+        "answering": answering,
+        "oldest_incomplete_age": max(ages, default=None),
+        **_sums(handlers, ["halted"]),
+        **_sums(processes, _PROCESS_FIELDS),
+    }
+
+
+def _urgency(partition: Row) -> tuple[Any, ...]:
+    """Return the sort key that puts the worst partition first."""
+    oldest = partition["oldest_incomplete_age"] or 0.0
+    lag = partition["lag"] or 0
+    return -oldest, -lag, partition["topic"], partition["partition"]
+
+
+def _of_groups(handlers: Sequence[Row]) -> list[dict[str, Any]]:
+    """Add up the rows of a handler of a group over all processes."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for handler in handlers:
+        rows.setdefault((handler["group"], handler["name"]), []).append(handler)
+    return [{"group": group, "name": name, **_sums(own, _SUMMED)} for (group, name), own in rows.items()]
+
+
+def _findings(snapshots: Sequence[Snapshot]) -> list[dict[str, str]]:
+    return [
+        {"process": snapshot.process, "sentence": sentence} for snapshot in snapshots for sentence in snapshot.findings
+    ]
+
+
+def _process(snapshot: Snapshot, partitions: Sequence[Row], handlers: Sequence[Row]) -> dict[str, Any]:
+    row = {
+        "process": snapshot.process,
+        "group": _group(snapshot),
+        "state": None,
+        **dict.fromkeys(("records_per_second", *_PROCESS_FIELDS)),
+    }
     if snapshot.statistics is None:
         return row
     return {
@@ -170,7 +217,7 @@ def _process(
     }
 
 
-def _sums(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def _sums(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     """Add up counts, and the rate as far as it is known."""
     rates = [row["records_per_second"] for row in rows if row["records_per_second"] is not None]
     return {name: sum(row[name] or 0 for row in rows) for name in names} | {
@@ -195,7 +242,7 @@ def view(frame: Frame, height: int | None = None) -> Group:
         _table(_PARTITIONS, frame.partitions, 3 * most),
         _table(_FINDINGS_OF_SEVERAL if several else _FINDINGS, frame.findings, most),
         _table(_PROCESSES, processes if several else [], most),
-        _table(_HANDLERS, frame.handlers, most),
+        _table(_HANDLERS if len(frame.groups) <= 1 else _HANDLERS_OF_SEVERAL, frame.handlers, most),
     ]
     shown = [Padding(section, (1, 0, 0, 0), expand=False) for section in sections if section.row_count]
     return Group(_header(frame), _totals(frame), *shown)
@@ -215,80 +262,110 @@ def _header(frame: Frame) -> Text:
 
 def _totals(frame: Frame) -> Text:
     totals = frame.totals
+    all_answer = totals["answering"] == totals["processes"]
+    halted = f"  halted {totals['halted']}" if totals["halted"] else ""
     return Text.assemble(
-        (
-            f"{totals['answering']}/{totals['processes']} processes",
-            "" if totals["answering"] == totals["processes"] else "bold red",
-        ),
+        (f"{totals['answering']}/{totals['processes']} processes", "" if all_answer else "bold red"),
         (f"  {number(totals['records_per_second'])} records/s", "bold"),
         f"  lag {number(totals['lag'])}  incomplete {number(totals['incomplete'])}",
         f"  busy {totals['busy']:,}/{totals['concurrency']:,}",
-        (f"  halted {totals['halted']}" if totals["halted"] else "", "bold red"),
+        (halted, "bold red"),
         no_wrap=True,
         overflow="ellipsis",
     )
 
 
-Columns = Mapping[str, Callable[[Mapping[str, Any]], Text | str]]
-"""Headings of a table, each with the function that formats its cell of a row."""
+Cell = Text | str
 
 
-def _number(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: number(row[name])
+class Columns(NamedTuple):
+    """The headings of a table, and the function that formats the cells of a row."""
+
+    headings: tuple[str, ...]
+    cells: Callable[[Row], tuple[Cell, ...]]
 
 
-def _busy(row: Mapping[str, Any]) -> str:
-    return "-" if row["busy"] is None else f"{row['busy']:,}/{row['concurrency']:,}"
+def _partition_cells(row: Row) -> tuple[Cell, ...]:
+    paused_style = "" if row["paused"] is None else "yellow"
+    oldest = row["oldest_incomplete_age"]
+    oldest_style = "bold red" if oldest is not None and oldest >= _OLD_AGE else ""
+    return (
+        Text(as_text(f"{row['topic']}/{row['partition']}"), paused_style),
+        number(row["lag"]),
+        age(row["lag_seconds"]),
+        number(row["offsets_per_second"]),
+        number(row["incomplete"]),
+        Text(age(oldest), oldest_style),
+        Text(as_text(row["process"])),
+    )
 
 
-_PARTITIONS: Columns = {
-    "partition": lambda row: Text(
-        as_text(f"{row['topic']}/{row['partition']}"), "" if row["paused"] is None else "yellow"
-    ),
-    "lag": _number("lag"),
-    "behind": lambda row: age(row["lag_seconds"]),
-    "offsets/s": _number("offsets_per_second"),
-    "incomplete": _number("incomplete"),
-    "oldest": lambda row: Text(
-        age(row["oldest_incomplete_age"]), "bold red" if (row["oldest_incomplete_age"] or 0.0) >= _OLD_AGE else ""
-    ),
-    "process": lambda row: Text(as_text(row["process"])),
-}
-_PROCESSES: Columns = {
-    "process": lambda row: Text(as_text(row["process"])),
-    "state": lambda row: Text(row["state"] or "silent", _STATES.get(row["state"], "bold red")),
-    "partitions": _number("partitions"),
-    "records/s": _number("records_per_second"),
-    "lag": _number("lag"),
-    "incomplete": _number("incomplete"),
-    "busy": _busy,
-}
-_HANDLERS: Columns = {
-    "handler": lambda row: Text(as_text(row["name"])),
-    "records/s": _number("records_per_second"),
-    "busy": _busy,
-    "retried": _number("retried"),
-    "skipped": _number("skipped"),
-    "dead": _number("dead_lettered"),
-    "parked": _number("parked"),
-    "halted": lambda row: Text(number(row["halted"]), "bold red" if row["halted"] else ""),
-}
-_FINDINGS: Columns = {"look at": lambda row: Text(as_text(row["sentence"]), "yellow")}
-_FINDINGS_OF_SEVERAL: Columns = {
-    "look at": lambda row: Text(as_text(f"{row['process']} {row['sentence']}"), "yellow"),
-}
+def _process_cells(row: Row) -> tuple[Cell, ...]:
+    state = row["state"]
+    return (
+        Text(as_text(row["process"])),
+        Text(state or "silent", _STATES.get(state, "bold red")),
+        number(row["partitions"]),
+        number(row["records_per_second"]),
+        number(row["lag"]),
+        number(row["incomplete"]),
+        _busy(row),
+    )
 
 
-def _table(columns: Columns, rows: Sequence[Mapping[str, Any]], most: int) -> Table:
+def _handler_cells(row: Row) -> tuple[Cell, ...]:
+    halted_style = "bold red" if row["halted"] else ""
+    return (
+        Text(as_text(row["name"])),
+        number(row["records_per_second"]),
+        _busy(row),
+        number(row["retried"]),
+        number(row["skipped"]),
+        number(row["dead_lettered"]),
+        number(row["parked"]),
+        Text(number(row["halted"]), halted_style),
+    )
+
+
+def _handler_of_group_cells(row: Row) -> tuple[Cell, ...]:
+    name = Text(as_text(f"{row['group']} {row['name']}"))
+    return (name, *_handler_cells(row)[1:])
+
+
+def _finding_cells(row: Row) -> tuple[Cell, ...]:
+    return (Text(as_text(row["sentence"]), "yellow"),)
+
+
+def _finding_of_process_cells(row: Row) -> tuple[Cell, ...]:
+    return (Text(as_text(f"{row['process']} {row['sentence']}"), "yellow"),)
+
+
+def _busy(row: Row) -> str:
+    if row["busy"] is None:
+        return "-"
+    return f"{row['busy']:,}/{row['concurrency']:,}"
+
+
+_PARTITIONS = Columns(("partition", "lag", "behind", "offsets/s", "incomplete", "oldest", "process"), _partition_cells)
+_PROCESSES = Columns(("process", "state", "partitions", "records/s", "lag", "incomplete", "busy"), _process_cells)
+_HANDLER_HEADINGS = ("handler", "records/s", "busy", "retried", "skipped", "dead", "parked", "halted")
+_HANDLERS = Columns(_HANDLER_HEADINGS, _handler_cells)
+_HANDLERS_OF_SEVERAL = Columns(_HANDLER_HEADINGS, _handler_of_group_cells)
+_FINDINGS = Columns(("look at",), _finding_cells)
+_FINDINGS_OF_SEVERAL = Columns(("look at",), _finding_of_process_cells)
+
+
+def _table(columns: Columns, rows: Sequence[Row], most: int) -> Table:
     """Return a table of the first rows, the names in its first column."""
-    first, *others = columns
-    longest = max((len(columns[first](row)) for row in rows), default=0)
+    first, *others = columns.headings
+    lines = [columns.cells(row) for row in rows]
+    longest = max((len(cells[0]) for cells in lines), default=0)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first, no_wrap=True, overflow="ellipsis", min_width=min(longest, _LONGEST_NAME))
     for heading in others:
         table.add_column(heading, justify="right", no_wrap=True, overflow="ellipsis", min_width=len(heading))
-    for row in rows[:most]:
-        table.add_row(*(cell(row) for cell in columns.values()))
+    for cells in lines[:most]:
+        table.add_row(*cells)
     if len(rows) > most:
         table.add_row(Text(f"… {len(rows) - most} more", "dim"))
     return table
@@ -303,7 +380,9 @@ def number(value: float | None) -> str:
     """
     if value is None:
         return "-"
-    return f"{value:.1f}" if 0 < value < 10 and value != int(value) else f"{value:,.0f}"  # noqa: PLR2004 - one digit
+    if 0 < value < 10 and value != int(value):  # noqa: PLR2004 - one digit
+        return f"{value:.1f}"
+    return f"{value:,.0f}"
 
 
 # Command ------------------------------------------------------------------------------------
@@ -329,30 +408,38 @@ def command(urls: Sequence[str], *, interval: float, once: bool, timeout: float,
     process that does not answer is shown as such. Ctrl-C ends. If standard output is not a terminal, one frame is
     printed. Ends with 3 if no process has ever answered.
     """
-    servers, frames, console = health_servers(urls, timeout), Frames(), Console()
+    servers = health_servers(urls, timeout)
+    frames = Frames()
+    frame: Frame | None = None
     once = once or not (as_json or sys.stdout.isatty())
-    live = None if once or as_json else Live(console=console, screen=True, auto_refresh=False)
-    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
+    with contextlib.suppress(KeyboardInterrupt), _display(as_json=as_json, live=not once) as show:
         frame = _next_frame(servers, frames)
-        if once and frames.answered:
+        if once and frames.answered:  # rates need two frames
             time.sleep(interval)
             frame = _next_frame(servers, frames)
-        while True:
-            if as_json:
-                print_json(frame._asdict())
-            elif live is None:
-                console.print(view(frame))
-            else:
-                live.update(view(frame, console.height), refresh=True)
-            if once:
-                break
+        show(frame)
+        while not once:
             time.sleep(interval)
             frame = _next_frame(servers, frames)
+            show(frame)
     if frames.answered:
         return 0
-    for finding in frame.findings:
+    for finding in () if frame is None else frame.findings:
         click.echo(f"Error: {finding['sentence']}", err=True)
     return UNHEALTHY
+
+
+@contextlib.contextmanager
+def _display(*, as_json: bool, live: bool) -> Iterator[Callable[[Frame], None]]:
+    """Provide the function that shows a frame: as JSON, on the whole screen with *live*, or as text."""
+    console = Console()
+    if as_json:
+        yield lambda frame: print_json(frame._asdict())
+    elif live:
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            yield lambda frame: screen.update(view(frame, console.height), refresh=True)
+    else:
+        yield lambda frame: console.print(view(frame))
 
 
 def _next_frame(servers: Sequence[HealthServer], frames: Frames) -> Frame:

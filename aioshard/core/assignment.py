@@ -1,6 +1,6 @@
 """Assign partitions to the members of a group: pure functions that give the same result on every member.
 
-`fair`, `sticky` and `lag` spread partitions by number in the same way: place each at its home (its previous owner) or
+`fair`, `sticky` and `lag` spread partitions by number in the same way: assign each to its home (its previous owner) or
 at the least loaded member, then move partitions until no move makes the loads more even.
 """
 
@@ -26,8 +26,10 @@ NO_GENERATION = -1
 _NOISE = 100
 """The mean backlog of a member divided by this is noise: the smallest partitions that add up to less count as fully
 read, and no move is made for a smaller gain."""
-_PAYS, _LEAST_GAIN = 1.5, 1_000
-"""A rebalance pays if it shortens the longest backlog of a member by at least this factor and this many records."""
+_PAYS = 1.5
+"""A rebalance pays if it shortens the longest backlog of a member by at least this factor."""
+_LEAST_GAIN = 1_000
+"""It must shorten that backlog by this many records too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ def spread(
         begin: The number of partitions that members hold in addition to these.
     """
     even = _Spread(members, partitions, {}, begin or {})
-    even.place_the_rest()
+    even.assign_the_rest()
     even.level()
     if not homes:
         return even.holders
@@ -265,7 +267,7 @@ def spread(
     if sorted(kept.load.values()) != sorted(even.load.values()):
         # Only a start: levelling moves one partition at a time, and thousands may have to move.
         kept.release_surplus(even.load)
-        kept.place_the_rest()
+        kept.assign_the_rest()
         kept.level()
     return kept.holders
 
@@ -304,7 +306,7 @@ class _Spread:
                     if not topics[topic]:
                         del topics[topic]
 
-    def place_the_rest(self) -> None:
+    def assign_the_rest(self) -> None:
         """Give unassigned partitions to the least loaded member; topics with the fewest subscribers go first."""
         of_topic = Counter((name, at.topic) for at, name in self.holders.items())
         for topic in sorted(
@@ -525,7 +527,8 @@ class DelayedReassignment:
         if missing and self.until is None:
             self.until = now + self._delay
         if not missing or (self.until is not None and now >= self.until):
-            missing, self.until = frozenset(), None
+            missing = frozenset()
+            self.until = None
         self._previous = frozenset(
             TopicPartition(topic, number) for topic, numbers in partitions.items() for number in numbers
         )

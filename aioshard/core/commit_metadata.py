@@ -8,7 +8,7 @@ import dataclasses
 import re
 from typing import Final, NamedTuple
 
-from aioshard.core.finished_offsets import Run, read_finished, written
+from aioshard.core.finished_offsets import Run, read_finished, written, written_whole
 
 MOST_UNITS: Final = 4095
 """Longest text that a broker stores with its default settings (`offset.metadata.max.bytes`), in UTF-16 code units: the
@@ -42,7 +42,7 @@ class CommitMetadata:
         first: First-commit marker of the partition; None if the commit is not one of the first.
         finished: Completed records beyond the committed offset; ascending and not adjacent.
         foreign: The text of another program. Never written, and never read as completions: Parallel Consumer up to
-            0.5.3.3 may list a hanging record as finished. Running a record twice is better than losing it.
+            0.5.3.3 may list a hanging record as finished. A second run is better than a lost record.
         ignored: Reasons why parts of the text were ignored; empty if the text is intact. Never written.
 
     Example:
@@ -74,7 +74,9 @@ class CommitMetadata:
             return cls()
         match = _TEXT.fullmatch(text)
         if match is None:
-            return cls(ignored=("damaged",)) if text.startswith(f"{_HEAD} ") else cls(foreign=text)
+            if text.startswith(f"{_HEAD} "):
+                return cls(ignored=("damaged",))
+            return cls(foreign=text)
         partitions, at, done = match.groups()
         first = None if partitions is None else FirstCommit(int(partitions), int(at))
         try:
@@ -99,3 +101,22 @@ class CommitMetadata:
             done = written(self.finished, offset, most_units - len(f"{_HEAD}{fields} done="))
             fields += f" done={done}" if done else ""
         return _HEAD + fields if fields else ""
+
+    def whole_text(self, offset: int, most_units: int) -> str | None:
+        """Return the text with all finished records; None if it would be too long.
+
+        Without any finished record there always is a text, if necessary an empty one.
+
+        Args:
+            offset: As for `text`.
+            most_units: As for `text`.
+
+        Raises:
+            ValueError: As for `text`.
+        """
+        if not self.finished:
+            text = self.text(offset)
+            return text if len(text) <= most_units else ""
+        head = f"{dataclasses.replace(self, finished=()).text(offset) or _HEAD} done="
+        done = written_whole(self.finished, offset, most_units - len(head))
+        return None if done is None else head + done

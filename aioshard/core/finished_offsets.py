@@ -126,14 +126,38 @@ def written(runs: Sequence[Run], offset: int, room: int) -> str:
     packed, ends = _packed(runs, offset)
     head = f"{offset}:"
     limit = (room - len(head)) * _BITS // 8
-    strategy = min(_STRATEGIES, key=lambda strategy: len(_deflated(packed, strategy)))
-    content = _deflated(packed, strategy)
+    strategy, content = _shortest(packed)
     if len(content) > limit:
         fitting = bisect.bisect_right(ends, limit, key=lambda end: len(_deflated(packed[:end], strategy)))
         if not fitting:
             return ""
         content = _deflated(packed[: ends[fitting - 1]], strategy)
     return head + _to_units(content)
+
+
+def written_whole(runs: Sequence[Run], offset: int, room: int) -> str | None:
+    """Encode all runs; None if they do not fit.
+
+    Args:
+        runs: As for `written`.
+        offset: As for `written`.
+        room: As for `written`.
+
+    Raises:
+        ValueError: As for `written`.
+    """
+    packed, ends = _packed(runs, offset)
+    head = f"{offset}:"
+    _, content = _shortest(packed)
+    if len(ends) < len(runs) or len(content) > (room - len(head)) * _BITS // 8:
+        return None
+    return head + _to_units(content)
+
+
+def _shortest(packed: bytes) -> tuple[int, bytes]:
+    """Return the strategy that compresses best, with its result."""
+    deflated = {strategy: _deflated(packed, strategy) for strategy in _STRATEGIES}
+    return min(deflated.items(), key=lambda result: len(result[1]))
 
 
 def _packed(runs: Sequence[Run], offset: int) -> tuple[bytes, list[int]]:

@@ -1,12 +1,10 @@
-"""The options of a handler: checks of their values, and mechanisms that apply them, such as the token bucket."""
+"""The options of a handler, with the checks of their values."""
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable
 from typing import Any, Literal
 
-from aioshard.errors import DecodeError, HandlerError, RetryLater
+from aioshard.errors import DecodeError, HandlerError, MessageRefusedError, RetryLater
 from aioshard.records import TOPIC_NAME
 
 _SHRINKS = 3
@@ -92,7 +90,9 @@ class Retry:
                 check(self, name, False, "an exception class, or a tuple of them")  # noqa: FBT003 - just found out
 
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
-        """Return the seconds until the next attempt, or None to give up: always after a `DecodeError`.
+        """Return the seconds until the next attempt, or None to give up, as after an error that repeats.
+
+        A `DecodeError` and a `MessageRefusedError` always repeat.
 
         A `RetryLater` chooses the delay.
 
@@ -103,7 +103,8 @@ class Retry:
         """
         if isinstance(error, RetryLater) and attempt < self.attempts:
             return error.seconds
-        is_final = isinstance(error, (DecodeError, self.give_up_on)) or not isinstance(error, self.retry_on)
+        repeats = isinstance(error, DecodeError | MessageRefusedError)
+        is_final = repeats or isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on)
         if is_final or attempt >= self.attempts:
             return None
         # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
@@ -154,7 +155,9 @@ class Batch:
         """
         if not failures:
             return self.max_records
-        return 1 if failures >= attempts - 1 else max(self.max_records >> (_SHRINKS * failures), 1)
+        if failures >= attempts - 1:
+            return 1
+        return max(self.max_records >> (_SHRINKS * failures), 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +192,9 @@ class RateLimit:
     @property
     def at_once(self) -> int:
         """Number of runs that may start at the same moment: *burst*, or its default."""
-        return self.burst if self.burst is not None else max(int(self.per_second * _DEFAULT_BURST), 1)
+        if self.burst is not None:
+            return self.burst
+        return max(int(self.per_second * _DEFAULT_BURST), 1)
 
     def shared_by(self, members: int) -> "RateLimit":
         """Return the limit for each of *members* that together keep this one in the long run.
@@ -200,50 +205,6 @@ class RateLimit:
         """
         burst = None if self.burst is None else max(self.burst // members, 1)
         return RateLimit(self.per_second / members, burst)
-
-
-class TokenBucket:
-    """The tokens of one rate limit: each start takes one, and tokens return at the limit's rate.
-
-    It counts tokens since it was last full instead of adding fractions to a level, so it never drifts, however long
-    it is used. It has no clock: times are seconds on a monotonic clock of the caller.
-
-    Invariants:
-        * In any t seconds at most `at_once + per_second * t` calls of `take` return true.
-        * No token is lost: a caller that takes each one as soon as it is due gets exactly `per_second` tokens.
-        * `take(now)` returns true if and only if `due(now)` is 0.
-    """
-
-    __slots__ = ("_burst", "_full_at", "_rate", "_taken")
-
-    def __init__(self, limit: RateLimit) -> None:
-        self._rate = limit.per_second
-        self._burst = limit.at_once
-        self._full_at = -math.inf
-        """When the bucket was last observed full."""
-        self._taken = 0
-        """Number of tokens taken since then."""
-
-    def take(self, now: float) -> bool:
-        """Take a token if one is available; return whether it was."""
-        if self._full(now):
-            self._full_at = now
-            self._taken = 1
-            return True
-        if now < self._due_at():
-            return False
-        self._taken += 1
-        return True
-
-    def due(self, now: float) -> float:
-        """Return the seconds until a token is available; 0 if there is one now."""
-        return 0.0 if self._full(now) else max(self._due_at() - now, 0.0)
-
-    def _full(self, now: float) -> bool:
-        return now >= self._full_at + self._taken / self._rate
-
-    def _due_at(self) -> float:
-        return self._full_at + (self._taken + 1 - self._burst) / self._rate
 
 
 # When retries are exhausted -----------------------------------------------------------
@@ -275,10 +236,11 @@ class CircuitBreaker:
     minimum: int = 20
 
     def __post_init__(self) -> None:
-        rate, window = self.failure_rate, self.window
-        check(self, "failure_rate", is_number(rate) and 0 < rate < 1, "a share between 0 and 1")
-        check(self, "window", is_whole(window), "a whole number of at least 1")
-        check(self, "minimum", is_whole(self.minimum, most=window), f"a whole number from 1 to window={window}")
+        is_share = is_number(self.failure_rate) and 0 < self.failure_rate < 1
+        check(self, "failure_rate", is_share, "a share between 0 and 1")
+        check(self, "window", is_whole(self.window), "a whole number of at least 1")
+        fits = is_whole(self.minimum, most=self.window)
+        check(self, "minimum", fits, f"a whole number from 1 to window={self.window}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -343,65 +305,3 @@ class Park:
 
 
 OnFailure = Literal["halt", "skip"] | DeadLetter | Park
-
-
-class BreakerState:
-    """The state of a handler's circuit breaker.
-
-    Successes are not reported one by one. For each failed record, the caller passes how many records had succeeded when
-    it *first* failed, so retries do not move the failure behind later successes. Failures with few successes between
-    them belong to one window. Failures may be quicker than successes. So after the share became too high, the breaker
-    opens only once as many more records have failed as are running.
-
-    Example:
-        >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
-        >>> state.fail(10, "KeyError"), state.fail(20, "KeyError"), state.fail(21, "OSError")
-        (False, False, False)
-        >>> state.fail(21, "OSError"), state.is_open, state.failed, state.alike
-        (True, True, 3, 2)
-    """
-
-    def __init__(self, limits: CircuitBreaker) -> None:
-        self.limits = limits
-        self.is_open = False
-        self.failed = 0
-        """How many of the records in the window had failed when it opened."""
-        self.alike = 0
-        """Those of them with the latest error."""
-        self._failures: deque[tuple[int, str]] = deque(maxlen=limits.window)
-        self._failure_count = 0
-        """Failures since the start, or since it last closed."""
-        self._successes_before = 0
-        """How many records had succeeded then."""
-        self._suspected: int | None = None
-        """Value of `_failure_count` when the share became too high; None while it is not."""
-
-    def fail(self, successes: int, error: str, running: Callable[[], int] = int) -> bool:
-        """Count a record that failed for good; return whether the breaker is open.
-
-        Args:
-            successes: How many records had succeeded when it first failed.
-            error: Class of the error.
-            running: Returns how many records run now that have not failed; called only while the share is too high.
-        """
-        if not self.is_open:
-            self._failures.append((successes, error))
-            self._failure_count += 1
-            ended = self._failure_count + max(successes - self._successes_before, 0)
-            window = min(ended, self.limits.window)
-            # Of a window with too many failures, at most this many records succeeded.
-            between = (1 - self.limits.failure_rate) * window
-            errors = [name for before, name in self._failures if abs(successes - before) < between]
-            self.failed, self.alike = len(errors), errors.count(error)
-            if ended < self.limits.minimum or self.failed <= self.limits.failure_rate * window:
-                self._suspected = None
-            elif self._suspected is None:
-                self._suspected = self._failure_count
-            self.is_open = self._suspected is not None and self._failure_count - self._suspected >= running()
-        return self.is_open
-
-    def close(self, successes: int) -> None:
-        """Close the breaker and start counting again, because a record has succeeded."""
-        self.is_open = False
-        self._failures.clear()
-        self._failure_count, self._successes_before, self._suspected = 0, successes, None

@@ -140,5 +140,6 @@ class Losses:
 
     def again(self, within: float) -> bool:
         """Record a loss; return whether the previous one was at most *within* seconds ago."""
-        previous, self._last = self._last, self._clock()
+        previous = self._last
+        self._last = self._clock()
         return previous is not None and self._last - previous <= within

@@ -14,10 +14,10 @@ NEVER = 253_402_300_799.0
 class ParkedEntry:
     """One parked record, without its payload, which is in the side topic."""
 
-    __slots__ = ("due", "generation", "key", "offset", "replays", "stored_at")
+    __slots__ = ("due", "generation", "key", "offset", "retries", "stored_at")
 
     def __init__(
-        self, offset: int, key: ShardKey, *, generation: int, stored_at: int, due: float, replays: int
+        self, offset: int, key: ShardKey, *, generation: int, stored_at: int, due: float, retries: int
     ) -> None:
         self.generation = generation
         """The group's generation when the record was parked."""
@@ -29,7 +29,7 @@ class ParkedEntry:
         """Offset in the side topic; -1 while it is not known, because the record's transaction has not ended."""
         self.due = due
         """When its key is to be retried, in seconds since the epoch; only that of the key's first record counts."""
-        self.replays = replays
+        self.retries = retries
         """Number of retries so far."""
 
     @property
@@ -50,9 +50,9 @@ class ParkedKeys:
 
     Example:
         >>> parked = ParkedKeys()
-        >>> parked.add(ParkedEntry(7, b"a", generation=1, stored_at=0, due=60.0, replays=0))
+        >>> parked.add(ParkedEntry(7, b"a", generation=1, stored_at=0, due=60.0, retries=0))
         True
-        >>> parked.add(ParkedEntry(9, b"a", generation=1, stored_at=1, due=61.0, replays=0))
+        >>> parked.add(ParkedEntry(9, b"a", generation=1, stored_at=1, due=61.0, retries=0))
         False
         >>> b"a" in parked, len(parked), parked.take_due(now=59.0)
         (True, 2, None)
@@ -90,13 +90,18 @@ class ParkedKeys:
     @property
     def next_due(self) -> float | None:
         """When the next key is due; None if none is waiting."""
-        while self._due and self._waiting.get(self._due[0][-1]) != self._due[0][0]:
+        while self._due:
+            due, _, _, key = self._due[0]
+            if self._waiting.get(key) == due:
+                return due
+            # Since then the key was postponed, retried or removed.
             heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+        return None
 
     def heads(self, most: int) -> list[ParkedEntry]:
         """Return the first records of up to *most* keys, earliest parked keys first. Safe from any thread."""
-        entry_lists = list(itertools.islice(itertools.chain(self._by_key.values()), most))  # in one step
+        # In one step: another thread must not find a dictionary that changes.
+        entry_lists = list(itertools.islice(itertools.chain(self._by_key.values()), most))
         return [first for entries in entry_lists for first in entries[:1]]
 
     def get(self, offset: int) -> ParkedEntry | None:
@@ -136,7 +141,8 @@ class ParkedKeys:
     def postpone(self, key: Hashable, due: float) -> None:
         """Make a parked key wait until *due*, in seconds since the epoch."""
         head = self._by_key[key][0]
-        head.due = self._waiting[key] = due
+        head.due = due
+        self._waiting[key] = due
         heapq.heappush(self._due, (due, head.stored_at, next(self._tie_break), key))
 
     def waits(self, key: Hashable) -> bool:

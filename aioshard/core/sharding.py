@@ -48,11 +48,7 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
             )
         return shard_by
     if shard_by == "key":
-        return (
-            operator.attrgetter("key")
-            if one_topic
-            else lambda record: None if record.key is None else (record.topic, record.key)
-        )
+        return operator.attrgetter("key") if one_topic else _topic_and_key
     if shard_by == "partition":
         return lambda record: (record.topic, record.partition)
     if shard_by == "record":
@@ -60,6 +56,10 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
     raise HandlerError(
         f"shard_by={shard_by!r} is not known: use 'key', 'partition', 'record' or a function of the record"
     )
+
+
+def _topic_and_key(record: Record) -> ShardKey:
+    return None if record.key is None else (record.topic, record.key)
 
 
 def check_usable(key: ShardKey) -> None:
@@ -93,6 +93,13 @@ def identity(shard_key: Callable[[Record], ShardKey], record: Record, shards: in
     return key
 
 
+def record_key(key: object, topic: str) -> object:
+    """Reduce a shard key (topic, key) to the key of the record, which is how it is displayed everywhere."""
+    if isinstance(key, tuple) and len(key) == len((topic, key)) and isinstance(key[0], str) and key[0] == topic:
+        return key[1]
+    return key
+
+
 def shard_number(key: ShardKey, shards: int) -> int:
     """Return which of *shards* fixed shards serves *key*; the same in Python and in Spark SQL.
 
@@ -122,7 +129,9 @@ def _as_bytes(key: object) -> bytes | None:
         return key
     if isinstance(key, str):
         return key.encode(errors="surrogatepass")
-    return b"%d" % key if isinstance(key, int) else None
+    if isinstance(key, int):
+        return b"%d" % key
+    return None
 
 
 def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
@@ -140,7 +149,9 @@ def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
         >>> [fixed_shard(b"alice", 8, turn) for turn in (6, 7)], [fixed_shard(None, 8, turn) for turn in (6, 7, 8)]
         ([5, 5], [6, 7, 0])
     """
-    return turn % shards if key is None else shard_number(key, shards)
+    if key is None:
+        return turn % shards
+    return shard_number(key, shards)
 
 
 # Stored data ----------------------------------------------------------------------
@@ -170,9 +181,10 @@ def key_hash(key: ShardKey) -> int | None:
     if data is None:
         data = repr(last).encode()
     distinct = data if last is key else repr(key).encode()
-    low = int.from_bytes(hashlib.blake2b(distinct, digest_size=4).digest(), "big")
-    unsigned = shard_number(data, 1 << SHARD_BITS) << SHARD_BITS | low
-    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+    digest = hashlib.blake2b(distinct, digest_size=4).digest()
+    high = shard_number(data, 1 << SHARD_BITS)
+    hashed = high.to_bytes(4, "big") + digest
+    return int.from_bytes(hashed, "big", signed=True)
 
 
 def shard_of_hash(hashed: int, shards: int) -> int:
@@ -209,7 +221,11 @@ def key_bytes(key: ShardKey) -> bytes:
             f"a shard key has type {type(key).__name__} ({key!r}): if several processes share the records, it must be "
             "text, bytes, an integer, or a tuple of these, so that all processes agree on it"
         )
-    return (b"b" if isinstance(key, bytes) else b"s" if isinstance(key, str) else b"i") + data
+    if isinstance(key, bytes):
+        return b"b" + data
+    if isinstance(key, str):
+        return b"s" + data
+    return b"i" + data
 
 
 # Explanations ---------------------------------------------------------------------
@@ -221,17 +237,24 @@ _SALT = os.urandom(16)
 def shown(value: object, *, show_keys: bool) -> str | None:
     """Return a key for display, or a hash that distinguishes it without revealing it; None for no key.
 
+    It never raises, whatever the application uses as a shard key.
+
     Args:
         value: The key of a record, or of a shard.
         show_keys: Whether to show the key as it is; it may be personal data.
     """
     if value is None:
         return None
-    if not is_plain(value):
-        return f"of type {type(value).__name__}"  # its repr() would run code of the application
-    return (
-        repr(value) if show_keys else f"#{hashlib.blake2s(repr(value).encode(), key=_SALT, digest_size=4).hexdigest()}"
-    )
+    by_type = f"of type {type(value).__name__}"
+    try:
+        if not is_plain(value):
+            return by_type  # its repr() would run code of the application
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or tuples in tuples in tuples
+        return by_type
+    if show_keys:
+        return text
+    return f"#{hashlib.blake2s(text.encode(), key=_SALT, digest_size=4).hexdigest()}"
 
 
 def is_plain(value: object) -> bool:

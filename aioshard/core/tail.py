@@ -1,6 +1,5 @@
 """Which partitions finish last, and when."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import accumulate
@@ -45,10 +44,11 @@ def tail_of(now: Mapping[TopicPartition, int], before: Mapping[TopicPartition, i
     lags = sorted(now.values(), reverse=True)
     total = sum(lags)
     heaviest = bisect_left(list(accumulate(lags)), _MOST * total) + 1 if total else 0
-    left = [
-        lag * elapsed / shrunk if (shrunk := before.get(partition, 0) - lag) > 0 else math.inf
-        for partition, lag in now.items()
-        if lag
-    ]
-    seconds = max(left, default=0.0)
-    return Tail(total, len(lags), heaviest, None if math.isinf(seconds) else seconds)
+    seconds = 0.0
+    for partition, lag in now.items():
+        shrunk = before.get(partition, 0) - lag
+        if lag and shrunk <= 0:
+            return Tail(total, len(lags), heaviest, None)
+        if lag:
+            seconds = max(seconds, lag * elapsed / shrunk)
+    return Tail(total, len(lags), heaviest, seconds)

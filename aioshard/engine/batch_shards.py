@@ -307,3 +307,7 @@ class BatchShards(Shards):
         if self._returning or (self._forming and self._ready() is not None):
             return True
         return bool(self._front or self._arrivals) and not self._is_held_up
+
+    @property
+    def _most_starts(self) -> int:
+        return len(self._forming) + super()._most_starts

@@ -1,26 +1,36 @@
 """The commit coordinator: the one task that commits offsets, in order, one request at a time."""
 
 import asyncio
-import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import anyio
 
 from aioshard.core.commit_metadata import MOST_UNITS
-from aioshard.core.histogram import Histogram
-from aioshard.engine.partition import Due, Partition
+from aioshard.core.histogram import Histogram, HistogramCounts
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.commits import Due, DueInTransaction
+from aioshard.engine.epoch import Outputs, Refused
+from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.errors import (
     AuthorizationError,
     CommitError,
     CommitRefusedError,
+    GroupHasMembersError,
+    MessageRefusedError,
+    MessagesRefusedError,
     MetadataRefusedError,
     TransportError,
 )
+from aioshard.log_fields import get_logger
 from aioshard.observe import TransactionStatistics
-from aioshard.ports import GroupHasMembersError, Membership, Message, Transport
+from aioshard.ports import Committed, Membership, Message, Transport
+from aioshard.records import TopicPartition
 
-logger = logging.getLogger("aioshard.engine.committer")
+logger = get_logger("aioshard.engine.committer")
 
 _RETRY_DELAY = 0.1
 _LONGEST_DELAY = 5.0
@@ -40,6 +50,58 @@ _LONG_TEXT = 500
 """Building a longer text takes milliseconds: other tasks run before the next one, and the next commit is not early."""
 
 
+_NO_RESTARTS: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+class CommitFailure(NamedTuple):
+    """A commit that was not acknowledged, and what follows from it.
+
+    The commit itself stays due: the committer computes it again and retries.
+    """
+
+    error: Exception
+    why: str
+    """The reason, as a sentence."""
+    restarts: Mapping[Partition, Mapping[int, Refused]] = _NO_RESTARTS
+    """The partitions that must begin again at the offsets that the brokers report as committed: only the brokers know
+    how their transaction ended. Each with its records with a message that cannot be written, by offset."""
+    pause: float = 0.0
+    """Seconds until the next attempt, besides the interval."""
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether commits are not authorized, or the group has members and we are not one."""
+        return isinstance(self.error, AuthorizationError | GroupHasMembersError)
+
+
+class _Transaction(NamedTuple):
+    """The offsets that one transaction commits, and the messages that become visible with them."""
+
+    parts: Mapping[Partition, DueInTransaction]
+    outgoing: Mapping[Partition, list[Outputs]]
+
+    @property
+    def offsets(self) -> Mapping[TopicPartition, Committed]:
+        """The commit of each partition."""
+        return {partition.topic_partition: part.commit.committed for partition, part in self.parts.items()}
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages, in order."""
+        return [message for taken in self.outgoing.values() for outputs in taken for message in outputs.messages]
+
+
+class CommitStatistics(NamedTuple):
+    """The committer's part of the statistics of an app."""
+
+    durations: HistogramCounts
+    """Seconds until requests were acknowledged."""
+    failure_durations: HistogramCounts
+    """Seconds until requests failed or timed out."""
+    transactions: TransactionStatistics | None
+    """None if commits do not use any."""
+
+
 class Committer:
     """Waits for the oldest incomplete records to complete and commits the changed offsets.
 
@@ -47,36 +109,35 @@ class Committer:
     deadline. Anything that was not acknowledged stays due. Every attempt computes its commit again, under the current
     membership and from the partitions owned at that moment: no request is ever sent again unchanged (I9).
 
+    A failure is a value that `run` returns. What it means for partitions and for the app is for the caller to decide.
+
     Invariants:
-        * A partition's `acknowledged` changes only when the broker acknowledged a commit, or when its epoch starts.
         * A commit carries the committable offset together with the records finished beyond it, both from the same
           moment (I1).
         * Metadata never holds an offset back: if the broker does not store it, it is shortened or left out.
+        * A transaction publishes no output of a record that neither its offset nor its metadata covers (I13).
     """
 
     def __init__(
         self,
+        buffer: Buffer,
+        clock: Callable[[], float],
+        *,
         interval: float,
         timeout: float,
-        clock: Callable[[], float],
-        refused: Callable[[TransportError], object] = lambda _: None,
         records: int | None = None,
-        *,
-        aborted: Callable[[Collection[Partition], str], object] | None = None,
+        transactional: bool = False,
     ) -> None:
-        """Make a committer; `run` is its task, once per life of a client.
+        """Make a committer; `run` commits.
 
         Args:
+            buffer: The buffer of the process; transactions are early when their messages take too much of it.
+            clock: Loop time.
             interval: Seconds between commits.
             timeout: Seconds after which a request counts as not acknowledged.
-            clock: Loop time.
-            refused: Called when a commit is not authorized, or the group has members and we are not one; the commit
-                stays due.
             records: Number of completions that are committed before the interval has passed; so are the first ones of
                 an epoch. None disables such early commits.
-            aborted: If given, each commit is a transaction with the messages of the completed records. Called with
-                the partitions of a failed transaction, and the reason: their epochs must end, because only the
-                brokers know the outcome.
+            transactional: Whether each commit is a transaction with the messages of the completed records.
         """
         self.durations = Histogram()
         """Seconds until requests were acknowledged."""
@@ -88,32 +149,48 @@ class Committer:
         """Number of checks for due commits, plus requests; it keeps rising while any partition is owned."""
         self.metadata_limit = MOST_UNITS
         """Longest metadata to send; reduced after a broker refused one, and 0 if it stores none."""
-        self._refused = refused
-        self._aborted = aborted
-        self._aborts = 0
+        self._too_long = math.inf
+        """Length of the shortest metadata that a broker has refused."""
+        self._has_waiting_outputs = False
+        """Whether the latest transaction could not cover all outputs of completed records."""
+        self._transactional = transactional
+        self._failed_in_a_row = 0
         """How many transactions have failed in a row."""
-        self._fenced = self._messages = 0
-        """Transactions that the brokers refused, and messages in those that were committed."""
+        self._failing: set[TopicPartition] = set()
+        """Partitions whose last transaction failed, also while none of their epochs is open."""
+        self._fenced = 0
+        """Transactions that the brokers refused."""
+        self._messages = 0
+        """Messages in transactions that were committed."""
         self._began: float | None = None
         """When the open transaction began."""
-        self._interval = interval
-        self._records = records
-        self._timeout = timeout
+        self._buffer = buffer
         self._clock = clock
+        self._interval = interval
+        self._timeout = timeout
+        self._records = records
         self._owned: dict[Partition, None] = {}
-        self._requests: dict[asyncio.Future[bool], Collection[Partition]] = {}
+        self._flushes: dict[asyncio.Future[bool], Collection[Partition]] = {}
         """Waiting callers of `flush`: the future of each result, with the partitions."""
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
+        """Loop time of the last commit, from which the interval counts."""
         self._has_long_texts = False
         """Whether the last commit had any."""
-        self._running = False
+        self._is_committing = False
+        """Whether `run` commits, so that a flush may wait for it."""
+
+    def statistics(self) -> CommitStatistics:
+        """Return the figures of its requests and transactions. Safe from any thread."""
+        return CommitStatistics(self.durations.counts(), self.failure_durations.counts(), self.transactions())
 
     def transactions(self) -> TransactionStatistics | None:
-        """Statistics of the transactions; None if commits do not use any. Safe from any thread."""
+        """Return the figures of its transactions; None if commits do not use any. Safe from any thread."""
+        if not self._transactional:
+            return None
         began = self._began
         lasts = None if began is None else self._clock() - began
-        return None if self._aborted is None else TransactionStatistics(self._fenced, self._messages, lasts)
+        return TransactionStatistics(self._fenced, self._messages, lasts)
 
     @property
     def owns(self) -> bool:
@@ -123,20 +200,20 @@ class Committer:
     def own(self, partition: Partition) -> None:
         """Start committing the partition."""
         self._owned[partition] = None
+        if partition.commits.failed_transactions is None:
+            self._failing.discard(partition.topic_partition)
         self._wake()
-
-    def hurry(self) -> None:
-        """Commit now instead of after the interval, unless transactions fail."""
-        if not self._aborts:
-            self._last = -self._interval
-            self._wake()
 
     def disown(self, partition: Partition) -> None:
         """Stop committing the partition, and count its records that finished but are not committed."""
         if partition in self._owned:
-            due = self._due([partition])
+            partition.commits.count_uncommitted(is_due=bool(self._due([partition])))
             del self._owned[partition]
-            partition.uncommitted = partition.tracker.completed - partition.committed_completions if due else 0
+
+    def forget_failures(self, names: Collection[TopicPartition]) -> None:
+        """Forget the failed transactions of partitions that another member may own now."""
+        self._failing.difference_update(names)
+        self._wake()
 
     async def flush(self, partitions: Collection[Partition], timeout: float) -> bool:
         """Commit the due offsets of *partitions* now, and retry until they are acknowledged.
@@ -148,14 +225,14 @@ class Committer:
         Returns:
             Whether nothing is due for them any longer.
         """
-        if not self._running or not self._due(partitions):
+        if not self._is_committing or not self._due(partitions):
             return not self._due(partitions)
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._requests[done] = partitions
+        self._flushes[done] = partitions
         self._wake()
         with anyio.move_on_after(timeout):
             return await done
-        self._requests.pop(done, None)
+        self._flushes.pop(done, None)
         return not self._due(partitions)
 
     def _wake(self) -> None:
@@ -164,54 +241,104 @@ class Committer:
 
     def _due(self, partitions: Collection[Partition]) -> list[Partition]:
         """Owned partitions among *partitions* that have something to commit."""
-        return [
-            partition for partition in partitions if partition in self._owned and partition.is_due(self.metadata_limit)
-        ]
+        owned = [partition for partition in partitions if partition in self._owned]
+        return [partition for partition in owned if partition.commits.is_due(self.metadata_limit)]
 
-    async def run(self, transport: Transport) -> None:
-        """Commit until cancelled; callers that still wait in `flush` then learn that the commit did not happen."""
-        self._running = True
-        try:
-            while True:
-                await self._until_due(transport)
-                await self._commit_due(transport)
-        finally:
-            self._running = False
-            self._give_up()
+    # The task ---------------------------------------------------------------------------
+
+    async def run(self, transport: Transport) -> CommitFailure:
+        """Commit until a commit fails.
+
+        The caller acts on the failure before anything can await, and calls `run` again: callers of `flush` wait
+        meanwhile. In the end it calls `stop`.
+        """
+        self._is_committing = True
+        while True:
+            await self._answer_flushes()
+            await self._until_due(transport)
+            failure = await self._commit_due(transport)
+            self._last = self._clock()
+            if failure is not None:
+                self._last += failure.pause
+                return failure
+
+    def stop(self) -> None:
+        """Let callers that still wait in `flush` learn that no commit will happen, until `run` is called again."""
+        self._is_committing = False
+        self._give_up()
 
     def _give_up(self) -> None:
         """Let all waiting callers continue without a commit."""
-        for done in tuple(self._requests):
+        for done in tuple(self._flushes):
             self._resolve(done, acknowledged=False)
 
     def _resolve(self, done: asyncio.Future[bool], *, acknowledged: bool) -> None:
         """Let a waiting caller continue, unless it was cancelled."""
-        del self._requests[done]
+        del self._flushes[done]
         if not done.done():
             done.set_result(acknowledged)
 
+    async def _answer_flushes(self) -> None:
+        """Let the callers continue for whose partitions nothing is due any longer; wait a moment for the others."""
+        for done, partitions in tuple(self._flushes.items()):
+            if not self._due(partitions):
+                self._resolve(done, acknowledged=True)
+        if self._flushes:
+            await asyncio.sleep(_RETRY_DELAY)
+
+    # When to commit ---------------------------------------------------------------------
+
     async def _until_due(self, transport: Transport) -> None:
-        """Wait for a request, or until a commit is due and the time for it has come."""
-        while not self._requests:
+        """Wait until a commit is due and the time for it has come."""
+        # 1. A caller of `flush` waits: the time has come, whatever is due.
+        while not self._flushes:
             self.turns += 1
             self._waiter = asyncio.get_running_loop().create_future()
             awaited: list[asyncio.Future[None]] = [self._waiter]
-            timeout = None
-            if due := self._due(self._owned):
+            due = self._due(self._owned)
+            timeout: float | None
+            if due:
                 timeout = self._seconds_left(due)
                 if timeout <= 0:
+                    # 2. A commit is due, and its time has come.
                     if transport.membership().generation >= 0:
                         return
+                    # 3. The same, but it must wait until we are a member of the group again.
                     timeout = _RETRY_DELAY
             else:
-                self.trouble.end()
+                # 4. Nothing is due. With failing transactions, that is so only because their epochs have ended.
+                if not self._failing:
+                    self._failed_in_a_row = 0
+                    self.trouble.end()
                 awaited += [partition.frontier() for partition in self._owned]
-                if self._owned:
-                    # No future signals completions beyond the oldest record.
-                    timeout = max(self._interval, _CHECK_INTERVAL)
-                    if self._may_commit_early and any(partition.tracker for partition in self._owned):
-                        timeout = min(timeout, _least_pause(len(self._owned)))
+                timeout = self._seconds_to_next_check()
+            crowding = self._crowding()
+            if crowding is not None:
+                awaited.append(crowding)
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if crowding is not None and crowding.done():
+                self._last = -self._interval
+
+    def _crowding(self) -> asyncio.Future[None] | None:
+        """A future that is done when messages take too much of the buffer; None if an early commit does not help.
+
+        It does not while transactions fail, or if the latest one could not take the messages.
+        """
+        if not self._transactional or self._failed_in_a_row or self._has_waiting_outputs:
+            return None
+        return self._buffer.crowding()
+
+    def _seconds_to_next_check(self) -> float | None:
+        """Return when to check again while nothing is due; None if something will signal it.
+
+        No future signals completions beyond the oldest record.
+        """
+        if not self._owned:
+            return None
+        seconds = max(self._interval, _CHECK_INTERVAL)
+        if self._may_commit_early and any(partition.tracker for partition in self._owned):
+            seconds = min(seconds, _least_pause(len(self._owned)))
+        return seconds
 
     @property
     def _may_commit_early(self) -> bool:
@@ -221,34 +348,35 @@ class Committer:
         """Return when the due commits should be sent, or checked again, in seconds; 0 or less to send them now."""
         now = self._clock()
         wait = self._last + self._interval - now
+        # 1. Only the interval counts.
         if self._records is None or not self._may_commit_early:
             return wait
+        # 2. The last commit was a moment ago.
         pause = _least_pause(len(due))
         if now < self._last + pause:
             return min(wait, self._last + pause - now)
-        # An epoch's first completions are committed early: an app that dies within a second of each start would
+        # 3. An epoch's first completions are committed early: an app that dies within a second of each start would
         # otherwise never get past its first records.
-        first = any(partition.tracker.completed and not partition.committed_completions for partition in due)
-        completed = sum(partition.tracker.completed - partition.committed_completions for partition in due)
-        return 0.0 if first or completed >= self._records else min(wait, pause)
+        if any(partition.tracker.completed and not partition.commits.completed for partition in due):
+            return 0.0
+        # 4. So many records have completed that a crash would repeat too much.
+        completed = sum(partition.tracker.completed - partition.commits.completed for partition in due)
+        return 0.0 if completed >= self._records else min(wait, pause)
 
-    async def _commit_due(self, transport: Transport) -> None:
+    # Commits ----------------------------------------------------------------------------
+
+    async def _commit_due(self, transport: Transport) -> CommitFailure | None:
         due = self._due(self._owned)
         membership = transport.membership()
-        pause = 0.0
-        if due and membership.generation >= 0:
-            if self._aborted is None:
-                await self._send_all(transport, due, membership)
-            else:
-                pause = await self._transact(transport, due, membership, self._aborted)
-        self._last = self._clock() + pause
-        for done, partitions in tuple(self._requests.items()):
-            if not self._due(partitions):
-                self._resolve(done, acknowledged=True)
-        if self._requests:
-            await asyncio.sleep(_RETRY_DELAY)
+        if not due or membership.generation < 0:
+            return None
+        if self._transactional:
+            return await self._transact(transport, due, membership)
+        return await self._send_all(transport, due, membership)
 
-    async def _send_all(self, transport: Transport, due: Sequence[Partition], membership: Membership) -> None:
+    async def _send_all(
+        self, transport: Transport, due: Sequence[Partition], membership: Membership
+    ) -> CommitFailure | None:
         """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged."""
         request: dict[Partition, Due] = {}
         size = 0
@@ -256,25 +384,31 @@ class Committer:
         for partition in due:
             if partition not in self._owned:
                 continue
-            commit = partition.due(self.metadata_limit)
+            commit = partition.commits.due(self.metadata_limit)
             if len(commit.committed.metadata) > _LONG_TEXT:
                 self._has_long_texts = True
                 await asyncio.sleep(0)
             length = _size(partition, commit)
             if request and size + length > _MOST_BYTES:
-                if not await self._send(transport, request, membership):
-                    return
-                request, size = {}, 0
+                failure = await self._send(transport, request, membership)
+                if failure is not None:
+                    return failure
+                request = {}
+                size = 0
             request[partition] = commit
             size += length
-        if request:
-            await self._send(transport, request, membership)
+        if not request:
+            return None
+        return await self._send(transport, request, membership)
 
-    async def _send(self, transport: Transport, request: dict[Partition, Due], membership: Membership) -> bool:
+    async def _send(
+        self, transport: Transport, request: dict[Partition, Due], membership: Membership
+    ) -> CommitFailure | None:
         """Send one request; if the broker refuses the metadata, retry with shorter texts, in the end without any."""
         while True:
             self.turns += 1
             began = self._clock()
+            # A partition may have been revoked since its commit was computed (I9).
             owned = {partition: due for partition, due in request.items() if partition in self._owned}
             try:
                 with anyio.fail_after(self._timeout):
@@ -284,101 +418,165 @@ class Committer:
             except MetadataRefusedError as error:
                 longest = max((len(due.committed.metadata) for due in owned.values()), default=0)
                 if not longest:
-                    self._failed(error, began)
-                    return False
+                    return self._failed(error, began, transport)
                 self._shorten(longest)
-                request = {partition: partition.due(self.metadata_limit) for partition in owned}
+                request = {partition: partition.commits.due(self.metadata_limit) for partition in owned}
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise  # this task itself is cancelled, not only a future that it awaits
-                self._failed(CommitError("the Kafka client cancelled the commit"), began)
-                return False
+                return self._failed(CommitError("the Kafka client cancelled the commit"), began, transport)
             except (TransportError, TimeoutError) as error:
-                self._failed(error, began)
-                return False
-        self._acknowledged(owned, began)
-        return True
+                return self._failed(error, began, transport)
+        self._succeeded(began)
+        for partition, due in owned.items():
+            partition.commits.acknowledge(due)
+        return None
 
-    def _acknowledged(self, request: Mapping[Partition, Due], began: float) -> None:
+    def _succeeded(self, began: float) -> None:
+        """Record that a request which began then was acknowledged."""
         self.durations.add(self._clock() - began)
         lasted = self.trouble.end()
         if lasted is not None:
             logger.info("commits are acknowledged again after %.1f s", lasted, extra={"event": "commit_recovered"})
-        for partition, due in request.items():
-            partition.acknowledge(due)
 
-    async def _transact(
-        self,
-        transport: Transport,
-        due: Sequence[Partition],
-        membership: Membership,
-        aborted: Callable[[Collection[Partition], str], object],
-    ) -> float:
-        """Commit the due offsets and the messages of the completed records in one transaction.
-
-        Returns:
-            Seconds to wait before the next one, besides the interval.
-        """
-        began = self._began = self._clock()
-        request: dict[Partition, Due] = {}
-        outgoing: dict[Partition, tuple[list[Message], int]] = {}
-        size = 0
-        for partition in due:
-            commit = partition.due(self.metadata_limit)
-            size += _size(partition, commit)
-            if request and size > _MOST_BYTES:
-                break
-            request[partition] = commit
-            outgoing[partition] = partition.take_unsent()
-        messages = [message for unsent, _ in outgoing.values() for message in unsent]
-        try:
-            with anyio.fail_after(self._timeout):
-                offsets = {partition.topic_partition: commit.committed for partition, commit in request.items()}
-                await transport.commit(offsets, membership, messages)
-        except CommitRefusedError as error:  # so none of its messages can ever become visible
-            self._fenced += 1
-            self._failed(error, began)
-            for partition, (unsent, _) in outgoing.items():
-                partition.put_back(unsent)
-            return 0.0
-        except (TransportError, TimeoutError) as error:
-            self._aborts += 1
-            self._failed(error, began)
-            if isinstance(error, MetadataRefusedError):
-                self._shorten(max(len(commit.committed.metadata) for commit in request.values()))
-            aborted(request, f"its transaction failed: {self.trouble.why}")
-            return min(_RETRY_DELAY * 2.0 ** min(self._aborts, 10), _LONGEST_DELAY)
-        finally:
-            self._began = None
-        for partition, (_, sent) in outgoing.items():
-            partition.sent(sent)
-        self._aborts = 0
-        self._messages += len(messages)
-        self._acknowledged(request, began)
-        return 0.0
-
-    def _shorten(self, refused: int) -> None:
-        """Send shorter metadata from now on, because the broker does not store *refused* characters."""
-        tried = min(refused, self.metadata_limit) // 2
-        self.metadata_limit = tried if tried >= _SHORTEST_METADATA else 0
-        logger.warning(
-            "the broker refused %d characters of commit metadata; trying at most %d. Completions that do not fit are "
-            "processed again after a crash: raise offset.metadata.max.bytes of the broker",
-            refused,
-            self.metadata_limit,
-            extra={"event": "note_shortened", "refused": refused, "tried": self.metadata_limit},
-        )
-
-    def _failed(self, error: Exception, began: float) -> None:
+    def _failed(self, error: Exception, began: float, transport: Transport) -> CommitFailure:
+        """Record that a request which began then was not acknowledged, and log it if that is new."""
         self.failure_durations.add(self._clock() - began)
-        reason = str(error) or f"no answer within commit_timeout={self._timeout:g} s"
+        reason = str(error) or transport.hang or f"no answer within commit_timeout={self._timeout:g} s"
         if self.trouble.report(reason):
             fields = {"event": "commit_failed", "failures": self.failure_durations.counts().count}
             logger.warning("a commit was not acknowledged and is retried: %s", reason, extra=fields)
-        if isinstance(error, AuthorizationError | GroupHasMembersError):
+        failure = CommitFailure(error, reason)
+        if failure.is_refusal:
             self._give_up()
-            self._refused(error)
+        return failure
+
+    # Transactions -----------------------------------------------------------------------
+
+    async def _transact(
+        self, transport: Transport, due: Sequence[Partition], membership: Membership
+    ) -> CommitFailure | None:
+        """Commit the due offsets and the messages of the completed records in one transaction."""
+        transaction = self._begin_transaction(due)
+        if transaction is None:
+            return None
+        began = self._began = self._clock()
+        try:
+            with anyio.fail_after(self._timeout):
+                await transport.commit(transaction.offsets, membership, transaction.messages)
+        except (TransportError, TimeoutError) as error:
+            return self._end_failed(transaction, error, self._failed(error, began, transport))
+        finally:
+            self._began = None
+        self._end_committed(transaction, began)
+        return None
+
+    def _begin_transaction(self, due: Sequence[Partition]) -> _Transaction | None:
+        """Take the messages of the next transaction; return None if it would cover nothing."""
+        parts = self._parts_of_transaction(due)
+        if not parts:
+            return None
+        outgoing = {partition: partition.take_unsent(part.coverage) for partition, part in parts.items()}
+        self._has_waiting_outputs = any(partition.unsent for partition in self._owned)
+        for partition, part in parts.items():
+            partition.commits.attempt(part.commit.committed)
+        return _Transaction(parts, outgoing)
+
+    def _end_committed(self, transaction: _Transaction, began: float) -> None:
+        """End a transaction that was committed."""
+        for partition, taken in transaction.outgoing.items():
+            partition.sent(sum(outputs.size for outputs in taken))
+        self._failed_in_a_row = 0
+        self._failing.difference_update(partition.topic_partition for partition in transaction.parts)
+        self._messages += len(transaction.messages)
+        self._succeeded(began)
+        for partition, part in transaction.parts.items():
+            partition.commits.acknowledge_transaction(part)
+
+    def _end_failed(
+        self, transaction: _Transaction, error: TransportError | TimeoutError, failure: CommitFailure
+    ) -> CommitFailure:
+        """End a transaction that was not committed, and decide what happens to its messages."""
+        # 1. Some messages cannot be written: those of other partitions go into the next transaction. Partitions with
+        # such records begin again, so that later records of their keys do not pass them; they fail this time.
+        if isinstance(error, MessagesRefusedError):
+            refused = _refused_records(error.refused, transaction.outgoing)
+            for partition, taken in transaction.outgoing.items():
+                if partition not in refused:
+                    partition.put_back(taken)
+            return failure._replace(restarts=refused)
+        # 2. It was refused before the commit. None of its messages can ever become visible: the client has asked for no
+        # commit, and the brokers refuse late requests of earlier transactions.
+        if isinstance(error, CommitRefusedError):
+            self._fenced += 1
+            for partition, taken in transaction.outgoing.items():
+                partition.put_back(taken)
+            return failure
+        # 3. Only the brokers know whether its messages are visible.
+        self._failed_in_a_row += 1
+        self._failing.update(partition.topic_partition for partition in transaction.parts)
+        if isinstance(error, MetadataRefusedError):
+            self._shorten(max(len(part.coverage.text) for part in transaction.parts.values()))
+        return failure._replace(
+            restarts=dict.fromkeys(transaction.parts, _NO_RESTARTS),
+            pause=min(_RETRY_DELAY * 2.0 ** min(self._failed_in_a_row, 10), _LONGEST_DELAY),
+        )
+
+    def _parts_of_transaction(self, due: Sequence[Partition]) -> dict[Partition, DueInTransaction]:
+        """Return what the next transaction commits of each partition, in a request small enough for the brokers."""
+        request: dict[Partition, DueInTransaction] = {}
+        size = 0
+        for partition in due:
+            part = partition.commits.due_in_transaction(self.metadata_limit, self._too_long)
+            if part is None:
+                continue
+            size += _size(partition, part.commit)
+            if request and size > _MOST_BYTES:
+                break
+            request[partition] = part
+        return request
+
+    def _shorten(self, length: int) -> None:
+        """Send shorter metadata from now on, because the broker does not store *length* characters."""
+        self._too_long = min(self._too_long, length)
+        tried = min(length, self.metadata_limit) // 2
+        self.metadata_limit = tried if tried >= _SHORTEST_METADATA else 0
+        effect = (
+            "Completions that do not fit are processed again after a crash"
+            if not self._transactional
+            else "Outputs of completed records that do not fit are published once the records before them are complete"
+        )
+        logger.warning(
+            "the broker refused %d characters of commit metadata; trying at most %d. %s: set "
+            "offset.metadata.max.bytes of the broker to 4096, its default",
+            length,
+            self.metadata_limit,
+            effect,
+            extra={"event": "commit_metadata_shortened", "refused": length, "tried": self.metadata_limit},
+        )
+
+
+def _refused_records(
+    refused: Mapping[int, MessageRefusedError], outgoing: Mapping[Partition, Sequence[Outputs]]
+) -> dict[Partition, dict[int, Refused]]:
+    """Return the records whose messages were refused, by partition and offset.
+
+    Args:
+        refused: The errors of messages, by their index in the transaction.
+        outgoing: The messages of the transaction, in their order.
+    """
+    records: dict[Partition, dict[int, Refused]] = {}
+    first = 0
+    for partition, taken in outgoing.items():
+        for outputs in taken:
+            end = first + len(outputs.messages)
+            error = next((refused[index] for index in range(first, end) if index in refused), None)
+            first = end
+            if error is not None:
+                failed = dict.fromkeys(outputs.offsets, Refused(error, outputs._replace(messages=())))
+                records.setdefault(partition, {}).update(failed)
+    return records
 
 
 def _size(partition: Partition, commit: Due) -> int:

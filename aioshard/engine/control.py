@@ -2,22 +2,24 @@
 
 import asyncio
 import datetime as dt
-import logging
 from collections.abc import Awaitable, Collection
 from typing import Literal, TypeVar
 
 import anyio
 
+from aioshard.core.text import encodable
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import ActiveHandler
 from aioshard.engine.log_fields import partition_fields, record_fields
 from aioshard.engine.outcomes import Recovery
 from aioshard.engine.partition import Partition
-from aioshard.engine.runtime import APPLICATION, Engine
+from aioshard.engine.pauses import APPLICATION
+from aioshard.engine.runtime import Engine
 from aioshard.errors import HaltedError, StateError, TransportError
+from aioshard.log_fields import get_logger
 from aioshard.records import TopicPartition
 
-logger = logging.getLogger("aioshard.engine.control")
+logger = get_logger("aioshard.engine.control")
 
 T = TypeVar("T")
 
@@ -37,37 +39,72 @@ def release(engine: Engine, topic_partition: TopicPartition, offset: int, recove
     Raises:
         StateError: The record is not incomplete in this process, or needs no release.
     """
-    delivery = _waiting(engine, topic_partition, offset)
-    parking = engine.handler_of(topic_partition.topic).parking
-    if recovery is not None and parking is not None and delivery.epoch.topic_partition != topic_partition:
-        recovery = parking.drop
-    delivery.failures = delivery.recovery_failures = 0
-    delivery.recovery = recovery
-    delivery.aside = recovery is not None or delivery.cancelled or delivery.then is not None
+    delivery = _blocked(engine, topic_partition, offset)
+    handler = engine.handlers.of(topic_partition.topic)
+    is_parked = delivery.epoch.topic_partition != topic_partition
+    if recovery is not None and handler.parking is not None and is_parked:
+        recovery = handler.parking.drop
+    delivery.release(recovery)
     logger.warning(
         "record %r was released: %s",
         delivery,
         "its handler runs again" if recovery is None else recovery.purpose,
         extra=record_fields("released", delivery),
     )
-    engine.handler_of(topic_partition.topic).feed.shards_of(delivery).unblock(delivery)
+    handler.sharder.shards_of(delivery).unblock(delivery)
 
 
-def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> Delivery:
-    partition = _owned(engine, topic_partition)
-    delivery = partition.tracker.incomplete.get(offset)
-    if delivery is None and partition.replays is not None:
-        delivery = next(
-            (replay for replay in partition.replays.tracker.values() if replay.record.offset == offset), None
-        )
+def _blocked(engine: Engine, topic_partition: TopicPartition, offset: int) -> Delivery:
+    """Return the delivery of a record that is halted or waits for its next attempt.
+
+    Raises:
+        StateError: The record is not incomplete in this process, or needs no release.
+    """
+    delivery = _incomplete(_owned(engine, topic_partition), offset)
     if delivery is None:
         raise StateError(
             f"record {topic_partition}/{offset} is not incomplete here: it is done, or was not taken in yet; "
             "explain() names the halted records"
         )
     if delivery.block is None or delivery.offset in delivery.epoch.evicted:
-        raise StateError(f"record {delivery!r} is neither halted nor waiting for its next attempt: it needs no release")
+        raise StateError(
+            f"record {delivery!r} is neither halted nor waiting for its next attempt: it needs no release; if its run "
+            "hangs, cancel_run() ends the attempt"
+        )
     return delivery
+
+
+def _incomplete(partition: Partition, offset: int) -> Delivery | None:
+    """Return the delivery of a record, also of a parked one that runs again; None if it is not incomplete."""
+    delivery = partition.tracker.incomplete.get(offset)
+    if delivery is not None or partition.replays is None:
+        return delivery
+    for replay in partition.replays.tracker.values():
+        if replay.record.offset == offset:
+            return replay
+    return None
+
+
+def stop_run(engine: Engine, topic_partition: TopicPartition, offset: int) -> None:
+    """Cancel the run of a record; its attempt fails, and retries and the failure policy follow as usual.
+
+    Raises:
+        StateError: The record is not in flight in this process.
+    """
+    partition = _owned(engine, topic_partition)
+    for worker in engine.handlers.of(topic_partition.topic).workers:
+        for delivery in worker.deliveries:
+            record = delivery.record
+            is_same = record.offset == offset and record.topic_partition == topic_partition
+            if is_same and delivery.epoch in partition.epochs:
+                fields = record_fields("run_cancelled", delivery)
+                logger.warning("the run of record %r is cancelled: it was requested", delivery, extra=fields)
+                worker.stop_run()
+                return
+    raise StateError(
+        f"record {topic_partition}/{offset} is not in flight here: see explain(); retry_now() and skip() are "
+        "for records that halted or wait for their next attempt"
+    )
 
 
 def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int) -> None:
@@ -77,7 +114,7 @@ def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int)
         StateError: The partition is not ours, or the record is not parked.
     """
     _owned(engine, topic_partition)
-    parking = engine.handler_of(topic_partition.topic).parking
+    parking = engine.handlers.of(topic_partition.topic).parking
     if parking is None or not parking.release(topic_partition, offset):
         raise StateError(
             f"record {topic_partition}/{offset} is not parked: 'aioshard park list' shows the parked records; "
@@ -96,7 +133,8 @@ def pause(engine: Engine, what: Collection[TopicPartition | str], why: str) -> N
 
     The pause lasts across rebalances, until `resume`.
     """
-    engine.pauses.update(dict.fromkeys(what, why))
+    why = encodable(str(why)) or "no reason was given"
+    engine.pauses.add(what, why)
     for partition in _selected(engine, what):
         for epoch in partition.epochs:
             epoch.pause(APPLICATION, why)
@@ -106,24 +144,25 @@ def pause(engine: Engine, what: Collection[TopicPartition | str], why: str) -> N
 
 def resume(engine: Engine, what: Collection[TopicPartition | str]) -> None:
     """Undo `pause` for the same partitions and handlers."""
-    for paused in what:
-        engine.pauses.pop(paused, None)
+    engine.pauses.remove(what)
     for partition in _selected(engine, what):
         name = partition.topic_partition
-        if engine.why_paused(name) is not None:
+        if engine.pauses.of(name) is not None:
             continue
         resumed = [epoch.resume(APPLICATION) for epoch in partition.epochs]
         if any(resumed):
             logger.warning("%s resumes: the application resumed it", name, extra=partition_fields("resumed", name))
-            partition.feed.reopen(partition)
+            partition.sharder.reopen(partition)
 
 
 def _selected(engine: Engine, what: Collection[TopicPartition | str]) -> list[Partition]:
-    return [
-        partition
-        for partition in engine.rebalance.epochs
-        if partition.topic_partition in what or engine.handler_of(partition.topic_partition.topic).spec.name in what
-    ]
+    """Return the partitions that are named, or whose handler is."""
+    selected = []
+    for partition in engine.rebalance.partitions:
+        name = partition.topic_partition
+        if name in what or engine.handlers.of(name.topic).spec.name in what:
+            selected.append(partition)
+    return selected
 
 
 async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
@@ -136,11 +175,11 @@ async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> i
         StateError: The partition is not ours or moves away meanwhile, or *to* is invalid or outside the log.
         TransportError: The brokers did not report the position.
     """
-    open_epoch(engine, topic_partition)
-    start = await answered(
-        engine, _offset_of(engine, topic_partition, to), f"the offset of {to!r} in {topic_partition}"
-    )
-    done = engine.rebalance.seek(open_epoch(engine, topic_partition), start)
+    open_partition(engine, topic_partition)
+    looked_up = _offset_of(engine, topic_partition, to)
+    start = await answered(engine, looked_up, f"the offset of {to!r} in {topic_partition}")
+    # It may have left meanwhile.
+    done = engine.rebalance.seek(open_partition(engine, topic_partition), start)
     fields = partition_fields("seek", topic_partition, offset=start)
     logger.warning("%s moves to offset %d: the application requested %r", topic_partition, start, to, extra=fields)
     await asyncio.shield(done)
@@ -148,8 +187,10 @@ async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> i
 
 
 async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
-    client = engine.rebalance.client
-    if (log := (await client.log_ranges([topic_partition])).get(topic_partition)) is None:
+    transport = engine.client.get()
+    logs = await transport.log_ranges([topic_partition])
+    log = logs.get(topic_partition)
+    if log is None:
         raise TransportError(f"the brokers did not report where {topic_partition} begins and ends: no leader answers")
     if isinstance(to, dt.datetime) and to.tzinfo is not None:
         to = max(to.timestamp(), 0.0)
@@ -162,14 +203,14 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
             if log.start <= to <= log.end:
                 return to
             raise StateError(
-                f"seek of {topic_partition} to offset {to} was refused: its log is from {log.start} to {log.end}; use "
-                "'beginning' or 'end' for its ends"
+                f"seek of {topic_partition} to offset {to} is impossible: its log is from {log.start} to {log.end}; "
+                "use 'beginning' or 'end' for its ends"
             )
         case float() if 0 <= to < float("inf"):
-            offset = await client.offset_at(topic_partition, to)
+            offset = await transport.offset_at(topic_partition, to)
             return log.end if offset is None else offset
     raise StateError(
-        f"seek of {topic_partition} to {to!r} was refused: expected an offset (int), a datetime with its time zone, "
+        f"seek of {topic_partition} to {to!r} is impossible: expected an offset (int), a datetime with its time zone, "
         "seconds since the epoch (float), 'beginning' or 'end'"
     )
 
@@ -188,7 +229,7 @@ async def answered(engine: Engine, request: Awaitable[T], what: str) -> T:
         raise TransportError(f"the brokers did not report {what} within commit_timeout={timeout:g} s") from None
 
 
-def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Partition:
+def open_partition(engine: Engine, topic_partition: TopicPartition) -> Partition:
     """Return a partition that is certain to be ours.
 
     Raises:
@@ -203,7 +244,8 @@ def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Partition:
 
 
 def _owned(engine: Engine, topic_partition: TopicPartition) -> Partition:
-    if (partition := engine.rebalance.partitions.get(topic_partition)) is None:
+    partition = engine.rebalance.partitions.get(topic_partition)
+    if partition is None:
         raise StateError(f"{topic_partition} is not assigned to this process: ask the process that owns it")
     return partition
 
@@ -214,8 +256,8 @@ def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> li
     Raises:
         StateError: It owns none of the topic, or not the given one.
     """
-    owned = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
-    selected = [name for name in owned if partition in (None, name.partition)]
+    names = [owned.topic_partition for owned in engine.rebalance.partitions]
+    selected = [name for name in names if name.topic == topic and partition in (None, name.partition)]
     if not selected:
         what = f"partition {topic}/{partition}" if partition is not None else f"partition of topic {topic!r}"
         raise StateError(f"no {what} is assigned to this process: pause it in the process that owns it")
@@ -226,21 +268,23 @@ def set_topics(engine: Engine, handler: ActiveHandler, topics: tuple[str, ...]) 
     """Replace the topics of a handler, and so the subscription of the client, in one step.
 
     A removed topic keeps its handler while this process has a partition of it, and never gets another handler: two
-    routers would run records of one key at the same time.
+    handlers would run records of one key at the same time.
 
     Raises:
         StateError: Another handler has read one of the topics, and may still have a partition of it.
         ClientLostError: The client is being replaced. Nothing has changed.
     """
     for other in engine.handlers:
-        if other is not handler and (read := other.counters.topics.keys() & set(topics)):
+        read = other.counters.topics.keys() & set(topics)
+        if read and other is not handler:
             raise StateError(
                 f"topic {min(read)!r} was read by handler {other.spec.name!r} of this process: restart the app to give "
                 f"it to handler {handler.spec.name!r}"
             )
-    before, handler.spec = handler.spec, handler.spec._replace(topics=topics)
+    before = handler.spec
+    handler.spec = before._replace(topics=topics)
     try:
-        engine.rebalance.client.subscribe(*engine.subscription())
+        engine.client.get().subscribe(*engine.handlers.subscription())
     except BaseException:
         handler.spec = before
         raise
@@ -271,8 +315,7 @@ async def caught_up(engine: Engine, interval: float = 0.05) -> None:
     while True:
         if engine.failed.done():
             engine.failed.result()
-        owned, ends = engine.rebalance.epochs, engine.rebalance.ends
-        if engine.rebalance.in_place and all(ends[p.topic_partition] <= p.tracker.committable for p in owned):
+        if engine.rebalance.all_resumed and not any(_is_behind(engine, owned) for owned in engine.rebalance.partitions):
             return
         halted = halted_of(engine)
         if halted and nothing_moves(engine):
@@ -280,21 +323,28 @@ async def caught_up(engine: Engine, interval: float = 0.05) -> None:
         await asyncio.wait([engine.failed], timeout=interval)
 
 
+def _is_behind(engine: Engine, partition: Partition) -> bool:
+    """Whether records of a partition up to the end seen at the start are not complete."""
+    return partition.tracker.committable < engine.rebalance.ends[partition.topic_partition]
+
+
 def halted_of(engine: Engine) -> list[Delivery]:
     """Deliveries that occupy their shard until they are released."""
-    return [delivery for handler in engine.handlers for shards in handler.feed.shards for delivery in shards.halted]
+    return [delivery for handler in engine.handlers for shards in handler.shards for delivery in shards.halted]
 
 
 def nothing_moves(engine: Engine) -> bool:
     """Whether nothing runs, and nothing can start or be taken in."""
-    return (
-        engine.rebalance.in_place
-        and not any(worker.deliveries for worker in engine.workers)
-        and not any(partition.has_unfed for partition in engine.rebalance.epochs)
-        and all(shards.at_rest for handler in engine.handlers for shards in handler.feed.shards)
-        and all(
-            epoch.tracker.position >= engine.rebalance.ends[epoch.topic_partition]
-            or not engine.intake.allowance(epoch.topic_partition).records
-            for epoch in engine.rebalance.epochs
-        )
-    )
+    if not engine.rebalance.all_resumed or engine.handlers.in_flight():
+        return False
+    if not all(shards.at_rest for handler in engine.handlers for shards in handler.shards):
+        return False
+    return not any(_brings_more(engine, partition) for partition in engine.rebalance.partitions)
+
+
+def _brings_more(engine: Engine, partition: Partition) -> bool:
+    """Whether records of a partition are on their way to a shard, or can be taken in."""
+    if partition.has_unsharded:
+        return True
+    is_read = partition.tracker.position >= engine.rebalance.ends[partition.topic_partition]
+    return not is_read and bool(engine.intake.allowance(partition.topic_partition).records)

@@ -4,6 +4,7 @@ from collections import defaultdict
 
 from aioshard.core.histogram import Histogram
 from aioshard.engine.outcomes import Outcome
+from aioshard.observe import TopicStatistics
 
 
 class TopicCounts:
@@ -18,6 +19,7 @@ class TopicCounts:
         "durations",
         "parked",
         "processed",
+        "replayed",
         "retried",
         "skipped",
         "timed",
@@ -31,6 +33,8 @@ class TopicCounts:
         self.dead_lettered = 0
         self.parked = 0
         self.retried = 0
+        self.replayed = 0
+        """Runs of records that this process had started before: they were cancelled, or their epoch had ended."""
         self.durations = Histogram()
         """Durations of the handler's runs in seconds, including failed runs but not cancelled ones."""
         self.waits = Histogram()
@@ -52,6 +56,19 @@ class TopicCounts:
             case Outcome.PARKED:
                 self.parked += 1
 
+    def statistics(self, topic: str) -> TopicStatistics:
+        """Return the counts as those of *topic*. Safe from any thread."""
+        return TopicStatistics(
+            topic=topic,
+            processed=self.processed,
+            retried=self.retried,
+            skipped=self.skipped,
+            dead_lettered=self.dead_lettered,
+            parked=self.parked,
+            durations=self.durations.counts(),
+            waits=self.waits.counts(),
+        )
+
 
 class Counters:
     """Counts of the records of one handler over all its topics; they continue across rebalances."""
@@ -59,8 +76,6 @@ class Counters:
     def __init__(self) -> None:
         self.topics: defaultdict[str, TopicCounts] = defaultdict(TopicCounts)
         """Counts of every topic that this process has owned a partition of."""
-        self.replayed = 0
-        """Runs of records whose earlier run was cancelled."""
 
     @property
     def processed(self) -> int:
@@ -68,6 +83,20 @@ class Counters:
         return sum(counts.processed for counts in tuple(self.topics.values()))
 
     @property
+    def durations(self) -> list[tuple[int, ...]]:
+        """The number of attempts in each bucket of durations, of each topic."""
+        return [counts.durations.counts().counts for counts in tuple(self.topics.values())]
+
+    @property
     def retried(self) -> int:
         """Attempts after a record's first one."""
         return sum(counts.retried for counts in tuple(self.topics.values()))
+
+    @property
+    def replayed(self) -> int:
+        """Runs of records that this process had started before."""
+        return sum(counts.replayed for counts in tuple(self.topics.values()))
+
+    def statistics(self) -> tuple[TopicStatistics, ...]:
+        """Return the counts of each topic, by name. Safe from any thread."""
+        return tuple([counts.statistics(topic) for topic, counts in sorted(self.topics.items())])

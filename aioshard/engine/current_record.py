@@ -92,7 +92,7 @@ def _record_of(worker: Worker) -> CurrentRecord | None:
         record.offset,
         shown(record.key, show_keys=False),
         delivery.failures + 1 if delivery.recovery is None else max(delivery.failures, 1),
-        worker.failures.handler,
-        worker.failures.group,
+        worker.failures.log.handler,
+        worker.failures.log.group,
         len(worker.deliveries) if isinstance(worker, BatchWorker) else None,
     )

@@ -8,10 +8,13 @@ from typing import NamedTuple
 from aioshard.core.finished_offsets import Run, beyond, joined
 from aioshard.core.flow import Usage
 from aioshard.core.offsets import OffsetTracker
+from aioshard.core.publishing import Coverage, Span
 from aioshard.core.sharding import ShardKey
+from aioshard.core.text import message_of
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import TopicCounts
 from aioshard.engine.outcomes import PROCESSED, Block, FailedAttempt, Outcome, Recovery
+from aioshard.errors import DecodeError, MessageRefusedError
 from aioshard.ports import FetchedBatch, Message, record_size
 from aioshard.records import Record, TopicPartition
 
@@ -34,29 +37,48 @@ class Delivery:
     Belongs to its epoch: an outcome that arrives after the epoch has ended changes nothing (I5).
     """
 
-    __slots__ = ("__dict__", "arrived", "aside", "epoch", "key", "offset", "record", "run", "size", "starts")
+    __slots__ = (
+        "__dict__",
+        "arrived",
+        "aside",
+        "epoch",
+        "key",
+        "offset",
+        "outgoing",
+        "record",
+        "run",
+        "size",
+        "starts",
+    )
 
-    # State after a failure: class attributes cost nothing per record.
+    # State of an unusual course, which only the methods below change: class attributes cost nothing per record.
     failures: int = 0
     """How many attempts have failed; cancelled runs do not count."""
-    alone: bool = False
-    """Whether it must not be batched with others, because it could not be decoded."""
+    failure: FailedAttempt | None = None
+    """The latest failed attempt."""
     successes_before: int = 0
     """How many records of its handler had succeeded when it first failed."""
-    cancelled: bool = False
-    """Whether its latest run was cancelled, so that the next one counts as a replay."""
     recovery: Recovery | None = None
     """Taken instead of the next run."""
     then: Recovery | None = None
     """Taken after the handler has succeeded, before the record is complete."""
     recovery_failures: int = 0
     """How often the recovery has failed."""
+    recovery_error: str | None = None
+    """Why it failed last, or was held back; None before that."""
+    refusal: DecodeError | MessageRefusedError | None = None
+    """The error with which its next run fails, without running anything; see `refuse`."""
+    cancelled: bool = False
+    """Whether its latest run was cancelled, so that the next one counts as a replay."""
+    alone: bool = False
+    """Whether it must not be batched with others."""
+
     block: Block | None = None
-    failure: FailedAttempt | None = None
+    """Why it holds its shard without running; `Shards` sets it."""
     outcome: Outcome = PROCESSED
     """How it ended, once it has."""
-    outgoing: Sequence[Message] = ()
-    """With exactly-once processing, the messages that become visible with its completion."""
+    batch_offsets: Sequence[int] = ()
+    """Offsets of the records of its batch, if `outgoing` has the messages of several."""
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -66,11 +88,15 @@ class Delivery:
         self.size = size
         self.arrived = arrived
         self.aside = False
-        """Whether a worker must check `cancelled` or `recovery` before it runs the handler.
+        """Whether its next run is not simply an attempt of the handler: a worker must look at its state first.
 
         A slot: Python 3.11 looks up defaults of the class slowly, and this is read once per record."""
         self.starts = 0
         """How often a worker has started it."""
+        self.outgoing: Sequence[Message] = ()
+        """With exactly-once processing, the messages that become visible with its completion.
+
+        A slot: otherwise each record would get a dictionary, which the garbage collector visits."""
 
     run: tuple[float, float, object]
     """Start and end in loop time, and the handler's result, of the latest attempt, if outcomes are observed.
@@ -84,11 +110,193 @@ class Delivery:
         """`topic/partition/offset`, the form in statistics and messages."""
         return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
 
+    @property
+    def may_start(self) -> bool:
+        """Whether it may start now: freely, for a drain, as the probe or for a recovery."""
+        return not self.epoch.gate or self.epoch.may_start(self)
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether it may start now after a run that was cancelled or failed: a drain does not wait for another one."""
+        return self.epoch.gate is not Gate.CLOSED and self.may_start
+
+    # Transitions ------------------------------------------------------------------
+
+    def begin_attempt(self) -> bool:
+        """Begin an attempt of the handler; return whether it replays a run that was cancelled."""
+        replays = self.cancelled
+        self.cancelled = False
+        self._update_aside()
+        return replays
+
+    def cancel(self) -> None:
+        """End the run without a result: the next one replays it."""
+        self.cancelled = True
+        self.aside = True
+
+    def fail(self, error: BaseException, succeeded: int) -> FailedAttempt:
+        """End an attempt with an error.
+
+        Args:
+            error: The exception.
+            succeeded: How many records of its handler have succeeded so far.
+        """
+        if not self.failures:
+            self.successes_before = succeeded
+        self.failures += 1
+        self.failure = FailedAttempt(type(error).__name__, message_of(error), self.failures)
+        return self.failure
+
+    def fail_recovery(self, reason: str | None) -> int:
+        """End a recovery with an error; return how often it has failed.
+
+        Args:
+            reason: Why it failed; None if it only waits for something else.
+        """
+        self.recovery_failures += 1
+        self.recovery_error = reason
+        return self.recovery_failures
+
+    def delay_recovery(self, reason: str) -> None:
+        """Note why a recovery that has not failed yet does not begin."""
+        if self.recovery_error is None:
+            self.recovery_error = reason
+
     def divert(self, recovery: Recovery) -> None:
         """Make the next worker take *recovery* instead of running the handler."""
         self.recovery = recovery
         self.recovery_failures = 0
+        self.recovery_error = None
         self.aside = True
+
+    def withdraw_recovery(self) -> None:
+        """Make the next worker run the handler after all; it has not failed."""
+        self.recovery = None
+
+    def finish_with(self, recovery: Recovery) -> None:
+        """Take *recovery* once the handler has succeeded: only then is the record complete."""
+        self.then = recovery
+        self.aside = True
+
+    def isolate(self) -> None:
+        """Never run it in a batch with others."""
+        self.alone = True
+
+    def refuse(self, error: DecodeError | MessageRefusedError) -> None:
+        """Make the next run fail with *error*, without running anything.
+
+        A `DecodeError` lasts: every attempt fails with it, and recoveries run as usual. A refused message fails only
+        one run, be it an attempt or a recovery: the next one may publish something else.
+        """
+        self.refusal = error
+        self.alone = True
+        self.aside = True
+
+    def raise_refusal(self) -> None:
+        """Raise the error of `refuse` if it applies to the run that begins now."""
+        refusal = self.refusal
+        if isinstance(refusal, MessageRefusedError):
+            self.refusal = None
+            raise refusal from None
+        if refusal is not None and self.recovery is None:
+            raise refusal from None
+
+    def release(self, recovery: Recovery | None) -> None:
+        """Begin again with all attempts, or with *recovery*, because an operator wants it."""
+        self.failures = 0
+        self.recovery_failures = 0
+        self.recovery_error = None
+        self.recovery = recovery
+        self._update_aside()
+
+    def resume_after(self, past: "PastFailures") -> None:
+        """Continue where the delivery of the same record in the last epoch ended."""
+        self.failures = past.failures
+        self.failure = past.failure
+        if past.recovery is not None:
+            self.divert(past.recovery)
+            self.recovery_failures = past.recovery_failures
+
+    def fail_with_batch(self, error: MessageRefusedError) -> None:
+        """Count a run of its batch as a failed attempt: it runs again, in a smaller batch."""
+        self.fail(error, 0)
+        self.aside = True
+
+    def drop_messages(self) -> None:
+        """Forget the messages of a run that does not count."""
+        self.outgoing = ()
+        self.batch_offsets = ()
+
+    def _update_aside(self) -> None:
+        self.aside = self.cancelled or self.recovery is not None or self.then is not None or self.refusal is not None
+
+
+class PastFailures(NamedTuple):
+    """The failures of a record that then completed."""
+
+    failures: int
+    failure: FailedAttempt
+    recovery: Recovery | None
+    """The recovery that completed it; None for its handler."""
+    recovery_failures: int
+
+
+class Outputs(NamedTuple):
+    """The messages of one run for a transaction that covers its records, and how these records ended.
+
+    One waits per record until its transaction ends, so it refers to as few objects as possible: the garbage collector
+    visits them all.
+    """
+
+    messages: Sequence[Message]
+    size: int
+    """Bytes, as the buffer counts them."""
+    offset: int
+    """Offset of the record, or of the first one of its batch."""
+    batch_offsets: Sequence[int] = ()
+    """Offsets of all records of its batch, if it is one of several."""
+    past: PastFailures | None = None
+    """None if no attempt had failed."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Offset of the record, or of all records of its batch."""
+        return self.batch_offsets or (self.offset,)
+
+    @property
+    def span(self) -> Span:
+        """The records that must be covered together."""
+        return Span(min(self.offsets), max(self.offsets))
+
+    @classmethod
+    def of(cls, delivery: Delivery) -> "Outputs":
+        """Return the messages of a delivery that has just completed."""
+        size = 0
+        for message in delivery.outgoing:
+            size += record_size(message.key, message.value, message.headers)
+        past = None
+        if delivery.failure is not None:
+            # After a success, `then` completes a replay: the messages are also those of its handler.
+            recovery = None if delivery.recovery is delivery.then else delivery.recovery
+            past = PastFailures(delivery.failures, delivery.failure, recovery, delivery.recovery_failures)
+        return cls(delivery.outgoing, size, delivery.record.offset, delivery.batch_offsets, past)
+
+
+class Refused(NamedTuple):
+    """Why a record that had completed runs again in the next epoch of its partition: a message cannot be written."""
+
+    error: MessageRefusedError
+    ended: Outputs
+
+    def pass_on(self, delivery: Delivery) -> None:
+        """Make the new delivery of the record continue where the one before had ended."""
+        past = self.ended.past
+        if past is not None:
+            delivery.resume_after(past)
+        if self.ended.batch_offsets:  # any of them may be to blame: they run again in smaller batches
+            delivery.fail_with_batch(self.error)
+        else:
+            delivery.refuse(self.error)
 
 
 class Rerun(NamedTuple):
@@ -134,6 +342,7 @@ class Epoch:
         "probe",
         "probe_room",
         "probed",
+        "refused",
         "replays",
         "revoked",
         "topic_partition",
@@ -168,10 +377,12 @@ class Epoch:
         """Whether the client was sent back to the first evicted record and has not reached our position again."""
         self.is_seekable = True
         """Whether the client can seek backwards; otherwise nothing is evicted."""
-        self.unsent: list[Message] = []
+        self.unsent: list[Outputs] = []
         """With exactly-once processing, the messages of completed records that are in no transaction yet."""
         self.unsent_bytes = 0
         """Size of these messages, and of those in a transaction that has not ended."""
+        self.refused: dict[int, Refused] = {}
+        """Records with a message that cannot be written, by offset; the next epoch takes over those not committed."""
         self.pending: dict[int, Delivery] = {}
         """Deliveries that the drain still waits for, by offset."""
         self.drained = asyncio.Event()
@@ -203,9 +414,17 @@ class Epoch:
     def stuck(self, now: float, stuck_after: float) -> bool:
         """Whether the partition cannot advance: its oldest record is halted, overdue or cannot be fetched again yet."""
         oldest = self.tracker.oldest
-        if oldest is None or oldest.offset in self.evicted:
-            return oldest is not None and not self.is_open
-        return (oldest.block is not None and oldest.block.halted) or now - oldest.arrived > stuck_after
+        # 1. Nothing is incomplete.
+        if oldest is None:
+            return False
+        # 2. It was evicted: it is fetched again as soon as the gate opens.
+        if oldest.offset in self.evicted:
+            return not self.is_open
+        # 3. It is halted.
+        if oldest.block is not None and oldest.block.halted:
+            return True
+        # 4. It may be overdue.
+        return now - oldest.arrived > stuck_after
 
     def take_in(self, batch: FetchedBatch, deliveries: list[Delivery]) -> None:
         """Track a whole batch and the position captured with it in one step (I10).
@@ -253,7 +472,9 @@ class Epoch:
         for record, size in zip(batch.records, batch.sizes, strict=True):
             delivery = self.evicted.pop(record.offset, None)
             if delivery is not None:
-                delivery.record, delivery.size, delivery.arrived = record, size, now
+                delivery.record = record
+                delivery.size = size
+                delivery.arrived = now
                 self.buffered_bytes += size
                 self._buffer.take_in(1, size)
                 readmitted.append(delivery)
@@ -287,28 +508,47 @@ class Epoch:
         buffer.countdown -= 1
         if not buffer.countdown:
             buffer.wake()
-        tracker, offset = self.tracker, delivery.offset
+        tracker = self.tracker
+        offset = delivery.offset
         del tracker.incomplete[offset]  # inlined `OffsetTracker.complete`
         if offset == tracker.watched:
             self._advanced()
         return True
 
-    def send_later(self, messages: Sequence[Message]) -> None:
-        """Add the messages of a record that has just completed to those of the next transaction."""
-        size = sum(record_size(message.key, message.value, message.headers) for message in messages)
-        self.unsent += messages
-        self.unsent_bytes += size
-        self._buffer.hold(size)
+    def send_later(self, outputs: Outputs) -> None:
+        """Add the messages of records that have just completed to those of a transaction that covers the records."""
+        self.unsent.append(outputs)
+        self.unsent_bytes += outputs.size
+        self._buffer.hold(outputs.size)
 
-    def take_unsent(self) -> tuple[list[Message], int]:
-        """Return the messages of a transaction that begins now, and their size. Call it right after `due`."""
-        messages, self.unsent = self.unsent, []
-        return messages, self.unsent_bytes
+    def fail_refused(self, deliveries: Iterable[Delivery]) -> None:
+        """Make the records with a message that cannot be written fail when they run; they have just arrived again."""
+        if self.refused:
+            for delivery in deliveries:
+                refused = self.refused.get(delivery.record.offset)
+                if refused is not None:
+                    refused.pass_on(delivery)
 
-    def put_back(self, messages: list[Message]) -> None:
+    def take_unsent(self, coverage: Coverage) -> list[Outputs]:
+        """Return the messages of a transaction that begins now; those of records that it does not cover stay."""
+        unsent = self.unsent
+        if coverage.is_whole:
+            self.unsent = []
+            return unsent
+        taken: list[Outputs] = []
+        left: list[Outputs] = []
+        for outputs in unsent:
+            if coverage.covers(outputs.span):
+                taken.append(outputs)
+            else:
+                left.append(outputs)
+        self.unsent = left
+        return taken
+
+    def put_back(self, taken: list[Outputs]) -> None:
         """Take back the messages of a refused transaction; does nothing if the epoch has ended."""
         if self.gate is not Gate.ENDED:
-            self.unsent = messages + self.unsent
+            self.unsent = taken + self.unsent
 
     def sent(self, size: int) -> None:
         """Subtract the messages of a transaction that has ended; does nothing if the epoch has ended."""

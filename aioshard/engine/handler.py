@@ -1,8 +1,7 @@
 """A handler, and the parts that serve it in a running app."""
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry
@@ -11,20 +10,24 @@ from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failures import FailureHandler, Send, dead_lettering, skipping
-from aioshard.engine.feed import Feed
+from aioshard.engine.failures import FailureHandler
 from aioshard.engine.log_fields import record_fields
-from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
+from aioshard.engine.pacing import LimitedBatchShards, LimitedShards, Pace, ProcessSlots, StartLimits
 from aioshard.engine.parking import Parking
+from aioshard.engine.partition import ObservedPartition, Partition
+from aioshard.engine.recoveries import Send, dead_lettering, skipping
+from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.timing import precise
 from aioshard.engine.worker import BatchWorker, RecordWorker, Worker
+from aioshard.log_fields import get_logger
+from aioshard.observe import HandlerStatistics
 from aioshard.ports import Publish, SideTopicsFactory
-from aioshard.records import Record, is_subscribed
+from aioshard.records import Record, TopicPartition, is_subscribed
 from aioshard.serde.payloads import Payload
 
-logger = logging.getLogger("aioshard.engine.handler")
+logger = get_logger("aioshard.engine.handler")
 
 _TIMEOUT_CHECKS = 20
 _SHORTEST_CHECK = 0.005
@@ -35,6 +38,39 @@ _GRACE = 1.0
 
 
 RunIn = Literal["loop", "thread", "process"]
+
+Kind = Literal["async", "plain", "async generator", "generator"]
+"""How the function of a dependency is declared."""
+
+FIRST_RESULT = 3
+"""The number of the first dependency's result among the values of an attempt; see `Dependency.arguments`."""
+
+
+class Dependency(NamedTuple):
+    """A call whose result the handler, or another dependency, takes as an argument."""
+
+    function: Callable[..., Any]
+    """The function that the marker names, or its replacement."""
+    kind: Kind
+    call: Callable[..., Any]
+    """The function; for a generator, one that returns a context manager around it."""
+    arguments: Mapping[str, int]
+    """The number of the value for each parameter: 0 is the argument of the handler, 1 the record or the list of
+    records, 2 the context, and `FIRST_RESULT` + n the result of the nth dependency."""
+
+
+class Dependencies(NamedTuple):
+    """The dependencies of a handler, resolved when it was registered: an attempt only calls them."""
+
+    calls: Sequence[Dependency]
+    """In the order in which they are called, which is the reverse of the order in which they are closed."""
+    arguments: Mapping[str, int]
+    """The number of the value for each injected parameter of the handler; its context is one of them."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether none of them needs the event loop."""
+        return all(call.kind in {"plain", "generator"} for call in self.calls)
 
 
 class Handler(NamedTuple):
@@ -55,6 +91,8 @@ class Handler(NamedTuple):
     rate_limit: RateLimit | None
     function: Callable[..., Any]
     takes_context: bool
+    dependencies: Dependencies | None
+    """The calls whose results are injected; None without any."""
     run_in: RunIn
     """Where it runs: in the event loop, in threads or in worker processes."""
     payload: Payload | None
@@ -71,6 +109,8 @@ class Handler(NamedTuple):
     """Runs one attempt at a `Delivery` or, with *batch*, at a `DeliveryBatch`; None if `call` does."""
     read: Callable[[Record], Any] | None = None
     """Decodes a record of a batch before the attempt, if set; raises for a record that cannot be decoded."""
+    slots: ProcessSlots | None = None
+    """Limits its runs in worker processes, if more records than that may be in flight."""
     publish_dead_letter: Send | None = None
     """Publishes dead letters, if they do not go to the brokers."""
 
@@ -159,6 +199,8 @@ class Resources(NamedTuple):
     """Loop time."""
     exactly_once: bool = False
     """Whether messages become visible with the completions of one epoch."""
+    observe: Observe | None = None
+    """Observes how deliveries end; None if nobody does."""
 
 
 class ActiveHandler:
@@ -169,11 +211,15 @@ class ActiveHandler:
 
     def __init__(self, spec: Handler, resources: Resources) -> None:
         """Create the parts; nothing runs before `start`."""
+        if resources.observe is not None:
+            spec = spec.timed(resources.clock)
         self.spec = spec
+        self._resources = resources
         self.pace = None if spec.rate_limit is None else Pace(spec.rate_limit, resources.clock)
         """Set if the handler has a rate limit."""
         self.counters = Counters()
-        self._shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
+        self.shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
+        """One that serves all keys on demand, or the fixed ones."""
         self.failures = failures = self._make_failure_handler(resources)
         kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
         self.workers = [
@@ -188,17 +234,17 @@ class ActiveHandler:
                 divert=None if self.parking is None else self.parking.divert,
                 read=spec.read,
             )
-            for number, shards in enumerate(self._shards * (spec.concurrency if spec.shards is None else 1))
+            for number, shards in enumerate(self.shards * (spec.concurrency if spec.shards is None else 1))
         ]
-        self.feed = Feed(
+        self.sharder = Sharder(
             spec.shard_key,
-            self._shards,
+            self.shards,
             fixed=spec.shards is not None,
             workers=len(self.workers),
             at_once=1 if spec.batch is None else spec.batch.max_records,
-            unkeyed=failures.unkeyed,
+            failures=failures,
             ahead=None if self.pace is None else self.pace.ahead,
-            sure=not callable(spec.shard_by),
+            builtin_key=not callable(spec.shard_by),
             parking=self.parking,
         )
 
@@ -207,11 +253,12 @@ class ActiveHandler:
         spec, pace = self.spec, self.pace
         bound = spec.queue_size(resources.buffer.bounds.records)
         batch, attempts = spec.batch, spec.retry.attempts
+        limits = None if pace is None and spec.slots is None else StartLimits(pace, spec.slots)
         if batch is None:
-            return Shards(bound) if pace is None else PacedShards(pace, bound)
-        if pace is None:
+            return Shards(bound) if limits is None else LimitedShards(limits, bound)
+        if limits is None:
             return BatchShards(batch, attempts, bound, per_epoch=resources.exactly_once)
-        return PacedBatchShards(pace, batch, attempts, bound, per_epoch=resources.exactly_once)
+        return LimitedBatchShards(limits, batch, attempts, bound, per_epoch=resources.exactly_once)
 
     def _make_failure_handler(self, resources: Resources) -> FailureHandler:
         """Make the failure handler, with the recovery and the parking that the failure policy needs."""
@@ -227,7 +274,7 @@ class ActiveHandler:
                     policy,
                     group=resources.group_id,
                     handler=spec.name,
-                    shards=self._shards,
+                    shards=self.shards,
                     shard_key=spec.shard_key,
                     fixed=spec.shards is not None,
                     workers=spec.concurrency,
@@ -242,7 +289,7 @@ class ActiveHandler:
         return FailureHandler(
             spec.retry,
             recovery,
-            shards=self._shards,
+            shards=self.shards,
             counters=self.counters,
             clock=resources.clock,
             running=lambda: sum(run.recovery is None for worker in self.workers for run in worker.deliveries),
@@ -250,6 +297,31 @@ class ActiveHandler:
             breaker=spec.on_failure.breaker if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=resources.group_id,
+        )
+
+    def make_partition(self, name: TopicPartition, number: int, start: int) -> Partition:
+        """Make a partition of one of its topics, with its gate closed.
+
+        Args:
+            name: Topic and partition.
+            number: The number of its epoch.
+            start: The offset of its first record.
+        """
+        resources, counts = self._resources, self.counters.topics[name.topic]
+        observe = resources.observe
+        if observe is None and not resources.exactly_once:
+            return Partition(
+                name, number, start, buffer=resources.buffer, counts=counts, sharder=self.sharder, clock=resources.clock
+            )
+        return ObservedPartition(
+            name,
+            number,
+            start,
+            buffer=resources.buffer,
+            counts=counts,
+            sharder=self.sharder,
+            clock=resources.clock,
+            completed=None if observe is None else observe(self.spec),
         )
 
     def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
@@ -262,6 +334,56 @@ class ActiveHandler:
         if self.parking is not None:
             tasks.start(self.parking.read(), f"{name} reads parked records")
             tasks.start(self.parking.replay(), f"{name} replays parked records")
+
+    def statistics(self) -> HandlerStatistics:
+        """Return its counts and the state of its workers and shards. Safe from any thread."""
+        spec = self.spec
+        room = self._resources.buffer.bounds.records
+        topics = spec.topics
+        if spec.pattern is not None:
+            topics = (*topics, spec.pattern)
+        by_topic = self.counters.statistics()
+        busy = [worker for worker in self.workers if worker.deliveries]
+        return HandlerStatistics(
+            name=spec.name,
+            topics=topics,
+            concurrency=len(self.workers),
+            busy=len(busy),
+            shards=len(self.shards[0]) if spec.shards is None else len(self.shards),
+            processed=sum(topic.processed for topic in by_topic),
+            retried=sum(topic.retried for topic in by_topic),
+            skipped=sum(topic.skipped for topic in by_topic),
+            dead_lettered=sum(topic.dead_lettered for topic in by_topic),
+            parked=sum(topic.parked for topic in by_topic),
+            halted=sum(len(part.halted) for part in self.shards),
+            outliving=_outliving(busy),
+            by_topic=by_topic,
+            shard_capacity=spec.queue_size(room) or room,
+            shard_depth=max(part.depth for part in self.shards),
+            queued=sum(part.unseen for part in self.shards),
+            on_failure=_describe_policy(spec.on_failure),
+        )
+
+
+def _outliving(workers: Sequence[Worker]) -> tuple[str, ...]:
+    """Return the first delivery of each run that outlives its cancellation or its epoch."""
+    outliving = []
+    for worker in workers:
+        runs = [delivery for delivery in tuple(worker.deliveries) if worker.outlives(delivery)]
+        if runs:
+            outliving.append(repr(runs[0]))
+    return tuple(outliving)
+
+
+def _describe_policy(policy: OnFailure) -> str:
+    """Return a failure policy in words."""
+    match policy:
+        case DeadLetter(topic):
+            return f"dead letters to {topic}"
+        case Park():
+            return f"parks in {policy.topic}"
+        case _:
+            return policy
 
 
 async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callable[[], float]) -> None:
@@ -290,5 +412,5 @@ async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callabl
         for delivery in outliving.keys() - reported:
             message = "the handler of %r%s was cancelled after timeout=%g s and does not end: its shard waits for it"
             more = f" and {outliving[delivery]} more of its batch" if outliving[delivery] > 0 else ""
-            logger.error(message, delivery, more, timeout, extra=record_fields("outlives_time_out", delivery))
+            logger.error(message, delivery, more, timeout, extra=record_fields("outlives_timeout", delivery))
         reported = set(outliving)

@@ -1,20 +1,22 @@
-"""The pump, which polls the client, and the limits on how much of each partition it may take in."""
+"""The intake: the task that polls the client, and the limits on how much of each partition it may take in."""
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from aioshard.core.flow import NONE, Usage, minimum, room_for
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Gate
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.partition import Partition
-from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
+from aioshard.engine.rebalance import Rebalance
+from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError, TopicRecreatedError
+from aioshard.log_fields import get_logger
 from aioshard.ports import NOTHING, Allowance, Fault, FetchedBatch, Oversized, Transport
 from aioshard.records import TopicPartition
 
-logger = logging.getLogger("aioshard.engine.intake")
+logger = get_logger("aioshard.engine.intake")
 
 _POLL_TIMEOUT = 1.0
 _EVICTION_INTERVAL = 0.5
@@ -37,6 +39,14 @@ class _Waiting(NamedTuple):
         return self.partition.gate is Gate.OPEN and self.partition.tracker.position == self.position
 
 
+class IntakeStatistics(NamedTuple):
+    """The intake's part of the statistics of an app."""
+
+    already_done: int
+    buffered_records: int
+    buffered_bytes: int
+
+
 class Limit(NamedTuple):
     """The reason why a partition has no room."""
 
@@ -48,8 +58,8 @@ class Limit(NamedTuple):
 class Intake:
     """The one task that polls the client, for all partitions, within the bounds of the buffer.
 
-    This task, the pump, hands each batch to its partition. With one `getmany` call per partition instead, every
-    response would wake all of them: no difference up to about 32 partitions, but seven times the cost at 512.
+    It hands each batch to its partition. With one `getmany` call per partition instead, every response would wake all
+    of them: no difference up to about 32 partitions, but seven times the cost at 512.
 
     A record that does not fit stays with the client, and nothing else is taken in until it fits or can be admitted
     alone. Otherwise small records would use up all the room that becomes free (I6).
@@ -58,39 +68,35 @@ class Intake:
     def __init__(
         self,
         buffer: Buffer,
-        partitions: Mapping[TopicPartition, Partition],
+        rebalance: Rebalance,
+        committer: Committer,
         clock: Callable[[], float],
         *,
         stuck_after: float,
-        metadata_limit: Callable[[], int],
-        out_of_range: Callable[[Partition, OffsetOutOfRangeError | OffsetRegressionError], None],
     ) -> None:
         """Make an intake; `run` is its task, once per life of a client.
 
         Args:
             buffer: The records buffered for all partitions.
-            partitions: The assigned partitions; owned by the rebalance.
+            rebalance: Owns the partitions, and finds out where one resumes whose position is not in its log.
+            committer: Knows how long the text of a commit may be: all completions must fit into it.
             clock: Loop time.
             stuck_after: Seconds after which a partition with an incomplete record counts as one that cannot advance.
-            metadata_limit: Returns the longest metadata that the broker stores with a commit.
-            out_of_range: Called when a partition cannot continue because its position is not in the log.
         """
-        self.replayed = 0
-        """Records taken in that this process had run before."""
         self.already_done = 0
         """Records fetched but not taken in, because committed metadata lists them as finished."""
         self.turns = 0
         """Number of polls of the client that have returned."""
         self._buffer = buffer
-        self._partitions = partitions
+        self._rebalance = rebalance
+        self._partitions = rebalance.partitions
+        self._committer = committer
         self._clock = clock
         self._stuck_after = stuck_after
-        self._metadata_limit = metadata_limit
-        self._out_of_range = out_of_range
         self._waiting: _Waiting | None = None
         self._evict_at = 0.0
 
-    # The pump -----------------------------------------------------------------------
+    # The task -----------------------------------------------------------------------
 
     async def run(self, transport: Transport) -> None:
         """Poll until cancelled, or until the client is lost.
@@ -100,20 +106,30 @@ class Intake:
         """
         while True:
             self.make_room(transport)
-            items = await transport.poll(self.allowance, _POLL_TIMEOUT)
+            items = await transport.poll(self.request, _POLL_TIMEOUT)
             self.turns += 1
             for item in items:
                 partition = self._partitions.get(item.topic_partition)
-                if partition is None or not partition.is_open:
-                    continue
-                if isinstance(item, FetchedBatch):
-                    self._accept(partition, item)
-                elif isinstance(item, Fault):
-                    self._fault(partition, item)
-                else:
-                    self.keep_room_for(item, partition)
+                if partition is not None:
+                    self._take(item, partition)
             if items:
                 await asyncio.sleep(0)  # a client that has data never suspends
+
+    def _take(self, item: FetchedBatch | Fault | Oversized, partition: Partition) -> None:
+        """Act on what a poll returned about a partition."""
+        # 1. Its log is another one. This counts also while it drains: it must not continue in place.
+        if isinstance(item, Fault) and isinstance(item.error, TopicRecreatedError):
+            self._rebalance.reset_position(partition, item.error)
+        # 2. It is being revoked, or is not certainly ours: its records will be fetched again.
+        elif not partition.is_open:
+            return
+        # 3. It is ours.
+        elif isinstance(item, FetchedBatch):
+            self._accept(partition, item)
+        elif isinstance(item, Fault):
+            self._fault(partition, item)
+        else:
+            self.keep_room_for(item, partition)
 
     def make_room(self, transport: Transport) -> None:
         """Evict records of partitions that cannot advance, down to a minimum; fetch them again once there is room.
@@ -126,20 +142,25 @@ class Intake:
             return
         self._evict_at = now + _EVICTION_INTERVAL
         least = minimum(self._buffer.bounds)
-        for topic_partition, partition in self._partitions.items():
-            if partition.pending or not partition.is_seekable:  # a drain needs its records
-                continue
-            stuck, buffered = self._is_stuck(partition), partition.held_usage
-            has_room = buffered.records < least.records and buffered.bytes < least.bytes
-            if partition.is_open and partition.evicted and (has_room or not stuck) and not partition.fetching_again:
-                partition.fetching_again = True
-                transport.seek(topic_partition, min(partition.evicted))
-            if stuck and (buffered.records > 2 * least.records or buffered.bytes > 2 * least.bytes):
-                records = partition.evict_beyond(least)
-                if records:
-                    fields = partition_fields("gave_back", topic_partition, records=records)
-                    message = "%s cannot advance: %d of its queued records were evicted and will be fetched again"
-                    logger.warning(message, topic_partition, records, extra=fields)
+        for partition in self._partitions:
+            if not partition.pending and partition.is_seekable:  # a drain needs its records
+                self._make_room_in(partition, least, transport)
+
+    def _make_room_in(self, partition: Partition, least: Usage, transport: Transport) -> None:
+        """Evict records of a partition if it cannot advance, or fetch evicted ones again if they fit."""
+        name = partition.topic_partition
+        stuck = self._is_stuck(partition)
+        buffered = partition.held_usage
+        has_room = not stuck or (buffered.records < least.records and buffered.bytes < least.bytes)
+        if has_room and partition.is_open and partition.evicted and not partition.fetching_again:
+            partition.fetching_again = True
+            transport.seek(name, min(partition.evicted))
+        if stuck and (buffered.records > 2 * least.records or buffered.bytes > 2 * least.bytes):
+            records = partition.evict_beyond(least)
+            if records:
+                fields = partition_fields("records_evicted", name, records=records)
+                message = "%s cannot advance: %d of its queued records were evicted and will be fetched again"
+                logger.warning(message, name, records, extra=fields)
 
     def _accept(self, partition: Partition, batch: FetchedBatch) -> None:
         if self._waiting is not None and self._waiting.partition is partition:
@@ -149,14 +170,14 @@ class Intake:
             batch = partition.without_finished(batch)
             self.already_done += fetched - len(batch.records)
         try:
-            self.replayed += partition.accept(batch)
+            partition.accept(batch)
         except OffsetRegressionError as error:
-            self._out_of_range(partition, error)
+            self._rebalance.reset_position(partition, error)
 
     def _fault(self, partition: Partition, fault: Fault) -> None:
         if isinstance(fault.error, OffsetOutOfRangeError):
-            self._out_of_range(partition, fault.error)
-        elif partition.report_fault(str(fault.error)):
+            self._rebalance.reset_position(partition, fault.error)
+        elif partition.fault.report(str(fault.error)):
             fields = partition_fields("unreadable", partition.topic_partition)
             logger.error("%s cannot be read: %s", partition.topic_partition, fault.error, extra=fields)
 
@@ -167,44 +188,64 @@ class Intake:
         self._waiting = _Waiting(oversized, partition, partition.tracker.position)
 
     def allowance(self, topic_partition: TopicPartition) -> Allowance:
-        """How much the pump may take in of a partition; without room, the pump is woken when there may be some.
+        """Return how much may be taken in of a partition now.
 
         No more than the handler needs soon: a record that waits long in memory costs twice as much as one that starts
         soon, because the garbage collector visits it repeatedly.
         """
         partition = self._partitions.get(topic_partition)
-        allowance = NOTHING if partition is None else self._allowance(partition)
-        if not allowance.records:
+        return NOTHING if partition is None else _wanted(partition, self._room(partition))
+
+    def request(self, topic_partition: TopicPartition) -> Allowance:
+        """Return how much to take in of a partition now; if nothing, the poll ends when that may change."""
+        partition = self._partitions.get(topic_partition)
+        room = NOTHING if partition is None else self._room(partition)
+        if partition is None or not room.records:
             self._buffer.arm()
             if partition is not None and partition.gate is Gate.OPEN and not self._is_stuck(partition):
-                partition.feed.no_room()
-        if partition is None or not allowance.records or allowance.alone:
-            return allowance
-        wanted = partition.feed.wanted
-        if wanted <= 0:
-            self._buffer.arm(partition.feed.when_wanted(self._buffer.wake))
-            return NOTHING
-        return allowance._replace(records=min(allowance.records, wanted))
+                partition.sharder.no_room()
+            return room
+        allowance = _wanted(partition, room)
+        if not allowance.records:
+            self._buffer.arm(partition.sharder.when_wanted(self._buffer.wake))
+        return allowance
 
-    def _allowance(self, partition: Partition) -> Allowance:
+    def _room(self, partition: Partition) -> Allowance:
+        """Return how much of a partition fits, whatever its handler needs."""
+        # 1. Its gate is not open: at most a few records for a probe.
         if partition.gate is not Gate.OPEN:
             return self._for_probing(partition)
+        # 2. Evicted records come before new ones.
         if partition.evicted and not partition.fetching_again:
-            return NOTHING  # evicted records come before new ones
-        buffer, stuck = self._buffer, self._is_stuck(partition)
+            return NOTHING
+        # 3. A record waits for room: nothing else is taken in.
+        stuck = self._is_stuck(partition)
         waiting = self._waits_for_room()
         if waiting is not None and not stuck:
             return self._for_oversized(waiting.oversized) if waiting.partition is partition else NOTHING
-        buffered = partition.held_usage
-        room = room_for(buffer.bounds, Usage(buffer.records, buffer.bytes), buffered, stuck=stuck)
-        if buffered.records and not stuck:
-            shares = _CHUNKS * (len(self._partitions) + 1)
-            if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
-                room = NONE
-        committable = partition.metadata_room(self._metadata_limit())
+        # 4. A share of the buffer.
+        room = self._share(partition, stuck=stuck)
+        # 5. Outputs that wait for evicted records must not keep them from being fetched.
+        if partition.fetching_again and not partition.held_usage.records and not room.records:
+            room = Usage(1, 1)
+        # 6. All completions have to fit into a commit.
+        committable = partition.commits.room(self._committer.metadata_limit)
         if committable is not None and committable < room.records:
             room = Usage(committable, room.bytes) if committable else NONE
         return Allowance(room.records, room.bytes)
+
+    def _share(self, partition: Partition, *, stuck: bool) -> Usage:
+        """Return how much more a partition may hold of the buffer."""
+        bounds = self._buffer.bounds
+        held = partition.held_usage
+        # Outputs that wait for a transaction count too: a record that is stuck may hold back any number of them.
+        held = Usage(held.records, held.bytes + partition.unsent_bytes)
+        room = room_for(bounds, Usage(self._buffer.records, self._buffer.bytes), held, stuck=stuck)
+        if held.records and not stuck:
+            shares = _CHUNKS * (len(self._partitions) + 1)
+            if room.records < bounds.records // shares or room.bytes < bounds.bytes // shares:
+                return NONE
+        return room
 
     def _for_probing(self, partition: Partition) -> Allowance:
         """Some records of a paused partition, however full the buffer is: without a probe it might never resume."""
@@ -230,29 +271,35 @@ class Intake:
         free = self._buffer.bounds.bytes - self._buffer.bytes
         if oversized.size <= free:
             return Allowance(1, free)
-        if any(other.held_usage.records and not self._is_stuck(other) for other in tuple(self._partitions.values())):
+        if any(other.held_usage.records and not self._is_stuck(other) for other in self._partitions):
             return NOTHING
         return Allowance(1, _EVERYTHING, alone=True)
 
     def _is_stuck(self, partition: Partition) -> bool:
         return partition.stuck(self._clock(), self._stuck_after)
 
-    # Explanations; safe from any thread -----------------------------------------------
+    # Statistics and explanations; safe from any thread ---------------------------------
+
+    def statistics(self) -> IntakeStatistics:
+        """Return its counts and the use of the buffer."""
+        return IntakeStatistics(self.already_done, self._buffer.records, self._buffer.bytes)
 
     def reason(self, partition: Partition) -> str | None:
         """Why no records of a partition are taken in now; None if they are."""
         limit = self.limit(partition)
         if limit is not None:
             return limit.reason
-        if partition.gate is not Gate.OPEN or partition.feed.wanted > 0:
+        if partition.gate is not Gate.OPEN or partition.sharder.wanted > 0:
             return None
         return "its handler has enough queued that no worker has started yet"
 
     def limit(self, partition: Partition) -> Limit | None:
         """The limit that leaves a partition no room; None if it has some."""
-        if partition.gate is not Gate.OPEN or self._allowance(partition).records:
+        if partition.gate is not Gate.OPEN or self._room(partition).records:
             return None
-        buffer, waiting, tracker = self._buffer, self._waits_for_room(), partition.tracker
+        buffer = self._buffer
+        waiting = self._waits_for_room()
+        tracker = partition.tracker
         if self._is_stuck(partition):
             return Limit(
                 f"it cannot advance past record {tracker.oldest!r} and already holds {partition.held_usage.records} "
@@ -275,7 +322,7 @@ class Intake:
                 f"{which}, of {waiting.oversized.size} bytes, waits for room in the buffer",
                 "wait: records that complete make room; if records of this size are common, raise max_buffered_bytes",
             )
-        if partition.metadata_room(self._metadata_limit()) == 0:
+        if partition.commits.room(self._committer.metadata_limit) == 0:
             return Limit(
                 f"a commit has no room for more completions beyond offset {tracker.committable}: {len(tracker)} "
                 f"records, far apart, are incomplete, and the first one is {tracker.oldest!r}",
@@ -287,3 +334,11 @@ class Intake:
             "find out what the oldest records wait for; if many keys are slow, raise max_buffered_records or "
             "max_buffered_bytes",
         )
+
+
+def _wanted(partition: Partition, room: Allowance) -> Allowance:
+    """Return the part of *room* that the handler of a partition needs soon."""
+    if not room.records or room.alone:
+        return room
+    wanted = partition.sharder.wanted
+    return room._replace(records=min(room.records, wanted)) if wanted > 0 else NOTHING

@@ -1,4 +1,4 @@
-"""How a delivery may end, and why it may have to wait after a failure."""
+"""How a delivery may end, and how it may continue after a failure."""
 
 import enum
 from collections.abc import Awaitable, Callable
@@ -52,3 +52,45 @@ class FailedAttempt(NamedTuple):
         # One line for logs and explanations: database drivers write several. The traceback keeps them.
         message = " ".join(self.message.split())
         return f"{self.error}: {message}" if message else self.error
+
+
+# Decisions about a failed delivery ---------------------------------------------------
+
+
+class RunAgain(NamedTuple):
+    """It keeps its shard for a while, then its handler runs again."""
+
+    why: str
+    delay: float
+    """Seconds."""
+
+
+class RetryRecovery(NamedTuple):
+    """It keeps its shard for a while, then its recovery, which failed, is tried again."""
+
+    why: str
+    delay: float
+    """Seconds."""
+
+
+class Halt(NamedTuple):
+    """It keeps its shard until it is released."""
+
+    why: str
+
+
+class Recover(NamedTuple):
+    """It takes a recovery immediately."""
+
+    recovery: Recovery
+
+
+class AwaitBreaker(NamedTuple):
+    """Its partition pauses until the circuit breaker has closed; the delivery may be the probe."""
+
+    recovery: Recovery | None
+    """Taken then; None if it runs again. The handler must not see a delivery without a shard key."""
+
+
+Decision = RunAgain | RetryRecovery | Halt | Recover | AwaitBreaker
+"""How a failed delivery continues."""

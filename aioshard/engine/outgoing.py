@@ -1,15 +1,14 @@
 """Exactly-once processing: messages of a run become visible in the transaction that commits its record."""
 
 from aioshard.engine.epoch import Delivery
-from aioshard.errors import MessageTooLargeError, StateError
-from aioshard.ports import RECORD_OVERHEAD, Message, record_size
+from aioshard.errors import MessageError, MessageTooLargeError, StateError
+from aioshard.ports import RECORD_OVERHEAD, UNKNOWN_OFFSET, Message, record_size
+from aioshard.serde.payloads import unwritable
 
 _MOST_BYTES = 1_000_000
 """Largest message that a transaction takes; the default limit of topics is 5 % higher."""
 _HEADER_OVERHEAD = 10
 """Maximum bytes of the lengths of a header."""
-UNKNOWN_OFFSET = -1
-"""Returned for a message whose offset is not known yet."""
 
 
 class RunMessages:
@@ -24,6 +23,7 @@ class RunMessages:
 
         Raises:
             StateError: The run has ended: nothing could make the message visible together with its record.
+            MessageError: No broker can be sent the message.
             MessageTooLargeError: A transaction does not take a message of this size.
         """
         if self._ended:
@@ -31,7 +31,7 @@ class RunMessages:
                 f"a message for topic {message.topic!r} was not published: with exactly-once processing, a handler "
                 "must publish before it returns. Await the tasks that it starts, or use app.publish (at-least-once)"
             )
-        _check_size(message)
+        _check(message)
         self.messages.append(message)
         return UNKNOWN_OFFSET
 
@@ -45,14 +45,19 @@ async def add_message(delivery: Delivery, message: Message) -> int:
     """Make a message visible with the completion of a delivery; return -1, as its offset is not known yet.
 
     Raises:
+        MessageError: As for `RunMessages.publish`.
         MessageTooLargeError: As for `RunMessages.publish`.
     """
-    _check_size(message)
+    _check(message)
     delivery.outgoing = [*delivery.outgoing, message]
     return UNKNOWN_OFFSET
 
 
-def _check_size(message: Message) -> None:
+def _check(message: Message) -> None:
+    # `message` checks this too, but handlers may return a `Message` of their own, and the client would crash.
+    why = unwritable(message)
+    if why is not None:
+        raise MessageError(f"a message for topic {message.topic!r} was refused: {why}")
     size = record_size(message.key, message.value, message.headers) - RECORD_OVERHEAD
     size += _HEADER_OVERHEAD * len(message.headers)
     if size > _MOST_BYTES:

@@ -2,47 +2,49 @@
 
 import asyncio
 import functools
-import itertools
-import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 import anyio
 
 from aioshard.core.finished_offsets import holds
 from aioshard.core.options import Park
 from aioshard.core.parking import NEVER, ParkedEntry, ParkedKeys
-from aioshard.core.sharding import ShardKey, fixed_shard, identity
+from aioshard.core.sharding import ShardKey, fixed_shard, identity, record_key, shown
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.failures import Send, failure_of
+from aioshard.engine.epoch import Delivery, Epoch, Gate, Outputs
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.outcomes import Outcome, Recovery
-from aioshard.engine.outgoing import UNKNOWN_OFFSET
+from aioshard.engine.recoveries import Send, failure_of
 from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
-from aioshard.ports import FetchedBatch, Message, Publish, SideTopics, record_size
+from aioshard.log_fields import get_logger
+from aioshard.observe import ParkedKey
+from aioshard.ports import UNKNOWN_OFFSET, FetchedBatch, Message, Publish, SideTopics, record_size
 from aioshard.records import Record, TopicPartition, counted
+from aioshard.serde.header_names import undecodable
 from aioshard.serde.side_records import (
     Coordinates,
     Failure,
     ParkedRecord,
-    Place,
     ReleaseRequest,
     Removed,
+    StorageKey,
     park,
     read_parked,
     release,
     tombstone,
 )
 
-logger = logging.getLogger("aioshard.engine.parking")
+logger = get_logger("aioshard.engine.parking")
 
 _POLL_TIMEOUT = 1.0
 _BACKOFF = 1.0
+_SHORTEST_WAIT = 0.01
 _LONGEST_WAIT = 60.0
+"""Seconds from one look for due records to the next, at least and at most."""
 _MOST_PARKED = 100_000
 """Maximum parked records of one partition; each costs memory, so more are refused until some are gone."""
 
@@ -108,7 +110,7 @@ class ParkedPartition(Epoch):
         self.read_to = sys.maxsize
         """Next offset of the side topic to process; beyond any offset until the initial read is complete."""
         self._start = source.tracker.position
-        self._stored: dict[Place, tuple[ParkedEntry, Failure]] = {}
+        self._stored: dict[StorageKey, tuple[ParkedEntry, Failure]] = {}
         """Records that were in the side topic when we got the partition, until it is clear whether they are parked."""
         self._unacknowledged: set[int] = set()
         """Offsets seen in the side topic as parked by us, but not acknowledged to us."""
@@ -129,13 +131,20 @@ class ParkedPartition(Epoch):
         Returns:
             The group that parked the record; None if this is not a parked record.
         """
-        match decoded := read_parked(record):
+        decoded = read_parked(record)
+        match decoded:
             case ParkedRecord() if self._is_ours(decoded):
-                entry = self.entry(decoded.original, decoded.generation, record.offset, decoded.due, decoded.replays)
-                self._stored[decoded.place] = entry, decoded.failure
+                entry = self.entry(
+                    decoded.original,
+                    generation=decoded.generation,
+                    stored_at=record.offset,
+                    due=decoded.due,
+                    retries=decoded.retries,
+                )
+                self._stored[decoded.storage_key] = (entry, decoded.failure)
                 self._stored_keys[entry.offset] = entry.key
             case Removed() if self._is_ours(decoded):
-                self._stored.pop(decoded.place, None)
+                self._stored.pop(decoded.storage_key, None)
             case ReleaseRequest(answered=True):
                 self._requested.pop(decoded.coordinates, None)
             case ReleaseRequest() if self._is_ours(decoded):
@@ -153,19 +162,28 @@ class ParkedPartition(Epoch):
         Args:
             newest: Generation up to which records are ours; the others stay undecided.
         """
-        stored, self._stored = self._stored, {}
-        for place, (entry, failure) in sorted(stored.items(), key=lambda item: item[0].generation, reverse=True):
-            comes_again = entry.offset >= self._start and not holds(self.source.finished_ahead, entry.offset)
+        latest_first = sorted(self._stored.items(), key=lambda item: item[0].generation, reverse=True)
+        undecided: dict[StorageKey, tuple[ParkedEntry, Failure]] = {}
+        for storage_key, (entry, failure) in latest_first:
+            # 1. Somebody may own the partition later than we do.
             if entry.generation > newest:
-                self._stored[place] = entry, failure
-            elif comes_again or self.keys.get(entry.offset) is not None:
+                undecided[storage_key] = (entry, failure)
+            # 2. It is not parked: the partition delivers the record again, or a later copy counts.
+            elif self._comes_again(entry.offset) or self.keys.get(entry.offset) is not None:
                 self._outgoing.append(self.tombstone(entry.offset, entry.generation))
+            # 3. It is parked.
             else:
                 self.add(entry, failure)
+        self._stored = undecided
         for coordinates in self._requested:
             # The previous owner may have run the record that was named, and not those behind it.
             self._release(coordinates, self._stored_keys.get(coordinates.offset))
-        self._stored_keys, self._requested = {}, {}
+        self._stored_keys.clear()
+        self._requested.clear()
+
+    def _comes_again(self, offset: int) -> bool:
+        """Return whether the partition delivers a record that was parked before we got it."""
+        return offset >= self._start and not holds(self.source.finished_ahead, offset)
 
     @property
     def in_doubt(self) -> bool:
@@ -179,15 +197,14 @@ class ParkedPartition(Epoch):
             return
         self.read_to = record.offset + 1
         match decoded:
+            # 1. A record was parked, by us or by a stale member.
             case ParkedRecord():
                 self._parked(decoded, record.offset)
+            # 2. A record was removed. If a later owner did it, we are a stale member, and must not run those behind it.
             case Removed() if decoded.by is None or decoded.by <= self.generation:
-                # Ignore a removal by a later owner: as a stale member, we must not run later records of the key.
-                self._stored.pop(decoded.place, None)
-                entry = self.keys.get(decoded.coordinates.offset)
-                # Records that we parked again since then come later in the side topic.
-                if entry and entry.generation == decoded.place.generation and entry.stored_at < record.offset:
-                    self.remove(entry.offset)
+                self._stored.pop(decoded.storage_key, None)
+                self._removed(decoded.storage_key, record.offset)
+            # 3. An operator wants a key to run again.
             case ReleaseRequest(answered=False):
                 entry = self.keys.get(decoded.coordinates.offset)
                 self._release(decoded.coordinates, None if entry is None else entry.key)
@@ -197,16 +214,27 @@ class ParkedPartition(Epoch):
 
     def _parked(self, parked: ParkedRecord, stored_at: int) -> None:
         """Process a record parked after we got the partition; remove it again if a stale member parked it."""
-        offset, generation = parked.coordinates.offset, parked.generation
+        offset = parked.coordinates.offset
+        generation = parked.generation
         known = self.keys.get(offset)
+        # 1. It counts as parked already.
         if known is not None and known.generation == generation:
             known.stored_at = max(known.stored_at, stored_at)
+        # 2. Only transactions park and remove: a tombstone outside of them could be visible without the outputs.
         elif self._exactly_once:
-            pass  # only transactions park and remove: a tombstone outside of them could be visible without the outputs
+            return
+        # 3. We have parked it, and the acknowledgment is on its way or lost.
         elif generation == self.generation:
             self._unacknowledged.add(offset)
-        elif generation < self.generation:  # a later one belongs to the next owner of the partition
+        # 4. A stale member has parked it. (A later generation belongs to the next owner of the partition.)
+        elif generation < self.generation:
             self._outgoing.append(self.tombstone(offset, generation))
+
+    def _removed(self, storage_key: StorageKey, removed_at: int) -> None:
+        """Process a tombstone of the side topic, unless the record was parked again after it."""
+        entry = self.keys.get(storage_key.coordinates.offset)
+        if entry is not None and entry.generation == storage_key.generation and entry.stored_at < removed_at:
+            self.remove(entry.offset)
 
     def _release(self, coordinates: Coordinates, key: Hashable) -> None:
         if key in self.keys:
@@ -223,12 +251,14 @@ class ParkedPartition(Epoch):
         """Return the messages to write: replies to release requests, and tombstones for copies that must not run."""
         for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker.incomplete]:
             self._unacknowledged.discard(offset)
-            if self.keys.get(offset) is None:  # stored but not acknowledged, and the record ended otherwise
+            # It was stored but not acknowledged, and the record ended in another way.
+            if self.keys.get(offset) is None:
                 self._outgoing.append(self.tombstone(offset, self.generation))
-        messages, self._outgoing = self._outgoing, []
+        messages = self._outgoing
+        self._outgoing = []
         return messages
 
-    def entry(self, record: Record, generation: int, stored_at: int, due: float, replays: int) -> ParkedEntry:
+    def entry(self, record: Record, *, generation: int, stored_at: int, due: float, retries: int) -> ParkedEntry:
         """Return the in-memory entry for a parked record."""
         return ParkedEntry(
             record.offset,
@@ -236,13 +266,13 @@ class ParkedPartition(Epoch):
             generation=generation,
             stored_at=stored_at,
             due=due,
-            replays=replays,
+            retries=retries,
         )
 
     def tombstone(self, offset: int, generation: int) -> Message:
         """Return the message that removes a record parked under a generation; it names us as the remover."""
-        place = Place(Coordinates(*self.source.topic_partition, offset), generation)
-        return tombstone(self.topic_partition.topic, place, by=self.generation)
+        storage_key = StorageKey(Coordinates(*self.source.topic_partition, offset), generation)
+        return tombstone(self.topic_partition.topic, storage_key, by=self.generation)
 
     # Parked records -----------------------------------------------------------------
 
@@ -284,7 +314,7 @@ class ParkedPartition(Epoch):
         if not super().complete(delivery):
             return False
         if delivery.outgoing:
-            self.source.send_later(delivery.outgoing)
+            self.source.send_later(Outputs.of(delivery))
         return True
 
     def close(self, running: Collection[Delivery] = (), *, below: bool = False) -> None:  # noqa: ARG002
@@ -296,7 +326,7 @@ class Parking:
     """Parked records of one handler, over all partitions that we own.
 
     Workers call `divert` before they start a delivery, and take `recovery` when its attempts are exhausted. The
-    rebalance calls `restore` and `believe` when a partition arrives; the feed calls `forget` when it ends and `wake`
+    rebalance calls `restore` and `believe` when a partition arrives; the sharder calls `forget` when it ends and `wake`
     when it opens. Two tasks run: `read` follows the side topic, and `replay` runs due records again. Owned by the event
     loop.
 
@@ -374,8 +404,10 @@ class Parking:
     @property
     def trouble(self) -> str | None:
         """Why the side topic cannot be read or written now; None if it can."""
-        unread = (why for parked in tuple(self.partitions) for why in parked.unread.copy().values())
-        return next(itertools.chain(self._refused.copy().values(), unread), self._unreadable)
+        reasons = list(self._refused.copy().values())
+        for parked in tuple(self.partitions):
+            reasons += parked.unread.copy().values()
+        return reasons[0] if reasons else self._unreadable
 
     def _now(self) -> float:
         """Return the Unix time by the loop's clock, which virtual time moves too."""
@@ -386,16 +418,68 @@ class Parking:
         """Parked records of each partition that we own."""
         return self._partitions.values()
 
+    @property
+    def key_count(self) -> int:
+        """Number of parked keys. Safe from any thread."""
+        return sum(parked.keys.keys for parked in tuple(self.partitions))
+
+    def parked_keys(self, most: int, *, show_keys: bool) -> Iterator[ParkedKey]:
+        """Yield parked keys, each described by its first record. Safe from any thread.
+
+        Args:
+            most: Maximum number per partition.
+            show_keys: Whether to show keys as they are, instead of a hash.
+        """
+        for parked in tuple(self.partitions):
+            for entry in parked.keys.heads(most):
+                described = self._describe(parked, entry, show_keys=show_keys)
+                if described is not None:
+                    yield described
+
+    def _describe(self, parked: ParkedPartition, entry: ParkedEntry, *, show_keys: bool) -> ParkedKey | None:
+        """Describe a parked key by its first record; None if the key raises when it is hashed."""
+        try:
+            failure = parked.failures.get(entry.key)
+            waits = parked.keys.waits(entry.key)
+        except Exception:  # noqa: BLE001 - a key of the application
+            return None
+        topic, partition = parked.source.topic_partition
+        due = None
+        if waits and entry.due < NEVER:
+            due = max(entry.due - time.time(), 0.0)
+        failed_at = None
+        error = None
+        if failure is not None:
+            failed_at = failure.failed_at
+            error = f"{failure.error}: {failure.message}"
+        key = None if entry.alone else shown(record_key(entry.key, topic), show_keys=show_keys)
+        return ParkedKey(
+            handler=self._handler,
+            stored_in=self.policy.topic,
+            topic=topic,
+            partition=partition,
+            offset=entry.offset,
+            key=key,
+            retries=entry.retries,
+            due=due,
+            in_flight=not waits,
+            failed_at=failed_at,
+            error=error,
+        )
+
     # Workers ------------------------------------------------------------------------
 
     def divert(self, delivery: Delivery) -> None:
         """Assign a recovery to a delivery whose key is parked, and withdraw it once the key is no longer parked."""
         parked = self._partitions.get(delivery.epoch)
+        # 1. Nothing can be parked, or it is the first parked record of its key.
         if parked is None or isinstance(delivery, Replay):
             return
+        # 2. It was to be parked behind its key.
         if delivery.recovery is self._behind:
             if parked.identity(delivery.record) not in parked.keys:
-                delivery.recovery = None
+                delivery.withdraw_recovery()
+        # 3. It was to run. Most partitions have no parked keys, so no key is computed.
         elif delivery.recovery is None and parked.keys.keys and parked.identity(delivery.record) in parked.keys:
             delivery.divert(self._behind)
 
@@ -415,7 +499,8 @@ class Parking:
     async def _park(self, delivery: Delivery) -> Outcome:
         if isinstance(delivery, Replay):
             return await self._park_again(delivery)
-        parked, record = self._partitions[delivery.epoch], delivery.record
+        parked = self._partitions[delivery.epoch]
+        record = delivery.record
         if delivery.recovery is self._behind:
             failure = parked.failures[parked.identity(record)]
         else:
@@ -425,34 +510,42 @@ class Parking:
                 f"{len(parked.keys)} records of {delivery.epoch.topic_partition} are parked, the maximum that a "
                 "process keeps track of: release or drop some"
             )
+        generation = parked.generation
         due = self._now() + self.policy.delay
-        stored_at = await self._write(delivery, failure, parked.generation, due, 0)
-        parked.add(parked.entry(record, parked.generation, stored_at, due, 0), failure)
+        stored_at = await self._write(delivery, failure, generation=generation, due=due, retries=0)
+        parked.add(parked.entry(record, generation=generation, stored_at=stored_at, due=due, retries=0), failure)
         self.wake()
         return Outcome.PARKED
 
     async def _park_again(self, delivery: Replay) -> Outcome:
-        parked, entry = delivery.parked, delivery.entry
-        replays = entry.replays + 1
-        exhausted = self.policy.attempts is not None and replays >= self.policy.attempts
-        due = NEVER if exhausted else self._now() + self.policy.delay
+        parked = delivery.parked
+        entry = delivery.entry
         failure = failure_of(delivery, self._group, self._handler)
+        retries = entry.retries + 1
+        if self.policy.attempts is not None and retries >= self.policy.attempts:
+            due = NEVER
+        else:
+            due = self._now() + self.policy.delay
+        # An operator may drop it while it runs, and while it is written.
         if parked.keys.get(entry.offset) is entry:
-            stored_at = await self._write(delivery, failure, entry.generation, due, replays)
-            entry.stored_at, entry.replays, entry.due = max(entry.stored_at, stored_at), replays, due
-        if parked.keys.get(entry.offset) is entry:  # not dropped in the meantime
+            stored_at = await self._write(delivery, failure, generation=entry.generation, due=due, retries=retries)
+            entry.stored_at = max(entry.stored_at, stored_at)
+            entry.retries = retries
+            entry.due = due
+        if parked.keys.get(entry.offset) is entry:
             parked.failed_again(entry, failure)
         self.wake()
         return Outcome.RETURNED
 
-    async def _write(self, delivery: Delivery, failure: Failure, generation: int, due: float, replays: int) -> int:
+    async def _write(self, delivery: Delivery, failure: Failure, *, generation: int, due: float, retries: int) -> int:
         """Write the record of a delivery to the side topic; return the offset, or -1 until its transaction ends."""
-        message = park(self.policy.topic, delivery.record, failure, generation=generation, due=due, replays=replays)
+        message = park(self.policy.topic, delivery.record, failure, generation=generation, due=due, retries=retries)
         return await self._send_for(delivery, message)
 
     async def _remove(self, delivery: Delivery) -> Outcome:
         assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery
-        parked, entry = delivery.parked, delivery.entry
+        parked = delivery.parked
+        entry = delivery.entry
         await self._send_for(delivery, parked.tombstone(entry.offset, entry.generation))
         parked.remove(entry.offset)
         self.wake()
@@ -489,7 +582,8 @@ class Parking:
             identity=self._identity,
             exactly_once=self._exactly_once,
         )
-        self._partitions[epoch] = epoch.replays = parked
+        self._partitions[epoch] = parked
+        epoch.replays = parked
         self._watch()
         await self._read_all(parked)
         parked.finish_restoring(newest=generation)
@@ -535,18 +629,29 @@ class Parking:
         position = 0
         while True:
             end = await self._side.end(parked.topic_partition)
-            while position < end and (records := await self._side.read(parked.topic_partition, position)):
-                for record in records:
-                    group = parked.restore(record)
-                    if group not in (None, self._group):
-                        raise SideTopicError(
-                            f"{parked.topic_partition} holds records that group {group!r} has parked, and group "
-                            f"{self._group!r} would overwrite them: use a separate topic for each group"
-                        )
-                position = records[-1].offset + 1
-            if self._side.position(parked.topic_partition) <= max(position, end):
-                parked.read_to = max(position, end)
+            position = await self._read_until(parked, position, end)
+            read_to = max(position, end)
+            # Otherwise `read` has passed this position meanwhile, and some records would be missing.
+            if self._side.position(parked.topic_partition) <= read_to:
+                parked.read_to = read_to
                 return
+
+    async def _read_until(self, parked: ParkedPartition, position: int, end: int) -> int:
+        """Restore the records of a side partition from *position* to *end*; return the position after the last one."""
+        while position < end:
+            records = await self._side.read(parked.topic_partition, position)
+            # Compaction has removed the rest.
+            if not records:
+                break
+            for record in records:
+                group = parked.restore(record)
+                if group not in (None, self._group):
+                    raise SideTopicError(
+                        f"{parked.topic_partition} holds records that group {group!r} has parked, and group "
+                        f"{self._group!r} would overwrite them: use a separate topic for each group"
+                    )
+            position = records[-1].offset + 1
+        return position
 
     def forget(self, epoch: Epoch) -> None:
         """End the replays of a partition whose epoch has ended; the side topic keeps its parked records."""
@@ -568,10 +673,7 @@ class Parking:
             while True:
                 try:
                     for record in await self._side.poll(_POLL_TIMEOUT):
-                        for parked in self.partitions:
-                            if parked.topic_partition == record.topic_partition:
-                                parked.read(record)
-                        self.wake()
+                        self._read(record)
                     for parked in self.partitions:
                         for message in parked.outgoing():
                             # A partition that cannot be written must not keep us from following the others.
@@ -587,6 +689,12 @@ class Parking:
                         )
                     self._unreadable = str(error)
                     await asyncio.sleep(_BACKOFF)
+
+    def _read(self, record: Record) -> None:
+        for parked in self.partitions:
+            if parked.topic_partition == record.topic_partition:
+                parked.read(record)
+        self.wake()
 
     async def _send(self, parked: ParkedPartition, message: Message) -> None:
         try:
@@ -615,44 +723,76 @@ class Parking:
         return sum(len(parked.tracker) for parked in self.partitions)
 
     def _until_due(self) -> float:
-        due_times = [p.keys.next_due for p in self.partitions if p.may_replay and p.keys.next_due is not None]
+        """Return the seconds until the next key is due; `wake` ends the wait earlier."""
+        due_times: list[float] = []
+        for parked in self.partitions:
+            due = parked.keys.next_due if parked.may_replay else None
+            if due is not None:
+                due_times.append(due)
+        # A replay that ends, or a partition that opens, wakes us.
         if not due_times or self._running >= self._at_once:
-            return _LONGEST_WAIT  # a replay that ends wakes us
-        return min(max(min(due_times) - self._now(), 0.01), _LONGEST_WAIT)
+            return _LONGEST_WAIT
+        seconds = min(due_times) - self._now()
+        return min(max(seconds, _SHORTEST_WAIT), _LONGEST_WAIT)
 
     async def _replay_due(self, parked: ParkedPartition) -> None:
+        """Replay the first record of each due key of a partition, as long as its gate is open and there is room."""
         while parked.may_replay and self._running < self._at_once:
             entry = parked.keys.take_due(self._now())
+            # 1. No key is due.
             if entry is None:
                 return
             record = await self._fetch(parked, entry)
+            # 2. An operator dropped the record while it was fetched.
             if parked.keys.get(entry.offset) is not entry:
                 parked.unread.pop(entry.offset, None)
-                continue
-            if record is None or not parked.is_open or not self._fits(record):
+            # 3. It can be replayed.
+            elif record is not None and parked.is_open and self._fits(record):
+                self._queue(parked, entry, record)
+            # 4. It cannot be replayed now. Each further key may take as long, and other partitions must not wait for
+            # all of them.
+            else:
                 parked.keys.postpone(entry.key, self._now() + _BACKOFF)
-                return  # each of its keys may take as long; other partitions must not wait for all of them
-            key = parked.identity(record)
-            number = fixed_shard(key, len(self._shards), entry.offset) if self._fixed else 0
-            replay = parked.replay(entry, record, number if self._fixed else key, self._clock())
-            replay.then, replay.aside = self._finished, True
-            replay.alone = self._exactly_once  # the messages of a batch belong to one completion
-            self._shards[number].put_first([replay])
+                return
+
+    def _queue(self, parked: ParkedPartition, entry: ParkedEntry, record: Record) -> None:
+        """Queue a parked record for its replay, ahead of the records that arrive."""
+        shard_key = parked.identity(record)
+        number = 0
+        delivery_key = shard_key
+        if self._fixed:
+            number = fixed_shard(shard_key, len(self._shards), entry.offset)
+            delivery_key = number
+        replay = parked.replay(entry, record, delivery_key, self._clock())
+        replay.finish_with(self._finished)
+        if self._exactly_once:
+            # The messages of a batch belong to one completion.
+            replay.isolate()
+        error = undecodable(record)
+        if error is not None:
+            replay.refuse(error)
+        # Unlike other records, it may run again in the epoch in which its message was refused.
+        parked.source.fail_refused([replay])
+        parked.source.refused.pop(record.offset, None)
+        self._shards[number].put_first([replay])
 
     async def _fetch(self, parked: ParkedPartition, entry: ParkedEntry) -> Record | None:
         """Return the original of a parked record; None if it cannot be read now or was replaced by another."""
+        # 1. It is not known where it is, because the transaction that parks it has not ended.
         if entry.stored_at == UNKNOWN_OFFSET:
             return None
-        place = parked.topic_partition, entry.stored_at
-        if place not in self._cached:
+        position = (parked.topic_partition, entry.stored_at)
+        # 2. The side topic cannot be read.
+        if position not in self._cached:
             try:
-                records = await self._side.read(*place)
+                records = await self._side.read(parked.topic_partition, entry.stored_at)
             except TransportError as error:
                 parked.unread[entry.offset] = str(error)
                 return None
             self._cached = {(parked.topic_partition, record.offset): record for record in records}
-        stored = self._cached.pop(place, None)
+        stored = self._cached.pop(position, None)
         decoded = None if stored is None else read_parked(stored)
+        # 3. It is gone.
         if not isinstance(decoded, ParkedRecord):
             parked.unread[entry.offset] = (
                 f"parked record {parked.source.topic_partition}/{entry.offset} is not in {parked.topic_partition} at "
@@ -660,12 +800,11 @@ class Parking:
                 "drop' gives the record up"
             )
             return None
+        # 4. It is there.
         parked.unread.pop(entry.offset, None)
         return decoded.original
 
     def _fits(self, record: Record) -> bool:
         """Return whether there is room for a record, or no running replay that it could wait for."""
-        return (
-            self._buffer.bytes + record_size(record.key, record.value, record.headers) <= self._buffer.bounds.bytes
-            or not self._running
-        )
+        size = record_size(record.key, record.value, record.headers)
+        return not self._running or self._buffer.bytes + size <= self._buffer.bounds.bytes

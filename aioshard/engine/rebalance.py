@@ -2,48 +2,42 @@
 
 import asyncio
 import dataclasses
-import logging
-import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
-from aioshard.core.histogram import Histogram
-from aioshard.core.ownership import (
-    Claim,
-    Origin,
-    knows_topic,
-    origin_of,
-    reason_to_end,
-)
+from aioshard.core.ownership import Claim, reason_to_end
+from aioshard.engine.commits import Uncommitted
 from aioshard.engine.committer import Committer
-from aioshard.engine.epoch import Delivery, Rerun
+from aioshard.engine.current_client import CurrentClient
+from aioshard.engine.ended_epochs import EndedEpochs
+from aioshard.engine.epoch import Refused
+from aioshard.engine.handler_set import HandlerSet
+from aioshard.engine.lifecycle import Lifecycle
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.partition import Partition
+from aioshard.engine.partitions import Partitions
+from aioshard.engine.pauses import Pauses
+from aioshard.engine.positions import BrokerView, PositionResolver, TopicView, finished_of, first_commit_of
+from aioshard.engine.rebalance_log import RebalanceLog, RebalanceStatistics, log_event
 from aioshard.engine.tasks import TaskSet
-from aioshard.engine.worker import Worker
 from aioshard.errors import (
     AioshardError,
-    ClientLostError,
-    NoOffsetError,
     OffsetOutOfRangeError,
     OffsetRegressionError,
     StateError,
+    TopicRecreatedError,
     TransportError,
 )
-from aioshard.observe import RebalanceKind, RebalanceKindStatistics, RebalancePhase, RebalanceReport
-from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, LogRange, Membership, Transport
+from aioshard.log_fields import get_logger
+from aioshard.ports import NOT_A_MEMBER, FetchedBatch, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-logger = logging.getLogger("aioshard.engine.rebalance")
-
-T = TypeVar("T")
+logger = get_logger("aioshard.engine.rebalance")
 
 _RETRY_DELAY = 0.2
 _PARTITIONS_PER_STEP = 100
@@ -64,12 +58,13 @@ class Seek:
     done: asyncio.Future[None]
 
 
-class _BrokerView(NamedTuple):
-    """A partition as the brokers see it."""
+class _Restoration(NamedTuple):
+    """The result of finding out which records of a partition are parked."""
 
-    committed: Committed | None
-    metadata: CommitMetadata
-    log: LogRange
+    in_doubt: bool = False
+    """Whether some of them may belong to a later owner of the partition."""
+    failure: TransportError | TimeoutError | None = None
+    """Why they could not be read; they may be later."""
 
 
 class Rebalance:
@@ -91,96 +86,93 @@ class Rebalance:
         group_id: str,
         settings: "Settings",
         *,
-        make_partition: Callable[[TopicPartition, int, int], Partition],
-        workers: Collection[Worker],
-        replayed: Callable[[], int],
-        fail: Callable[[BaseException], None],
+        handlers: HandlerSet,
+        pauses: Pauses,
+        client: CurrentClient,
         committer: Committer,
+        lifecycle: Lifecycle,
+        log: RebalanceLog,
         tasks: TaskSet,
-        clock: Callable[[], float],
     ) -> None:
         """Make a rebalance; it owns nothing yet.
 
         Args:
             group_id: The consumer group.
             settings: Timeouts.
-            make_partition: Makes a partition from its name, the number of its epoch and its start, with a closed gate.
-            workers: All workers of all handlers.
-            replayed: Returns how many records this process has run more than once.
-            fail: Ends the app: no retry can help against an error.
+            handlers: Run the records of the partitions.
+            pauses: What the application has paused.
+            client: The member of the group.
             committer: The commit coordinator.
-            tasks: Runs the fetch tasks and the lookups.
-            clock: Loop time.
+            lifecycle: Fails if no retry can help against an error.
+            log: Records what the rebalances do.
+            tasks: Runs the sharding tasks and the lookups.
         """
-        self.partitions: dict[TopicPartition, Partition] = {}
+        self.partitions = Partitions()
         """Partitions that are ours, or may become ours again."""
         self.rebalances = 0
-        self.log = RebalanceLog(clock, replayed)
+        self.log = log
         """History of the rebalances."""
-        self.settled = asyncio.Event()
+        self.opened = asyncio.Event()
         """Set while every assigned partition is open, except those whose leader is away."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen, for consuming up to that point."""
-        self.refused = False
-        """Whether the latest lookup failed in a way that waiting does not fix."""
-        self.unsettled: dict[TopicPartition, str] = {}
+        self.lookups_refused = False
+        """Whether the brokers refused the latest lookup, so that waiting does not help."""
+        self.unresolved: dict[TopicPartition, str] = {}
         """Owned partitions whose resume position is not known yet, each with the reason."""
         self.seeks: dict[TopicPartition, Seek] = {}
         """Positions that the application requested and that are not reached yet."""
         self._group_id = group_id
         self._settings = settings
-        self._make_partition = make_partition
-        self._workers = workers
-        self._fail = fail
+        self._handlers = handlers
+        self._pauses = pauses
+        self._client = client
         self._committer = committer
+        self._lifecycle = lifecycle
         self._tasks = tasks
-        self._transport: Transport | None = None
-        self._reruns: dict[TopicPartition, Rerun] = {}
-        """Records of ended ownerships that this process had started."""
-        self._opened: set[TopicPartition] = set()
-        """Partitions that this process opened: the group has had a position there, even if the brokers dropped it."""
-        self._first_commits: dict[str, FirstCommit | None] = {}
-        """Marker of the first commit seen on each topic; brokers forget the commits of a deleted topic."""
+        self._ended = EndedEpochs()
+        self._positions = PositionResolver(group_id, settings, client)
         self._assignment: frozenset[TopicPartition] = frozenset()
         """The latest assignment, without what was revoked or lost since."""
         self._assigned_under = NOT_A_MEMBER
-        self._settling: asyncio.Task[object] | None = None
-        self._stopping = False
+        self._opening: asyncio.Task[object] | None = None
+        """Opens the partitions of the assignment; None if all are open, or none may be."""
         self._epochs = 0
-
-    def attach(self, transport: Transport) -> None:
-        """Use *transport* as the client from now on."""
-        self._transport = transport
+        """How many epochs have begun."""
 
     @property
-    def client(self) -> Transport:
+    def _transport(self) -> Transport:
         """The current client.
 
         Raises:
             ClientLostError: No client exists now.
         """
-        if self._transport is None:
-            raise ClientLostError("the Kafka client is gone: a new one is being created, or the app has stopped")
-        return self._transport
+        return self._client.get()
 
     @property
-    def epochs(self) -> list[Partition]:
-        """All partitions whose ownership has not ended. Safe from any thread."""
-        return list(self.partitions.values())
+    def uncommitted(self) -> Mapping[TopicPartition, Uncommitted]:
+        """Finished records of ended epochs that were not committed, until the partition begins again."""
+        return self._ended.uncommitted
+
+    def statistics(self) -> RebalanceStatistics:
+        """Return how many rebalances there were, what they did and how long they took. Safe from any thread."""
+        return RebalanceStatistics(self.rebalances, self.log.reports(), self.log.kinds(), self.log.seconds)
 
     @property
-    def in_place(self) -> bool:
+    def all_resumed(self) -> bool:
         """Whether every partition is open at its resume position: no rebalance, seek or absent leader is pending."""
-        return self.settled.is_set() and not self.unsettled and not self.seeks
+        return self.opened.is_set() and not self.unresolved and not self.seeks
 
     @property
     def trouble(self) -> str | None:
         """Why owned partitions are not open; None when all are."""
-        if not self.unsettled:
+        unresolved = self.unresolved
+        if not unresolved:
             return None
-        name, reason = min(self.unsettled.items())
-        waiting = f"{len(self.unsettled)} partitions wait, {name} first" if len(self.unsettled) > 1 else f"{name} waits"
-        return f"{waiting}: {reason}"
+        name, reason = min(unresolved.items())
+        if len(unresolved) == 1:
+            return f"{name} waits: {reason}"
+        return f"{len(unresolved)} partitions wait, {name} first: {reason}"
 
     # Revoked and lost ----------------------------------------------------------------
 
@@ -195,7 +187,8 @@ class Rebalance:
             if partition.membership is None:
                 self.end([partition], "it was revoked again before it was certain to be ours")
             else:
-                leaving[partition], partition.membership = partition.membership, None
+                leaving[partition] = partition.membership
+                partition.membership = None
         try:
             self.log.drained(await self.drain(leaving, self._settings.drain_timeout))
             await self._committer.flush(leaving, self._settings.commit_timeout)
@@ -211,79 +204,70 @@ class Rebalance:
                 extra={"event": "uncommitted", "records": sum(uncommitted.values()), "group": self._group_id},
             )
         for partition, membership in leaving.items():
-            partition.claim = Claim(*membership, partition.acknowledged, partition.tracker.position)
+            partition.claim = Claim(*membership, partition.commits.acknowledged, partition.tracker.position)
 
     def _leave(self, names: Collection[TopicPartition], *, lost: bool) -> list[Partition]:
         """Begin a revocation or loss: stop opening partitions, and return those of *names* that have an epoch."""
-        self.settled.clear()
-        self._stop_settling()
+        self.opened.clear()
+        self._cancel_opening()
         self._assignment = self._assignment.difference(names)
+        self._ended.forget_restarts(names)
+        self._committer.forget_failures(names)
         leaving = [partition for name in names if (partition := self.partitions.get(name)) is not None]
         epochs = {epoch for partition in leaving for epoch in partition.epochs}
-        self.log.revoked(len(leaving), sum(delivery.epoch in epochs for delivery in self.running()), lost=lost)
+        in_flight = sum(delivery.epoch in epochs for delivery in self._handlers.in_flight())
+        self.log.revoked(len(leaving), in_flight, lost=lost)
         return leaving
 
-    def running(self) -> set[Delivery]:
-        """All deliveries that workers run now."""
-        return {delivery for worker in self._workers for delivery in worker.deliveries}
-
     async def drain(self, partitions: Collection[Partition], timeout: float) -> int:
-        """Close the gates and wait for the records that must end; cancel those still running after *timeout* seconds.
+        """Close the gates and wait for the records that must end; cancel those still in flight after *timeout* seconds.
 
         Returns:
-            How many records were still running.
+            How many records were still in flight.
         """
-        running = self.running()
+        in_flight = self._handlers.in_flight()
         for partition in partitions:
             if partition.is_open:
-                below = not partition.lists_all_finished(self._committer.metadata_limit)
-                partition.feed.close(partition, running, below=below)
+                below = not partition.commits.lists_all_finished(self._committer.metadata_limit)
+                partition.sharder.close(partition, in_flight, below=below)
         draining = [epoch for partition in partitions for epoch in partition.epochs]
         with anyio.move_on_after(timeout):
             for epoch in draining:
                 await epoch.drained.wait()
-        cancelled = self._interrupt({delivery for epoch in draining for delivery in epoch.stop_draining()})
+        cancelled = self._handlers.interrupt({delivery for epoch in draining for delivery in epoch.stop_draining()})
         if cancelled and timeout:
             logger.warning(
-                "records cancelled because they were still running at the drain deadline: %d",
+                "records cancelled because they were still in flight at the drain deadline: %d",
                 cancelled,
                 extra={"event": "drain_cut", "cancelled": cancelled},
             )
         return cancelled
 
-    def _interrupt(self, deliveries: set[Delivery]) -> int:
-        """Cancel the runs of these deliveries; return how many of them were running."""
-        count = 0
-        for worker in self._workers:
-            running = deliveries.intersection(worker.deliveries)
-            count += len(running)
-            if running:
-                worker.interrupt()
-        return count
-
     def wait_no_more(self) -> None:
         """End every drain as if its timeout had passed, because no worker is left to run anything."""
-        for partition in self.epochs:
+        for partition in self.partitions:
             for epoch in partition.epochs:
                 epoch.drained.set()
 
     def end_all(self, reason: str) -> None:
         """End every epoch: the client is lost, or the app stopped."""
-        self.settled.clear()
-        self._stop_settling()
-        self.end(self.epochs, reason)
+        self.opened.clear()
+        self._cancel_opening()
+        self.end(tuple(self.partitions), reason)
         self.log.enter("over")
 
     def end(self, partitions: Collection[Partition], reason: str) -> None:
         """End ownerships: drop their incomplete records and interrupt those that are running."""
         epochs = {epoch for partition in partitions for epoch in partition.epochs}
         for partition in partitions:
-            name, dropped = partition.topic_partition, len(partition.tracker)
+            name = partition.topic_partition
+            dropped = len(partition.tracker)
+            self._keep_outputs(partition)
             self.log.count("dropped", dropped)
             self._committer.disown(partition)
-            self._reruns[name] = partition.end()
-            del self.partitions[name]
-            partition.feed.purge(partition)
+            self._ended.end(partition, reason)
+            self.partitions.remove(partition)
+            partition.sharder.purge(partition)
             if partition.task is not None:
                 self._tasks.dismiss(partition.task)
             logger.debug(
@@ -297,7 +281,7 @@ class Rebalance:
                 ),
             )
         # Once for all: with 1,024 workers, a check for each of 1,000 partitions blocked the event loop for 0.35 s.
-        self._interrupt({delivery for delivery in self.running() if delivery.epoch in epochs})
+        self._handlers.interrupt({delivery for delivery in self._handlers.in_flight() if delivery.epoch in epochs})
 
     # Assigned ---------------------------------------------------------------------------
 
@@ -308,79 +292,121 @@ class Rebalance:
         self._assigned_under = membership
         for name in sorted(self.seeks.keys() - assignment):
             self._give_up_seek(name, "the group assigned it to another member, which resumes at the committed offset")
-        untouched, gone = 0, []
-        for partition in self.epochs:
+        untouched = 0
+        gone = []
+        for partition in self.partitions:
+            name = partition.topic_partition
+            # 1. It was never revoked.
             if partition.membership is not None:
                 partition.membership = membership
-                untouched += partition.topic_partition in assignment
-            elif partition.topic_partition in assignment:
+                untouched += name in assignment
+            # 2. It comes back. The client must not read from anywhere else before the checks.
+            elif name in assignment:
                 partition.fetching_again = False
-                self.client.seek(partition.topic_partition, partition.tracker.position)
+                self._transport.seek(name, partition.tracker.position)
+            # 3. It went to another member.
             else:
                 gone.append(partition)
         self.end(gone, "the partition was assigned to another member")
+        self._committer.forget_failures(self._ended.forget_others(assignment))
         manual = not membership.member_id and membership != NOT_A_MEMBER
         self.log.assigned(len(assignment), untouched, membership.generation, manual=manual)
         # A new assignment also contains the partitions of earlier ones that are not open yet.
-        self._settle_soon()
+        self._open_soon()
 
-    def restart(self, partition: Partition, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
+    def reset_position(self, partition: Partition, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
         """Find where to resume a partition whose position is no longer in its log."""
-        self.client.pause([partition.topic_partition])
-        if isinstance(error, OffsetOutOfRangeError):
+        name = partition.topic_partition
+        self._transport.pause([name])
+        # 1. Its topic was created again: the log is another one.
+        if isinstance(error, TopicRecreatedError):
+            self.end([partition], str(error))
+            if self._settings.auto_offset_reset == "error":
+                self._lifecycle.fail(error)
+                return
+            self._seek_new_log(name, error)
+            if name not in self._assignment:
+                return
+        # 2. Its log does not reach the position: the epoch may continue if retention has passed it.
+        elif isinstance(error, OffsetOutOfRangeError):
             partition.outside_log = error.position
+        # 3. The client went back.
         else:
             self.end([partition], str(error))
-        self._settle_soon()
+        self._open_soon()
 
-    def begin_again(self, partitions: Collection[Partition], why: str) -> None:
-        """End the epochs of partitions and begin new ones at the offsets that the brokers report as committed."""
+    def _seek_new_log(self, name: TopicPartition, error: TopicRecreatedError) -> None:
+        """Make a partition of a topic that was created again begin at the start of its log, regardless of its commit.
+
+        A commit may be of the old log, or of records that were read from the new one at a position of the old one.
+        """
+        logger.warning("%s; resuming at the start of the new one", error, extra=partition_fields("out_of_range", name))
+        if name not in self.seeks:
+            self.seeks[name] = Seek(0, asyncio.get_running_loop().create_future())
+
+    def restart(self, partitions: Mapping[Partition, Mapping[int, Refused]], why: str) -> None:
+        """End the epochs of partitions and begin new ones at the offsets that the brokers report as committed.
+
+        Args:
+            partitions: The partitions of a transaction that has failed. Each with its records with a message that
+                cannot be written, by offset: these fail when they arrive again.
+            why: The reason, as a sentence.
+        """
         ours = [partition for partition in partitions if self.partitions.get(partition.topic_partition) is partition]
-        self.client.pause([partition.topic_partition for partition in ours])
+        for partition in ours:
+            self._ended.remember_restart(partition, why, partitions[partition])
+        self._transport.pause([partition.topic_partition for partition in ours])
         self.end(ours, why)
-        self._settle_soon()
+        if any(partition.topic_partition in self._assignment for partition in ours):
+            self._open_soon()
 
     def stop_opening(self) -> None:
-        """Open no gate from now on: the app is draining and will stop."""
-        self._stopping = True
+        """Stop opening partitions, because the app stops: no gate opens from now on."""
         for name in tuple(self.seeks):
             self._give_up_seek(name, "the app stopped, and its next start resumes at the committed offset")
-        self._stop_settling()
+        self._cancel_opening()
 
-    def _settle_soon(self) -> None:
+    def _open_soon(self) -> None:
         """Open the owned partitions that are not open; if that is in progress already, begin again."""
-        self.settled.clear()
-        self._stop_settling()
-        if not self._stopping:
-            self._settling = self._tasks.start(self._settle(), f"settle generation {self._assigned_under.generation}")
+        self.opened.clear()
+        self._cancel_opening()
+        if not self._lifecycle.stopping:
+            generation = self._assigned_under.generation
+            self._opening = self._tasks.start(self._open_all(), f"open partitions of generation {generation}")
 
-    def _stop_settling(self) -> None:
-        if self._settling is not None:
-            self._settling.cancel()
-            self._settling = None
-        self.unsettled.clear()
+    def _cancel_opening(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        self.unresolved.clear()
 
-    async def _settle(self) -> None:
+    async def _open_all(self) -> None:
         """Open the assigned partitions, in place or in new epochs; retry until done or until the membership changes."""
-        assignment, membership = self._assignment, self._assigned_under
-        while self.client.membership() == membership:
+        assignment = self._assignment
+        membership = self._assigned_under
+        while self._transport.membership() == membership:
             try:
-                self.unsettled = await self._open_assigned(assignment, membership)
+                self.unresolved = await self._open_assigned(assignment, membership)
             except (AioshardError, TimeoutError) as error:
-                if not isinstance(error, TransportError | TimeoutError) or isinstance(error, OffsetOutOfRangeError):
-                    self._fail(error)
+                # 1. No retry can help.
+                if not _may_pass(error):
+                    self._lifecycle.fail(error)
                     return
-                why = str(error) or "the brokers do not answer"
-                self.refused = isinstance(error, TransportError) and not error.retriable
-                self.unsettled = {name: why for name in assignment if not self._is_open(name)}
+                # 2. The brokers did not answer, or refused a request.
+                self.lookups_refused = isinstance(error, TransportError) and not error.retriable
+                why = str(error) or self._transport.hang or "the brokers do not answer"
+                self.unresolved = {name: why for name in assignment if not self._is_open(name)}
                 delay = _RETRY_DELAY
             else:
-                if self.client.membership() != membership:
+                # 3. The group has moved on: its next assignment opens the partitions.
+                if self._transport.membership() != membership:
                     return
-                self.settled.set()
-                self.log.settled()
-                if not self.unsettled:
+                self.opened.set()
+                self.log.resumed()
+                # 4. All are open.
+                if not self.unresolved:
                     return
+                # 5. All are open except those whose leader is away.
                 delay = _LEADER_DELAY
             await asyncio.sleep(delay)
 
@@ -407,37 +433,32 @@ class Rebalance:
             NoOffsetError: There is neither a committed offset nor a policy that says where to begin.
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
         """
-        unsettled = [name for name in sorted(assignment) if not self._is_open(name)]
-        if not unsettled:
+        closed = [name for name in sorted(assignment) if not self._is_open(name)]
+        if not closed:
             return {}
-        committed = await self._within_timeout(self.client.committed(unsettled))
-        logs = await self._within_timeout(self.client.log_ranges(unsettled))
-        # Parsing long metadata takes a while through no fault of the brokers, so it has no deadline.
-        metadata = await _read(committed)
-        fresh: dict[TopicPartition, _BrokerView] = {}
-        for count, (name, log) in enumerate((name, logs[name]) for name in unsettled if name in logs):
+        views = await self._positions.look_up(closed)
+        fresh: dict[TopicPartition, BrokerView] = {}
+        for count, (name, view) in enumerate(views.items()):
             if not await self._lasts(membership, count):
                 return {}
             # A recreated topic may end earlier than first seen, and nothing will arrive up to the old end.
-            self.ends[name] = min(self.ends.get(name, log.end), log.end)
-            view = _BrokerView(committed[name], metadata[name], log)
+            self.ends[name] = min(self.ends.get(name, view.log.end), view.log.end)
             partition = self.partitions.get(name)
             if partition is None or not self._continue(partition, view, membership):
                 fresh[name] = view
         await self._begin_all(fresh, membership)
-        return {name: f"no leader of {name} answers" for name in unsettled if name not in logs}
+        return {name: f"no leader of {name} answers" for name in closed if name not in views}
 
-    async def _within_timeout(self, request: Awaitable[T]) -> T:
-        with anyio.fail_after(self._settings.commit_timeout):
-            return await request
-
-    def _continue(self, partition: Partition, view: _BrokerView, membership: Membership) -> bool:
+    def _continue(self, partition: Partition, view: BrokerView, membership: Membership) -> bool:
         """Open a partition in place if it can be continued; otherwise end its epoch."""
         seek = self.seeks.get(partition.topic_partition)
+        # 1. The application requested another position.
         if seek is not None:
             reason: str | None = f"the application requested offset {seek.start}"
+        # 2. It was not revoked, but its position is not in the log.
         elif partition.is_open and partition.outside_log is not None:
             reason = self._skip_deleted(partition, partition.outside_log, view.log)
+        # 3. It was revoked, and comes back.
         else:
             offset = view.committed.offset if view.committed else None
             reason = reason_to_end(partition.claim, *membership, offset, view.log[:2])
@@ -458,133 +479,104 @@ class Rebalance:
             log.start - 1,
             name,
             log.start,
-            extra=partition_fields("passed_over", name, offset=position, position=log.start),
+            extra=partition_fields("records_deleted", name, offset=position, position=log.start),
         )
         partition.accept(FetchedBatch(name, (), (), log.start))
-        self.client.seek(name, log.start)
+        self._transport.seek(name, log.start)
         return None
 
-    async def _begin_all(self, fresh: Mapping[TopicPartition, _BrokerView], membership: Membership) -> None:
+    async def _begin_all(self, fresh: Mapping[TopicPartition, BrokerView], membership: Membership) -> None:
         """Begin and open new epochs; commit a position first if it is not committed yet or may not be ours.
 
         Raises:
             TransportError: A lookup or a commit failed.
             TimeoutError: The brokers did not answer.
         """
-        sizes = {topic: len(await self._within_timeout(self.client.partitions(topic))) for topic in _topics(fresh)}
-        unknown = _topics(name for name, view in fresh.items() if view.committed is None)
-        commits = {topic: await self._commits_on(topic, sizes[topic]) for topic in unknown}
+        topics = await self._positions.look_up_topics(fresh)
         begun = []
         for count, (name, view) in enumerate(fresh.items()):
             if not await self._lasts(membership, count):
                 return
-            begun.append(self._begin(name, view, commits.get(name.topic, ()), sizes[name.topic]))
-        restored = await self._restore_all(begun, sizes, membership)
-        uncommitted = []
-        for count, (partition, in_doubt) in enumerate(zip(begun, restored, strict=True)):
+            begun.append(self._begin(name, view, topics[name.topic]))
+        restored = await self._restore_all(begun, topics, membership)
+        to_commit: list[Partition] = []
+        for count, (partition, restoration) in enumerate(zip(begun, restored, strict=True)):
             if not await self._lasts(membership, count):
                 return
-            if in_doubt is True:
-                partition.acknowledged = None  # commit it again: the response shows whether the partition is ours
-            elif in_doubt is not False:
+            # 1. Its parked records could not be read: it is tried again.
+            if restoration.failure is not None:
                 continue
-            if partition.acknowledged == partition.tracker.position:
+            # 2. Some of them may belong to a later owner: the response to another commit shows whether it is ours.
+            if restoration.in_doubt:
+                partition.commits.acknowledged = None
+            # 3. Only a position that is committed may be used.
+            if partition.commits.acknowledged == partition.tracker.position:
                 self._open(partition, membership)
             else:
-                uncommitted.append(partition)
-        await self._commit_and_open(uncommitted, membership)
-        if failures := [result for result in restored if isinstance(result, BaseException)]:
-            raise failures[0]
+                to_commit.append(partition)
+        await self._commit_and_open(to_commit, membership)
+        for restoration in restored:
+            if restoration.failure is not None:
+                raise restoration.failure
 
-    def _origin(self, name: TopicPartition, view: _BrokerView, *, group_knows_topic: bool) -> Origin:
-        """Decide where to begin a partition.
-
-        Raises:
-            NoOffsetError: There is neither a committed offset nor a policy that decides it.
-            OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
-        """
-        seek, log = self.seeks.get(name), view.log
-        if seek is not None:
-            return Origin(min(max(seek.start, log.start), log.end), resolved=True)
-        offset = view.committed.offset if view.committed else None
-        origin = origin_of(offset, log[:2], self._settings.auto_offset_reset, group_knows_topic=group_knows_topic)
-        if origin is None:
-            raise NoOffsetError(self._group_id, name) if offset is None else OffsetOutOfRangeError(name, offset)
-        if origin.resolved and offset is not None:
-            logger.warning(
-                "committed offset %d of %s is outside its log; resuming at %d",
-                offset,
-                name,
-                origin.offset,
-                extra=partition_fields("out_of_range", name, offset=offset, position=origin.offset),
-            )
-        return origin
-
-    async def _commits_on(self, topic: str, partitions: int) -> list[FirstCommit | None]:
-        """First-commit markers of the group's commits on a topic, and of the first commit seen there."""
-        commits = await self._within_timeout(
-            self.client.committed([TopicPartition(topic, number) for number in range(partitions)])
-        )
-        metadata = await _read({name: committed for name, committed in commits.items() if committed is not None})
-        markers = [text.first for text in metadata.values()]
-        if topic in self._first_commits:
-            markers.append(self._first_commits[topic])
-        return markers
-
-    def _begin(
-        self, name: TopicPartition, view: _BrokerView, commits: Collection[FirstCommit | None], size: int
-    ) -> Partition:
+    def _begin(self, name: TopicPartition, view: BrokerView, topic: TopicView) -> Partition:
         """Make a partition with a new epoch, its gate closed; `acknowledged` is its start if that is committed."""
-        now = time.time()
-        knows = view.committed is None and (name in self._opened or knows_topic(commits, name.partition, now))
-        origin = self._origin(name, view, group_knows_topic=knows)
+        seek = self.seeks.get(name)
+        origin = self._positions.origin(name, view, topic, None if seek is None else seek.start)
         self._epochs += 1
-        partition = self.partitions[name] = self._make_partition(name, self._epochs, origin.offset)
-        partition.rerun = self._reruns.pop(name, None)
-        partition.task = self._tasks.start(partition.run(), f"fetch {name}", lasts=True)
-        self.client.seek(name, origin.offset)
+        partition = self._handlers.of(name.topic).make_partition(name, self._epochs, origin.offset)
+        self.partitions.add(partition)
+        self._pauses.pass_on(partition)
+        self._ended.pass_on(partition, view.committed, moves=seek is not None)
+        partition.task = self._tasks.start(partition.run(), f"shard {name}", lasts=True)
+        self._transport.seek(name, origin.offset)
+        commits = partition.commits
+        commits.first_commit = first_commit_of(view, topic)
+        finished = finished_of(name, view, resolved=origin.resolved)
         if view.committed is None:
-            partition.first_commit = FirstCommit(size, int(now))
             return partition
-        first, ignored = view.metadata.first, view.metadata.ignored
-        if view.metadata.foreign is not None or ignored:
-            _warn_unused(name, view.committed.offset, why="; ".join(ignored) or "another program wrote it")
-        if first is not None and first.is_recent(now):
-            partition.first_commit = first
-        if not origin.resolved:
-            finished, end = view.metadata.finished, view.log.end
-            if finished and finished[-1].end > end:  # the topic was recreated, or its log truncated
-                _warn_unused(name, finished[-1].end, why=f"it belongs to another log: this one ends at offset {end}")
-            else:
-                partition.finished_ahead = finished
-        if name not in self.seeks:  # a seek is always committed, even to the same offset: the metadata differs
-            partition.acknowledged = view.committed.offset
+        if finished is not None:
+            partition.finished_ahead = finished
+            commits.published = finished
+            commits.stored_units = len(view.committed.metadata)
+        # A seek is always committed, even to the same offset: the metadata differs.
+        if seek is None:
+            commits.acknowledged = view.committed.offset
         return partition
 
     async def _restore_all(
-        self, partitions: Collection[Partition], sizes: Mapping[str, int], membership: Membership
-    ) -> list[bool | BaseException]:
-        """Return the result of `_restore` of each partition; transient errors are results too."""
-        restored = await asyncio.gather(
-            *(self._restore(partition, sizes[partition.topic_partition.topic], membership) for partition in partitions),
+        self, partitions: Collection[Partition], topics: Mapping[str, TopicView], membership: Membership
+    ) -> list[_Restoration]:
+        """Find out which records of the partitions are parked, of all partitions at the same time."""
+        results = await asyncio.gather(
+            *(self._restore(partition, topics, membership) for partition in partitions),
             return_exceptions=True,
         )
-        for result in restored:
-            if isinstance(result, BaseException) and not isinstance(result, TransportError | TimeoutError):
+        restored: list[_Restoration] = []
+        for result in results:
+            if isinstance(result, BaseException):
                 raise result
+            restored.append(result)
         return restored
 
-    async def _restore(self, partition: Partition, size: int, membership: Membership) -> bool:
-        """Find out which records of a partition are parked; return whether some may belong to a later owner."""
-        parking = partition.feed.parking
-        return parking is not None and await parking.restore(partition, size, membership.generation)
+    async def _restore(
+        self, partition: Partition, topics: Mapping[str, TopicView], membership: Membership
+    ) -> _Restoration:
+        parking = partition.sharder.parking
+        if parking is None:
+            return _Restoration()
+        size = topics[partition.topic_partition.topic].partitions
+        try:
+            return _Restoration(in_doubt=await parking.restore(partition, size, membership.generation))
+        except (TransportError, TimeoutError) as error:
+            return _Restoration(failure=error)
 
     async def _commit_and_open(self, partitions: list[Partition], membership: Membership) -> None:
         """Commit positions that were resolved for the group, or are in doubt, and only then hand out records."""
         for partition in partitions:
             self._committer.own(partition)
         acknowledged = await self._committer.flush(partitions, self._settings.commit_timeout)
-        if self.client.membership() != membership:
+        if self._transport.membership() != membership:
             return
         if not acknowledged:
             self.end(partitions, "its start position could not be committed")
@@ -592,33 +584,34 @@ class Rebalance:
         for count, partition in enumerate(partitions):
             if not await self._lasts(membership, count):
                 return
-            if partition.feed.parking is not None:
-                partition.feed.parking.believe(partition)
+            parking = partition.sharder.parking
+            if parking is not None:
+                parking.believe(partition)
             self._open(partition, membership)
 
     async def _lasts(self, membership: Membership, count: int) -> bool:
         """Let other tasks run after every few partitions; return whether *membership* lasts."""
         if count % _PARTITIONS_PER_STEP == _PARTITIONS_PER_STEP - 1:
             await asyncio.sleep(0)
-        return self.client.membership() == membership
+        return self._transport.membership() == membership
 
     def _open(self, partition: Partition, membership: Membership) -> None:
         """Open a partition that is certain to be ours under *membership*."""
-        name, tracker = partition.topic_partition, partition.tracker
+        name = partition.topic_partition
+        tracker = partition.tracker
         partition.membership = membership
         partition.outside_log = None
         self.log.count("kept", partition.claim is not None)
-        self._opened.add(name)
-        self._first_commits.setdefault(name.topic, partition.first_commit)
+        self._positions.remember(partition)
         self._committer.own(partition)
         for epoch in partition.epochs:
             epoch.open()
-        _log_event(
+        log_event(
             "assigned",
             f"{name} is open",
             {
                 "epoch": partition.number,
-                "committed": partition.acknowledged,
+                "committed": partition.commits.acknowledged,
                 "position": tracker.position,
                 "incomplete": len(tracker),
                 "started": sum(1 for delivery in tracker.values() if delivery.starts),
@@ -628,8 +621,8 @@ class Rebalance:
             partition=name.partition,
             group=self._group_id,
         )
-        partition.feed.reopen(partition)
-        self.client.resume([name])
+        partition.sharder.reopen(partition)
+        self._transport.resume([name])
         seek = self.seeks.pop(name, None)
         if seek is not None and not seek.done.done():
             seek.done.set_result(None)
@@ -648,18 +641,49 @@ class Rebalance:
         if (pending := self.seeks.get(name)) is not None:
             raise StateError(f"{name} is moving to offset {pending.start} already: await that seek first")
         seek = self.seeks[name] = Seek(start, asyncio.get_running_loop().create_future())
-        self.client.pause([name])  # records that arrive during the drain would be fetched for nothing
+        self._transport.pause([name])  # records that arrive during the drain would be fetched for nothing
         self._tasks.start(self._drain_for(seek, partition), f"seek {name}")
         return seek.done
 
     async def _drain_for(self, seek: Seek, partition: Partition) -> None:
         """Drain a partition and commit its completions, then reopen it unless a rebalance has taken charge."""
         await self.drain([partition], self._settings.drain_timeout)
-        await self._committer.flush([partition], self._settings.commit_timeout)
-        name, is_ours = partition.topic_partition, partition.membership is not None
-        if is_ours and self.partitions.get(name) is partition and self.seeks.get(name) is seek:
+        while not await self._committer.flush([partition], self._settings.commit_timeout):
+            # The outcome of a transaction decides where the partition resumes if it cannot move.
+            if not partition.unsent_bytes or not self._moves(partition, seek):
+                break
+            await asyncio.sleep(_RETRY_DELAY)
+        if self._moves(partition, seek):
             self.end([partition], f"the application requested offset {seek.start}")
-            self._settle_soon()
+            self._open_soon()
+
+    def _moves(self, partition: Partition, seek: Seek) -> bool:
+        """Whether a partition that was drained for a seek is still ours, and the seek is still wanted."""
+        name = partition.topic_partition
+        is_ours = partition.membership is not None and self.partitions.get(name) is partition
+        return is_ours and self.seeks.get(name) is seek
+
+    def _keep_outputs(self, partition: Partition) -> None:
+        """Give up a seek that would skip finished records whose outputs are not published (exactly once).
+
+        The partition resumes at the committed offset instead, and they run again.
+        """
+        name = partition.topic_partition
+        seek = self.seeks.get(name)
+        if seek is None or not partition.unsent_bytes or seek.start <= (partition.commits.acknowledged or 0):
+            return
+        trouble = self._committer.trouble.why
+        why = "outputs of finished records before that offset could not be published"
+        if trouble is not None:
+            why = f"{why} ({trouble})"
+        logger.warning(
+            "%s does not move to offset %d: %s, and the records run again",
+            name,
+            seek.start,
+            why,
+            extra=partition_fields("seek_given_up", name, offset=seek.start),
+        )
+        self._give_up_seek(name, f"{why}; they run again now, so seek again later")
 
     def _give_up_seek(self, name: TopicPartition, why: str) -> None:
         seek = self.seeks.pop(name)
@@ -670,226 +694,13 @@ class Rebalance:
 
 def uncommitted_of(partitions: Iterable[Partition]) -> dict[str, int]:
     """How many finished records of each disowned partition were not committed; only partitions with any."""
-    return {str(partition.topic_partition): partition.uncommitted for partition in partitions if partition.uncommitted}
+    return {
+        str(partition.topic_partition): partition.commits.uncommitted
+        for partition in partitions
+        if partition.commits.uncommitted
+    }
 
 
-async def _read(commits: Mapping[TopicPartition, Committed | None]) -> dict[TopicPartition, CommitMetadata]:
-    """Parse the metadata of commits, empty where there is none; let other tasks run, as long texts take milliseconds.
-
-    The group may have changed meanwhile: check again anything that you know from the brokers.
-    """
-    metadata = {}
-    for name, committed in commits.items():
-        metadata[name] = CommitMetadata.read(committed.metadata, committed.offset) if committed else CommitMetadata()
-        if metadata[name].finished:
-            await asyncio.sleep(0)
-    return metadata
-
-
-def _topics(names: Iterable[TopicPartition]) -> list[str]:
-    return list(dict.fromkeys(name.topic for name in names))
-
-
-def _warn_unused(name: TopicPartition, offset: int, *, why: str) -> None:
-    logger.warning(
-        "the commit metadata of %s at offset %d is not used and will be replaced: %s",
-        name,
-        offset,
-        why,
-        extra=partition_fields("note_unused", name, offset=offset, why=why),
-    )
-
-
-# History --------------------------------------------------------------------------------------
-
-_KEPT = 20
-"""How many of the latest rebalances are reported."""
-
-_CAUSES: dict[RebalanceKind, str] = {
-    "assigned": "we have joined the group, or were assigned more partitions",
-    "revoked": "members, topics or partitions of the group have changed",
-    "lost": "the group membership was lost",
-    "manual": "the partitions were assigned manually",
-}
-_STEPS: dict[RebalancePhase, str] = {
-    "drain": "running records of the revoked partitions are being finished",
-    "commit": "finished records are being committed",
-    "join": "our partitions are released, and the group has not assigned new ones yet: others drain or join",
-    "resume": "the positions to resume at are being looked up",
-    "over": "it is over",
-}
-_LOGGED = (
-    "generation",
-    "seconds",
-    "revoked",
-    "in_flight",
-    "drained",
-    "cancelled",
-    "assigned",
-    "kept",
-    "dropped",
-    "drain_seconds",
-    "commit_seconds",
-    "join_seconds",
-    "resume_seconds",
-)
-"""Figures of a finished rebalance in the log."""
-
-
-class RebalanceLog:
-    """Records what each rebalance does, and the log lines about it; owned by the `Rebalance`.
-
-    Invariants:
-        * The phases of a rebalance follow one another without a gap: their seconds add up to `seconds`.
-    """
-
-    def __init__(self, clock: Callable[[], float], replayed: Callable[[], int]) -> None:
-        """Make a log.
-
-        Args:
-            clock: Loop time.
-            replayed: Returns how many records this process has run more than once.
-        """
-        self._clock = clock
-        self._replayed = replayed
-        self._reports: deque[RebalanceReport] = deque(maxlen=_KEPT)
-        """The latest rebalances; the last one may be in progress. Reports are replaced as a whole."""
-        self._timed_at = 0.0
-        """Loop time up to which the report in progress has its seconds."""
-        self._spent: tuple[float, float | None] = 0.0, None
-        """Seconds of the rebalances that are over, and when the one in progress began; replaced as a whole."""
-        self._counts: Counter[RebalanceKind] = Counter()
-        self._drains = {kind: Histogram() for kind in get_args(RebalanceKind)}
-        self._replayed_before = 0
-        """Value of `replayed` when the latest rebalance began."""
-        self.on_end: Callable[[RebalanceReport], object] = lambda _: None
-        """Called with the report of each rebalance that is over."""
-
-    def reports(self) -> tuple[RebalanceReport, ...]:
-        """The latest rebalances, oldest first; the last one may be in progress. Safe from any thread."""
-        reports = list(self._reports)
-        if reports:
-            reports[-1] = dataclasses.replace(
-                self._timed(reports[-1]), replayed=self._replayed() - self._replayed_before
-            )
-        return tuple(reports)
-
-    def kinds(self) -> tuple[RebalanceKindStatistics, ...]:
-        """How many rebalances of each kind there were, including those no longer reported. Safe from any thread."""
-        return tuple(
-            RebalanceKindStatistics(kind, self._counts[kind], drain.counts()) for kind, drain in self._drains.items()
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Seconds spent in rebalances, including the one in progress. Safe from any thread; it never decreases."""
-        now = self._clock()  # before the rest: a rebalance that ends meanwhile has its later end
-        spent, began = self._spent
-        return spent if began is None else spent + max(now - began, 0.0)
-
-    def doing(self) -> str | None:
-        """Current step of the rebalance in progress, as a clause; None without one."""
-        current = self._current
-        return None if current is None else _STEPS[current.phase]
-
-    # Events ------------------------------------------------------------------------------
-
-    def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
-        """Begin a rebalance: partitions are being revoked while *in_flight* of their records run."""
-        kind: RebalanceKind = "lost" if lost else "revoked"
-        self.enter("over")
-        self._begin(kind, "join" if lost else "drain", revoked=partitions, in_flight=in_flight)
-        _log_event(
-            kind,
-            "partitions are lost" if lost else "partitions are being revoked",
-            {"partitions": partitions, "in_flight": in_flight},
-        )
-
-    def drained(self, cancelled: int) -> None:
-        """End the drain; records that were still running were cancelled."""
-        report = self.enter("commit")
-        if report is not None:
-            self._drains[report.kind].add(report.drain_seconds)
-            ended = max(report.in_flight - cancelled, 0)
-            self._change(drained=ended, cancelled=cancelled)
-            _log_event(
-                "drained", "running records of the revoked partitions", {"drained": ended, "cancelled": cancelled}
-            )
-
-    def assigned(self, partitions: int, untouched: int, generation: int, *, manual: bool = False) -> None:
-        """Record an assignment, by the group or manual, of *partitions*, *untouched* of which were never revoked."""
-        if self._current is None:
-            self._begin("manual" if manual else "assigned", "join")
-        self.enter("resume")
-        self._change(assigned=partitions, kept=untouched, generation=generation)
-
-    def count(self, figure: str, more: int) -> None:
-        """Add to a figure of the rebalance in progress, if there is one."""
-        if more and self._current is not None:
-            self._change(**{figure: getattr(self._current, figure) + more})
-
-    def settled(self) -> None:
-        """End the rebalance: every owned partition has resumed."""
-        report = self.enter("over")
-        if report is not None:
-            _log_event(
-                "rebalanced",
-                f"rebalance {report.number} is over ({report.cause})",
-                {name: getattr(report, name) for name in _LOGGED},
-                level=logging.INFO,
-            )
-
-    # Phases ---------------------------------------------------------------------------
-
-    @property
-    def _current(self) -> RebalanceReport | None:
-        report = self._reports[-1] if self._reports else None
-        return None if report is None or report.phase == "over" else report
-
-    def _begin(self, kind: RebalanceKind, phase: RebalancePhase, **figures: int) -> None:
-        self._reports = deque(self.reports(), _KEPT)  # with the replayed records of the one before
-        self._replayed_before = self._replayed()
-        self._timed_at = self._clock()
-        self._spent = self.seconds, self._timed_at
-        self._counts[kind] += 1
-        self._reports.append(
-            RebalanceReport(
-                number=self._counts.total(), at=time.time(), cause=_CAUSES[kind], phase=phase, kind=kind, **figures
-            )
-        )
-
-    def _change(self, **figures: Any) -> None:
-        self._reports[-1] = dataclasses.replace(self._reports[-1], **figures)
-
-    def _timed(self, report: RebalanceReport) -> RebalanceReport:
-        """The report including the time spent in its current phase so far."""
-        if report.phase == "over":
-            return report
-        name, more = f"{report.phase}_seconds", self._clock() - self._timed_at
-        return dataclasses.replace(report, seconds=report.seconds + more, **{name: getattr(report, name) + more})
-
-    def enter(self, phase: RebalancePhase) -> RebalanceReport | None:
-        """Begin the next phase of the rebalance in progress, if there is one; return its report."""
-        report = self._current
-        if report is not None:
-            report = self._reports[-1] = dataclasses.replace(self._timed(report), phase=phase)
-            self._timed_at = self._clock()
-            if phase == "over":
-                self._spent = self.seconds, None
-                self.on_end(report)
-        return report
-
-
-def _log_event(event: str, what: str, figures: Mapping[str, Any], level: int = logging.DEBUG, **about: object) -> None:
-    """Log an event of a rebalance.
-
-    Args:
-        event: Name of the event.
-        what: Beginning of the text.
-        figures: Figures that the text repeats.
-        level: INFO for the one line that sums up a rebalance.
-        about: Fields that only programs need.
-    """
-    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
-    text = ", ".join(f"{name} {value}" for name, value in rounded.items())
-    logger.log(level, "%s: %s", what, text, extra={"event": event, **about, **rounded})
+def _may_pass(error: AioshardError | TimeoutError) -> bool:
+    """Whether a lookup or a commit that failed may succeed when it is retried."""
+    return isinstance(error, TransportError | TimeoutError) and not isinstance(error, OffsetOutOfRangeError)

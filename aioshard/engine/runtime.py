@@ -1,8 +1,9 @@
 """A running engine: its tasks from start to stop, and the supervisor of the client."""
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -11,33 +12,57 @@ from aioshard.core.flow import Usage
 from aioshard.core.ownership import Losses
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
-from aioshard.engine.epoch import Gate
-from aioshard.engine.failures import Send
-from aioshard.engine.handler import ActiveHandler, Handler, Observe, Resources
+from aioshard.engine.current_client import CurrentClient
+from aioshard.engine.epoch import Delivery, Gate
+from aioshard.engine.guard import Guard
+from aioshard.engine.handler import Handler, Observe, Resources
+from aioshard.engine.handler_set import HandlerSet
 from aioshard.engine.intake import Intake
+from aioshard.engine.lifecycle import Lifecycle
 from aioshard.engine.outgoing import add_message
-from aioshard.engine.partition import ObservedPartition, Partition
+from aioshard.engine.partition import Partition
+from aioshard.engine.pauses import Pauses
 from aioshard.engine.rebalance import Rebalance, uncommitted_of
+from aioshard.engine.rebalance_log import Rebalanced, RebalanceLog
+from aioshard.engine.recoveries import Send
 from aioshard.engine.tasks import TaskSet, finish
+from aioshard.engine.topics import MissingTopic, missing_outputs, written_topics
 from aioshard.engine.trouble import Trouble
-from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
+from aioshard.errors import (
+    AioshardError,
+    GroupHasMembersError,
+    InstanceIdTakenError,
+    MissingTopicError,
+    NotDrainedError,
+    StartError,
+    TaskCancelledError,
+    TransportError,
+)
+from aioshard.log_fields import get_logger
 from aioshard.observe import AppState
-from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
+from aioshard.ports import Clients, Message, Producer, Transport
 from aioshard.records import TopicPartition, counted
 
 if TYPE_CHECKING:
+    from aioshard.processes import Processes
     from aioshard.settings import Settings
 
-logger = logging.getLogger("aioshard.engine")
-
-APPLICATION = "application"
-"""Key in `Epoch.pauses` of a pause that the application requested."""
+logger = get_logger("aioshard.engine")
 
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
+_CLIENT_FAILURES = {
+    "client_lost": "the Kafka client was lost; a new one is created in %.1f s: %s",
+    "client_not_started": "the Kafka client could not start; a new one is created in %.1f s: %s",
+}
+"""Messages of the log, by event."""
 _LOG_END_INTERVAL = 10.0
 """Seconds between two requests; with the time that a response may take, an end is at most 15 s old."""
 _LOG_END_TIMEOUT = 5.0
+_TOPICS_INTERVAL = 0.5
+"""Seconds between two look-ups of topics that did not exist when the app started."""
+_OUTPUTS_INTERVAL = 10.0
+"""Seconds between two look-ups of output topics, as long as one is missing or the brokers do not answer."""
 _STOP_CHECK_INTERVAL = 0.01
 """Seconds between checks of cancelled runs while the app stops: nothing signals their end."""
 
@@ -58,7 +83,10 @@ class Engine:
         producer: Producer,
         *,
         observe: Observe | None = None,
+        rebalanced: Rebalanced | None = None,
         exactly_once: bool = False,
+        awaits_topics: bool = True,
+        processes: "Processes | None" = None,
     ) -> None:
         """Make an engine; nothing runs yet.
 
@@ -69,124 +97,84 @@ class Engine:
             clients: Makes the client, again after each loss, and the readers of parked records.
             producer: Publishes for handlers and failure policies; its creator closes it.
             observe: Receives the outcome of each record.
+            rebalanced: Receives a report of each rebalance.
             exactly_once: Whether commits are transactions with the messages of completed records.
+            awaits_topics: Whether the start waits for topics of the handlers that do not exist; a backfill reads only
+                some of them.
+            processes: Worker processes of the handlers, whose trouble is reported with the engine's.
         """
-        loop = asyncio.get_running_loop()
         self.group_id = group_id
         self.settings = settings
-        self.clock = loop.time
-        self.state: AppState = "starting"
-        self.transport: Transport | None = None
-        self.client_losses = 0
-        self.trouble = Trouble(self.clock)
-        """Why nothing can be consumed: the client was lost or cannot be created."""
-        self.failed: asyncio.Future[None] = loop.create_future()
-        """Done with an exception once the app cannot continue."""
+        self.clock = clock = asyncio.get_running_loop().time
+        self.processes = processes
         self.producer = producer
-        self.pauses: dict[TopicPartition | str, str] = {}
-        """Partitions and handler names that the application paused, each with the reason as a sentence."""
+        self.client_losses = 0
+        self.trouble = Trouble(clock)
+        """Why nothing can be consumed: the client was lost or cannot be created."""
+        self.missing_outputs: Sequence[MissingTopic] = ()
+        """The topics that the handlers cannot write to, as far as the brokers have said."""
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
-        self._stopping = False
-        self._started: asyncio.Future[None] = loop.create_future()
-        """Done when the first assignment is complete, or when the app begins to stop."""
         self._reached = False
         """Whether a broker has ever answered."""
-        self._instance_losses = Losses(self.clock)
+        self._client_started = False
+        """Whether the current client could be started."""
+        self._awaits_topics = awaits_topics
+        self._missing_topics: Sequence[str] = ()
+        """Topics for which the start waits."""
+        self._outputs = written_topics(specs) if awaits_topics else []
+        self._instance_losses = Losses(clock)
         self._backoff = _FIRST_BACKOFF
         """Seconds until a new client is created if this one is lost."""
         self._tasks = TaskSet(self._crashed)
-        self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self._wake_pump)
-        self._exactly_once = exactly_once
-        send: Send = add_message if exactly_once else lambda _, message: producer.publish(message)
-        resources = Resources(
-            group_id, producer.publish, send, clients.side_topics, self.buffer, self.clock, exactly_once
+        # The parts: each knows only those made before it.
+        self.lifecycle = Lifecycle()
+        self.client = CurrentClient()
+        self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self.client)
+        self.handlers = HandlerSet(
+            specs,
+            Resources(
+                group_id=group_id,
+                publish=producer.publish,
+                send=add_message if exactly_once else _sending(producer),
+                make_side_topics=clients.side_topics,
+                buffer=self.buffer,
+                clock=clock,
+                exactly_once=exactly_once,
+                observe=observe,
+            ),
         )
-        self._observe = observe
-        self.handlers = tuple(
-            ActiveHandler(spec if observe is None else spec.timed(self.clock), resources) for spec in specs
-        )
-        self.workers = [worker for handler in self.handlers for worker in handler.workers]
-        """All workers of all handlers."""
+        self.pauses = Pauses(self.handlers)
         self.committer = Committer(
-            settings.commit_interval,
-            settings.commit_timeout,
-            self.clock,
-            self._refused,
-            None if exactly_once else settings.commit_records,  # an early commit would be one more transaction
-            aborted=(lambda *args: self.rebalance.begin_again(*args)) if exactly_once else None,  # noqa: PLW0108 - made below
+            self.buffer,
+            clock,
+            interval=settings.commit_interval,
+            timeout=settings.commit_timeout,
+            records=None if exactly_once else settings.commit_records,  # an early commit would be one more transaction
+            transactional=exactly_once,
         )
-        self.buffer.hurry = self.committer.hurry
         self.rebalance = Rebalance(
             group_id,
             settings,
-            make_partition=self._make_partition,
-            workers=self.workers,
-            replayed=lambda: self.replayed,
-            fail=self.fail,
+            handlers=self.handlers,
+            pauses=self.pauses,
+            client=self.client,
             committer=self.committer,
+            lifecycle=self.lifecycle,
+            log=RebalanceLog(clock, [handler.counters for handler in self.handlers], rebalanced),
             tasks=self._tasks,
-            clock=self.clock,
         )
-        self.intake = Intake(
-            self.buffer,
-            self.rebalance.partitions,
-            self.clock,
-            stuck_after=settings.stuck_after,
-            metadata_limit=lambda: self.committer.metadata_limit,
-            out_of_range=self.rebalance.restart,
-        )
-
-    def _make_partition(self, name: TopicPartition, number: int, start: int) -> Partition:
-        """Make a partition, with its gate closed; an observed one if outcomes are observed."""
-        handler = self.handler_of(name.topic)
-        counts = handler.counters.topics[name.topic]
-        observe = None if self._observe is None else self._observe(handler.spec)
-        kind = Partition if observe is None and not self._exactly_once else ObservedPartition
-        partition = kind(name, number, start, buffer=self.buffer, counts=counts, feed=handler.feed, clock=self.clock)
-        if isinstance(partition, ObservedPartition):
-            partition.completed = observe
-        why = self.why_paused(name)
-        if why is not None:
-            partition.pause(APPLICATION, why)
-        return partition
+        self.intake = Intake(self.buffer, self.rebalance, self.committer, clock, stuck_after=settings.stuck_after)
 
     @property
-    def replayed(self) -> int:
-        """How many records this process has run more than once."""
-        return self.intake.replayed + sum(handler.counters.replayed for handler in self.handlers)
+    def state(self) -> AppState:
+        """The state of the app. Safe from any thread."""
+        return self.lifecycle.state
 
-    def why_paused(self, topic_partition: TopicPartition) -> str | None:
-        """Why the application paused a partition or its handler; None when it did not."""
-        by_handler = self.pauses.get(self.handler_of(topic_partition.topic).spec.name)
-        return self.pauses.get(topic_partition) or by_handler
-
-    def subscription(self) -> tuple[list[str], str | None]:
-        """The topics and the pattern of all handlers."""
-        topics = dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics)
-        pattern = "|".join(f"(?:{handler.spec.pattern})" for handler in self.handlers if handler.spec.pattern)
-        return list(topics), pattern or None
-
-    def handler_of(self, topic: str) -> ActiveHandler:
-        """The handler of a topic, including one that was removed from its subscription.
-
-        Raises:
-            HandlerError: The patterns of several handlers match the topic, which may have only one handler.
-        """
-        matching = [handler for handler in self.handlers if handler.spec.takes(topic)]
-        first, *others = matching or [handler for handler in self.handlers if topic in handler.counters.topics]
-        if others:
-            names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
-            raise HandlerError(f"topic {topic!r} belongs to several handlers ({names}): narrow their patterns")
-        return first
-
-    def fail(self, error: BaseException) -> None:
-        """Mark the app as failed and raise *error* where it is served."""
-        if self.state not in ("draining", "stopped"):
-            self.state = "failed"
-        if not self.failed.done():
-            self.failed.set_exception(error)
-            self.failed.exception()  # raised where the app is served; nobody has to retrieve it here
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Done with an exception once the app cannot continue."""
+        return self.lifecycle.failed
 
     def _crashed(self, task: str, error: BaseException) -> None:
         fields = self._fields("crashed", task=task)
@@ -194,31 +182,31 @@ class Engine:
         again = self.failed.done() and isinstance(error, TaskCancelledError)
         level = logging.DEBUG if again else logging.CRITICAL
         logger.log(level, "the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
-        self.fail(error)
+        self.lifecycle.fail(error)
         if self._has_no_workers:
             self.rebalance.wait_no_more()
 
     @property
     def _has_no_workers(self) -> bool:
         """Whether all workers have ended, as when a closing event loop cancels them: no running record will end."""
-        return {worker.name for worker in self.workers}.isdisjoint(self._tasks.names)
-
-    def _wake_pump(self) -> None:
-        if self.transport is not None:
-            self.transport.wake()
+        return {worker.name for worker in self.handlers.workers}.isdisjoint(self._tasks.names)
 
     def log_end(self, partition: Partition) -> int | None:
         """End of a log, under `read_committed` its last stable offset; None while unknown. Safe from any thread."""
-        client = self.transport
-        fetched = None if client is None else client.end_offset(partition.topic_partition)
-        known = [end for end in (fetched, partition.log_end) if end is not None]
+        transport = self.client.transport
+        fetched = None if transport is None else transport.end_offset(partition.topic_partition)
+        known = [end for end in (fetched, partition.log_end.offset) if end is not None]
         # The end from a fetch that found nothing new may be older than the records taken in since.
         return max(*known, partition.tracker.position) if known else None
 
     def lags(self) -> dict[TopicPartition, int]:
         """The lag of each partition whose log end is known. Safe from any thread."""
-        ends = [(epoch, end) for epoch in self.rebalance.epochs if (end := self.log_end(epoch)) is not None]
-        return {epoch.topic_partition: max(end - epoch.lag_base, 0) for epoch, end in ends}
+        lags = {}
+        for partition in self.rebalance.partitions:
+            end = self.log_end(partition)
+            if end is not None:
+                lags[partition.topic_partition] = max(end - partition.commits.lag_base, 0)
+        return lags
 
     async def _query_log_ends(self) -> None:
         """Request the log ends repeatedly until cancelled.
@@ -226,20 +214,15 @@ class Engine:
         The client learns the end of a log with each fetch. It learns nothing about a partition that is paused or full:
         without these requests, the lag would freeze just when it grows.
         """
+        guard = Guard()
         while True:
             await asyncio.sleep(_LOG_END_INTERVAL)
-            partitions = {partition.topic_partition: partition for partition in self.rebalance.epochs}
-            if self.transport is None or not partitions:
+            partitions = {partition.topic_partition: partition for partition in self.rebalance.partitions}
+            transport = self.client.transport
+            if transport is None or not partitions:
                 continue
-            try:
-                with anyio.fail_after(_LOG_END_TIMEOUT):
-                    ranges = await self.transport.log_ranges(list(partitions))
-            except (TransportError, TimeoutError) as error:
-                logger.debug("the brokers did not report the log ends: %s", str(error) or "no answer in time")
-            else:
-                for name, log in ranges.items():
-                    partitions[name].log_end = log.end
-                    partitions[name].held_back = max(log.newest - log.end, 0)
+            with guard.watching("the ends of the logs"):
+                await _update_log_ends(transport, partitions)
 
     # Start ----------------------------------------------------------------------------------
 
@@ -247,42 +230,88 @@ class Engine:
         """Start all tasks, with *watching* as one of them, and wait for the first assignment.
 
         Raises:
-            StartError: No broker answered within `start_timeout`, a topic does not exist, or the brokers refused us.
-                Once a broker has answered, an outage or a rebalance is waited for.
+            MissingTopicError: A topic does not exist after `start_timeout`.
+            StartError: No broker answered within `start_timeout`, or the brokers refused us. Once a broker has
+                answered, an outage or a rebalance is waited for.
             AioshardError: Consuming is impossible, for example because of `NoOffsetError`.
         """
         self._tasks.start(watching, "watch")
         self._tasks.start(self._query_log_ends(), "log ends")
         for handler in self.handlers:
             handler.start(self._tasks, self.clock)
+        if not self.handlers:
+            self._only_publish()
+            return
         self._supervisor = self._tasks.start(self._supervise(), "client", lasts=True)
         if self.settings.start_timeout is None:
             return
         timeout = self.settings.start_timeout
+        began = self.clock()
         while True:
             # The first assignment counts, even if another one has begun since and is incomplete.
-            await asyncio.wait({self._started, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            started = self.lifecycle.started
+            await asyncio.wait({started, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if self.failed.done():
                 self.failed.result()
-            if self._started.done():
+            if started.done():
                 return
             slow = "the group has not assigned its partitions (another member may be slow to rejoin)"
+            is_final = not self._reached or self.rebalance.lookups_refused or await self._misses_topics(timeout)
             reason = self.trouble.why or self.standstill or self.committer.trouble.why or slow
-            if not self._reached or self.rebalance.refused or await self._misses_topics(timeout):
-                failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
-                self.fail(failure)
+            if is_final:
+                kind = StartError if self.absence is None else MissingTopicError
+                failure = kind(f"the app did not start within start_timeout={timeout:g} s: {reason}")
+                self.lifecycle.fail(failure)
                 raise failure
-            message = "the brokers have answered, but the app has not started within %g s; it keeps trying: %s"
-            logger.warning(message, timeout, reason, extra=self._fields("starting"))
+            waited = self.clock() - began
+            message = "the brokers have answered, but the app has not started for %.0f s; it keeps trying: %s"
+            logger.warning(message, waited, reason, extra=self._fields("starting", seconds=round(waited, 1)))
+
+    def _only_publish(self) -> None:
+        """Run without a group: nothing is consumed."""
+        self.lifecycle.begin_running()
+        self.rebalance.opened.set()
+        logger.info("the app is running; it has no handlers and only publishes", extra=self._fields("running"))
 
     async def _misses_topics(self, timeout: float) -> bool:
-        """Whether the brokers say that a topic does not exist; False if they do not answer."""
+        """Whether the brokers say that a topic does not exist without which the app must not start.
+
+        False if they do not answer.
+        """
+        if not self._awaits_topics:
+            return False
+        assigned = {partition.topic_partition.topic for partition in self.rebalance.partitions}
+        unseen = {topic for handler in self.handlers for topic in handler.spec.topics} - assigned
+        try:
+            transport = self.client.get()
+            with anyio.fail_after(timeout):
+                self._missing_topics = [topic for topic in sorted(unseen) if not await transport.partitions(topic)]
+        except (TransportError, TimeoutError):
+            self._missing_topics = ()
+        if self._missing_topics or not self._fails_without_outputs:
+            return bool(self._missing_topics)
+        await self._look_up_outputs(timeout)
+        return bool(self.missing_outputs)
+
+    @property
+    def _fails_without_outputs(self) -> bool:
+        """Whether the app must not start without the topics that its handlers write to."""
+        return self.settings.missing_output_topics == "fail" and self.state == "starting"
+
+    async def _look_up_outputs(self, timeout: float) -> bool:
+        """Look for the topics that the handlers write to; return whether the brokers say that all of them exist."""
         try:
             with anyio.fail_after(timeout):
-                known = await self.rebalance.client.topics()
-        except (TransportError, TimeoutError):
+                missing = await missing_outputs(self.client.get(), self._outputs)
+        except (TransportError, TimeoutError) as error:
+            logger.debug("the brokers did not say which output topics exist: %s", str(error) or "no answer in time")
+            self.missing_outputs = ()
             return False
-        return any(topic not in known for handler in self.handlers for topic in handler.spec.topics)
+        for topic in missing:
+            if topic not in self.missing_outputs:
+                logger.warning("%s: %s", topic.sentence, topic.what_to_do, extra=self._fields("missing_topic"))
+        self.missing_outputs = missing
+        return not missing
 
     async def _supervise(self) -> None:
         """Keep a client alive: build it, use it, and build a new one when it is lost."""
@@ -290,74 +319,126 @@ class Engine:
             try:
                 await self._live()
             except TransportError as error:
-                if not error.retriable and self._refused(error):
+                if not error.retriable and self._fail_if_final(error):
                     return
-                if self._stopping:  # a new client could not commit for the partitions of this one
+                if self.lifecycle.stopping:  # a new client could not commit for the partitions of this one
                     self.trouble.report(str(error))
                     return
                 self.client_losses += 1
                 if self.trouble.report(str(error)):
-                    message = "the Kafka client was lost; a new one is created in %.1f s: %s"
-                    logger.error(message, self._backoff, error, extra=self._fields("client_lost"))  # noqa: TRY400
+                    event = "client_lost" if self._client_started else "client_not_started"
+                    logger.error(_CLIENT_FAILURES[event], self._backoff, error, extra=self._fields(event))  # noqa: TRY400
             except AioshardError as error:
                 logger.error("the Kafka client cannot be created, and the app stops: %s", error)  # noqa: TRY400 - a sentence
-                self.fail(error)
+                self.lifecycle.fail(error)
                 return
             await asyncio.sleep(self._backoff)
             self._backoff = min(self._backoff * 2, _LONGEST_BACKOFF)
 
-    def _refused(self, error: TransportError) -> bool:
+    def _fail_if_final(self, error: Exception) -> bool:
         """Fail the app, and return True, if a refusal is final, as during the start; otherwise the caller retries."""
         lost = isinstance(error, InstanceIdTakenError) and (
-            error.goes_on or self._instance_losses.again(error.session_timeout)
+            error.persists or self._instance_losses.again(error.session_timeout)
         )
         if lost or isinstance(error, GroupHasMembersError):
-            self.fail(error)
+            self.lifecycle.fail(error)
             return True
         if self.state != "starting" or self.settings.start_timeout is None:
             return False
         failure = StartError(str(error))
         failure.__cause__ = error
-        self.fail(failure)
+        self.lifecycle.fail(failure)
         return True
 
     @property
     def standstill(self) -> str | None:
         """Why consuming makes no progress although the client is alive; None when it does."""
-        return (self.transport is not None and self.transport.trouble) or self.rebalance.trouble
+        trouble = self.hang
+        if trouble is None and self.client.transport is not None:
+            trouble = self.client.transport.trouble
+        return trouble or self.rebalance.trouble or self.slow_join or self.absence
+
+    @property
+    def hang(self) -> str | None:
+        """Which call to the client library does not return; None if each returns in time."""
+        return None if self.client.transport is None else self.client.transport.hang
+
+    @property
+    def missing_topics(self) -> Sequence[str]:
+        """The topics of the handlers that do not exist, or that this user may not see, as far as it is known."""
+        known = () if self.client.transport is None else self.client.transport.missing_topics
+        return known or self._missing_topics
+
+    @property
+    def slow_join(self) -> str | None:
+        """The part of `standstill` that is about a join without an answer; None if the group has answered."""
+        return None if self.client.transport is None else self.client.transport.slow_join
+
+    @property
+    def absence(self) -> str | None:
+        """The part of `standstill` that is about missing topics; None if none is missing that must exist."""
+        missing = self.missing_topics
+        if not missing:
+            outputs = self.missing_outputs if self._fails_without_outputs else ()
+            return "; ".join(f"{topic.sentence}: {topic.what_to_do}" for topic in outputs) or None
+        return f"topics that do not exist, or that this user may not see: {', '.join(map(repr, missing))}"
 
     async def _live(self) -> None:
         """Run one client, from connecting until it is lost."""
+        self._client_started = False
         transport = self._make_transport()
-        self.transport = transport
-        self.rebalance.attach(transport)
-        watching = self._tasks.start(self._watch_settled(), "settled")
-        committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
+        self.client.use(transport)
+        waiting = self._tasks.start(self._finish_start(), "first assignment")
+        committing = self._tasks.start(self._commit(transport), "commit coordinator", lasts=True)
         try:
-            await transport.start(*self.subscription(), self.rebalance)
+            await transport.start(*self.handlers.subscription(), self.rebalance)
             self._reached = True
+            self._client_started = True
             await self.intake.run(transport)
         finally:
-            watching.cancel()
+            waiting.cancel()
+            self.missing_outputs = ()  # a new client finds out again
             self._tasks.dismiss(committing)
-            if not self._stopping:
+            if not self.lifecycle.stopping:
                 self.rebalance.end_all("the client was lost")
                 await self._close(transport, self.settings.commit_timeout)
 
-    async def _watch_settled(self) -> None:
-        """Wait until the client's first assignment is open; then end the start, or the trouble after a lost client."""
-        await self.rebalance.settled.wait()
+    async def _commit(self, transport: Transport) -> None:
+        """Commit until cancelled. A failure may end the app, or make partitions begin again."""
+        try:
+            while True:
+                failure = await self.committer.run(transport)
+                if failure.is_refusal:
+                    self._fail_if_final(failure.error)
+                if failure.restarts:
+                    self.rebalance.restart(failure.restarts, f"its transaction failed: {failure.why}")
+        finally:
+            self.committer.stop()
+
+    async def _finish_start(self) -> None:
+        """Wait until the client's first assignment is open; then end the start, or the trouble after a lost client.
+
+        With a `start_timeout`, the start also waits for topics that do not exist yet. In the end, look for those that
+        the handlers write to, until they exist.
+        """
+        await self.rebalance.opened.wait()
+        timeout = self.settings.start_timeout
+        if self.state == "starting" and timeout is not None:
+            # Otherwise a mistyped topic would hardly show. No event tells when one has been created.
+            while await self._misses_topics(timeout):  # noqa: ASYNC110
+                await asyncio.sleep(_TOPICS_INTERVAL)
         self._backoff = _FIRST_BACKOFF
         lasted = self.trouble.end()
         if lasted is not None:
             logger.warning("a Kafka client works again after %.1f s", lasted, extra=self._fields("client_rebuilt"))
         if self.state == "starting":
-            self.state = "running"
-            self._started.set_result(None)
-            count = len(self.rebalance.epochs)
+            self.lifecycle.begin_running()
+            count = len(self.rebalance.partitions)
             logger.info(
                 "the app is running; assigned partitions: %d", count, extra=self._fields("running", partitions=count)
             )
+        while self._outputs and not await self._look_up_outputs(_LOG_END_TIMEOUT):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(_OUTPUTS_INTERVAL)
 
     def _fields(self, event: str, **more: object) -> dict[str, object]:
         """Fields of a log line about the app as a whole."""
@@ -365,32 +446,30 @@ class Engine:
 
     async def _close(self, transport: Transport, within: float) -> None:
         """Close a client; wait up to *within* seconds, at least 1 s, but never longer than `commit_timeout`."""
+        self.client.retire()
         with anyio.move_on_after(min(max(within, 1.0), self.settings.commit_timeout), shield=True):
             try:
                 await transport.close()
             except TransportError as error:
                 logger.warning("the client did not close cleanly: %s", error)
-        self.transport = None
+        self.client.forget()
 
     # Stop -------------------------------------------------------------------------------------
 
     def be_draining(self) -> None:
         """Enter the draining state; `stop` calls this. A start that is still waiting ends."""
-        self._stopping = True
-        if self.state not in ("failed", "draining"):
-            self.state = "draining"
-            running = len(self.rebalance.running())
-            rest = f"{counted(running, 'record')} may run for up to {self.settings.shutdown_timeout:g} s"
-            fields = self._fields("draining", in_flight=running)
-            logger.info("draining: nothing new is taken in%s", f"; {rest}" if running else "", extra=fields)
-        if not self._started.done():
-            self._started.set_result(None)
+        if self.lifecycle.begin_stopping():
+            in_flight = len(self.handlers.in_flight())
+            rest = f"{counted(in_flight, 'record')} may run for up to {self.settings.shutdown_timeout:g} s"
+            fields = self._fields("draining", in_flight=in_flight)
+            logger.info("draining: nothing new is taken in%s", f"; {rest}" if in_flight else "", extra=fields)
 
     async def stop(self) -> None:
         """Drain, commit and end all tasks within `shutdown_timeout`.
 
         Raises:
-            NotDrainedError: Records were still running and were cancelled, or the last commit was not acknowledged.
+            NotDrainedError: Records were still running and were cancelled, finished records are not committed, or a
+                failed record could not be recovered.
         """
         deadline = self.clock() + self.settings.shutdown_timeout
         try:
@@ -411,35 +490,106 @@ class Engine:
         reserve = min(self.settings.commit_timeout, timeout / 3)
         soft_deadline = deadline - min(reserve / 2, 1.0)
         self.rebalance.stop_opening()
-        partitions = self.rebalance.epochs
+        partitions = tuple(self.rebalance.partitions)
         await self.rebalance.drain(partitions, 0.0 if self._has_no_workers else timeout - reserve)
-        late = {delivery for delivery in self.rebalance.running() if delivery.epoch.gate is not Gate.ENDED}
+        late = {delivery for delivery in self.handlers.in_flight() if delivery.epoch.gate is not Gate.ENDED}
         # The commit coordinator was cancelled together with the workers.
         await self.committer.flush(partitions, 0.1 if self._has_no_workers else soft_deadline - self.clock())
         # Runs of revoked partitions may have been cancelled just now: they are late only if they do not end.
-        while not self.rebalance.running() <= late and self.clock() < soft_deadline:  # noqa: ASYNC110 - no event
+        while not self.handlers.in_flight() <= late and self.clock() < soft_deadline:  # noqa: ASYNC110 - no event
             await asyncio.sleep(_STOP_CHECK_INTERVAL)
-        records = sorted(map(repr, late | self.rebalance.running()))
-        reason = self.committer.trouble.why or self.trouble.why or "the partitions were revoked before"
+        late |= self.handlers.in_flight()
+        self._log_failed(partitions)
         for partition in partitions:
             self.committer.disown(partition)
+        return self._left_behind(partitions, late)
+
+    def _left_behind(self, partitions: Collection[Partition], late: Collection[Delivery]) -> NotDrainedError | None:
+        """Return an error that names what the stop leaves uncommitted; None if that is nothing.
+
+        Args:
+            partitions: The partitions that were drained.
+            late: The deliveries that are still in flight.
+        """
+        records = sorted(repr(delivery) for delivery in late if delivery.recovery is None)
+        unrecovered = _unrecovered(partitions, late)
+        ended = self.rebalance.uncommitted
         uncommitted = uncommitted_of(partitions)
-        if not records and not uncommitted:
+        uncommitted |= {str(name): found.records for name, found in ended.items()}
+        if not records and not uncommitted and not unrecovered:
             return None
-        return NotDrainedError(records, timeout, uncommitted=uncommitted, reason=reason)
+        before = [partition.commits.before for partition in partitions]
+        causes = [found.why for found in (*ended.values(), *before) if found is not None]
+        why = causes[0] if causes else "the partitions were revoked before"
+        reason = self.hang or self.committer.trouble.why or self.trouble.why or why
+        timeout = self.settings.shutdown_timeout
+        return NotDrainedError(records, timeout, uncommitted=uncommitted, reason=reason, unrecovered=unrecovered)
+
+    def _log_failed(self, partitions: Iterable[Partition]) -> None:
+        """Log which records stay uncommitted because they have halted or wait for their next attempt."""
+        deliveries = (delivery for partition in partitions for delivery in partition.tracker.values())
+        failed = [repr(delivery) for delivery in deliveries if delivery.block is not None and delivery.recovery is None]
+        if failed:
+            message = "failed records that stay uncommitted: %d, %s first; they are delivered again"
+            logger.warning(
+                message, len(failed), failed[0], extra=self._fields("failed_uncommitted", records=len(failed))
+            )
 
     async def _tear_down(self, deadline: float) -> None:
         """End the client and all tasks; records that still run are cancelled and stay uncommitted."""
-        for worker in self.workers:
+        for worker in self.handlers.workers:
             worker.interrupt()
-        with anyio.move_on_after(max(deadline - self.clock(), 1.0)):
-            if self._supervisor is not None:
-                self._tasks.dismiss(self._supervisor)
-                await asyncio.wait([self._supervisor])
-            if self.transport is not None:
-                await self._close(self.transport, deadline - self.clock())
-        self.rebalance.end_all("the app stopped")
+        try:
+            with anyio.move_on_after(max(deadline - self.clock(), 1.0)):
+                if self._supervisor is not None:
+                    self._tasks.dismiss(self._supervisor)
+                    await asyncio.wait([self._supervisor])
+                if self.client.transport is not None:
+                    await self._close(self.client.transport, deadline - self.clock())
+            self.rebalance.end_all("the app stopped")
+        finally:
+            for worker in self.handlers.workers:
+                worker.abandoned = True  # the process must be able to end although a thread does not
         await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
         logger.info("the app has stopped", extra=self._fields("stopped"))
-        if self.state != "failed":
-            self.state = "stopped"
+        self.lifecycle.end()
+
+
+def _sending(producer: Producer) -> Send:
+    """Return the function that publishes what is written instead of a run, such as dead letters."""
+
+    def send(_: Delivery, message: Message) -> Awaitable[int]:
+        return producer.publish(message)
+
+    return send
+
+
+def _unrecovered(partitions: Iterable[Partition], late: Iterable[Delivery]) -> dict[str, str]:
+    """Return the records whose attempts are exhausted and whose recovery has not ended, each with the reason.
+
+    Args:
+        partitions: The partitions that are drained.
+        late: The deliveries that were still running at the end.
+    """
+    unrecovered = {}
+    for delivery in late:
+        if delivery.recovery is not None:
+            unrecovered[repr(delivery)] = f"{delivery.recovery.purpose}: it was still being written"
+    epochs = itertools.chain.from_iterable(partition.epochs for partition in partitions)
+    for epoch in epochs:
+        for delivery in epoch.tracker.values():
+            if delivery.recovery is not None and delivery.recovery_error is not None:
+                unrecovered[repr(delivery)] = f"{delivery.recovery.purpose}: {delivery.recovery_error}"
+    return dict(sorted(unrecovered.items()))
+
+
+async def _update_log_ends(transport: Transport, partitions: Mapping[TopicPartition, Partition]) -> None:
+    """Request the log ends once; a client that does not answer is not an error here."""
+    try:
+        with anyio.fail_after(_LOG_END_TIMEOUT):
+            ranges = await transport.log_ranges(list(partitions))
+    except (TransportError, TimeoutError) as error:
+        logger.debug("the brokers did not report the log ends: %s", str(error) or "no answer in time")
+        return
+    for name, log in ranges.items():
+        partitions[name].log_end.report(log)

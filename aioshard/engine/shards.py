@@ -5,6 +5,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block
@@ -94,6 +95,15 @@ class DeliveryBatch:
         return fits and not self.full
 
 
+class _NextAttempt(NamedTuple):
+    """When a failed delivery runs again."""
+
+    due: float
+    """Loop time."""
+    timer: asyncio.Handle
+    """Not always an `asyncio.TimerHandle`: uvloop's handle of a delay that rounds to 0 ms knows no time."""
+
+
 class BoundedArrivals(asyncio.Queue[Delivery]):
     """Bounded queue of a fixed shard."""
 
@@ -117,7 +127,7 @@ class Shards:
     With a *bound*, this is one fixed shard: a bounded queue. All its deliveries carry the same key, which is occupied
     while its worker is busy.
 
-    Owned by the event loop: workers call `take`, `next_after` and the methods for failures, fetch tasks call `put`,
+    Owned by the event loop: workers call `take`, `next_after` and the methods for failures, sharding tasks call `put`,
     and the rebalance calls `reopen` and `purge`.
 
     Invariants:
@@ -132,14 +142,14 @@ class Shards:
 
         Args:
             bound: For one fixed shard: the capacity of its queue.
-            allows: With a rate limit: returns whether a worker may be woken now, and calls its argument when not.
+            allows: With limits: returns whether a worker may be woken now; if not, calls its argument when it may.
         """
         self._arrivals: deque[Delivery] | BoundedArrivals = deque() if bound is None else BoundedArrivals(bound)
         self._is_fixed = bound is not None
         self._front: deque[Delivery] = deque()
         self._occupied: dict[Hashable, deque[Delivery] | None] = {}
         self._returning: list[tuple[float, int, Delivery]] = []
-        self._blocked: dict[Delivery, asyncio.TimerHandle | None] = {}
+        self._blocked: dict[Delivery, _NextAttempt | None] = {}
         self._held: dict[Epoch, list[Delivery]] = {}
         self._closed: set[Epoch] = set()
         self._tie_break = itertools.count()
@@ -149,8 +159,8 @@ class Shards:
         self._allows = allows
         self.yielding = 0
         """Number of workers that are yielding to the event loop although they have more to do."""
-        self.on_idle: Callable[[], None] | None = None
-        """Called once when a worker finds nothing to do."""
+        self._on_idle: Callable[[], None] | None = None
+        """See `when_idle`."""
 
     def __len__(self) -> int:
         """Number of occupied shards."""
@@ -260,7 +270,7 @@ class Shards:
     def _take_returning(self) -> Delivery | None:
         while self._returning:
             delivery = heapq.heappop(self._returning)[2]
-            if not delivery.epoch.gate or delivery.epoch.may_start(delivery):
+            if delivery.may_start:
                 return delivery
             delivery.epoch.block(delivery.key)
             self._hold(delivery)
@@ -277,22 +287,25 @@ class Shards:
             left: Its deliveries that are not finished, in batch order, without those of ended epochs.
 
         Returns:
-            Those of *left* that hold their shards; the caller decides about them. The others wait behind them. All
-            other shards resume.
+            Those of *left* that keep their shards: the caller passes each one to `resume`, or to `FailureHandler` if
+            it has failed. The rest of *left* waits behind them.
         """
         heads: list[Delivery] = []
         behind: dict[Hashable, list[Delivery]] = {}
         for delivery in left:
             key = delivery.key
+            # 1. It has no shard, so nothing waits behind it.
             if key is None:
                 heads.append(delivery)
+            # 2. It is the first of its shard that is left.
             elif key not in behind:
                 heads.append(delivery)
                 behind[key] = []
+            # 3. It waits behind that one: a drain waits neither for it nor for later records of its key.
             else:
                 behind[key].append(delivery)
                 delivery.epoch.settle(delivery)
-                delivery.epoch.block(key)  # otherwise a drain would start later records of its key
+                delivery.epoch.block(key)
         occupied = self._occupied
         for key, first in batch.keys.items():
             if key in behind:
@@ -319,35 +332,41 @@ class Shards:
         self.put_first(deliveries)
 
     def resume(self, delivery: Delivery) -> None:
-        """Queue a delivery that holds its shard for its recovery; a drain that waits for it keeps waiting."""
-        if not delivery.epoch.gate or delivery.epoch.may_start(delivery):
+        """Queue a delivery that holds its shard for its next run; a drain that waits for it keeps waiting."""
+        if delivery.may_start:
             self._return(delivery)
         else:
-            self.again(delivery)
+            self.hold(delivery)
 
     def put_back(self, batch: DeliveryBatch) -> None:
         """Requeue the deliveries of a cancelled batch ahead of everything else; hold those that may not start."""
-        deliveries = (*batch.deliveries, *batch.left_out)
-        self._queue_first([delivery for delivery in deliveries if self._may_run_again(delivery)], batch.keys)
+        requeued: list[Delivery] = []
+        for delivery in (*batch.deliveries, *batch.left_out):
+            if delivery.may_run_again:
+                requeued.append(delivery)
+            else:
+                self._hold_after_run(delivery)
+        self._queue_first(requeued, batch.keys)
 
     # Failing ------------------------------------------------------------------
 
     def again(self, delivery: Delivery) -> None:
         """Run a delivery again, first in its shard, if it may start: it was cancelled, or its next attempt is due."""
-        if self._may_run_again(delivery):
+        if delivery.may_run_again:
             self._return(delivery)
         else:
-            self.release(delivery)
+            self.hold(delivery)
 
-    def _may_run_again(self, delivery: Delivery) -> bool:
-        """Return whether a cancelled delivery may start again; hold it if not."""
-        epoch = delivery.epoch
-        if not epoch.gate or (epoch.gate is Gate.PAUSED and epoch.may_start(delivery)):
-            return True
-        epoch.settle(delivery)
-        epoch.block(delivery.key)  # later records of its shard and partition must not overtake it
+    def hold(self, delivery: Delivery) -> None:
+        """Release the shard of a delivery that may not start, and hold it until the gate of its epoch opens."""
+        self._hold_after_run(delivery)
+        self.release(delivery)
+
+    def _hold_after_run(self, delivery: Delivery) -> None:
+        """Hold a delivery that has run; in a drain, later records of its shard and partition must not overtake it."""
+        delivery.epoch.settle(delivery)
+        delivery.epoch.block(delivery.key)
         self._hold(delivery)
-        return False
 
     def block(self, delivery: Delivery, block: Block, delay: float | None = None) -> None:
         """Let a failed delivery keep its shard for *delay* seconds, then run it again; other shards do not wait.
@@ -355,11 +374,14 @@ class Shards:
         Without a delay it keeps its shard until its epoch ends or it is released.
         """
         delivery.block = block
-        loop = asyncio.get_running_loop()
-        self._blocked[delivery] = None if delay is None else loop.call_later(delay, self.unblock, delivery)
+        self._blocked[delivery] = None if delay is None else self._unblock_after(delivery, delay)
         delivery.epoch.settle(delivery)
         for epoch in self._closed:
             epoch.block(delivery.key)
+
+    def _unblock_after(self, delivery: Delivery, delay: float) -> _NextAttempt:
+        loop = asyncio.get_running_loop()
+        return _NextAttempt(loop.time() + delay, loop.call_later(delay, self.unblock, delivery))
 
     def unblock(self, delivery: Delivery) -> None:
         """Run a halted delivery, or one that waits for its next attempt, now; do nothing for any other delivery."""
@@ -369,9 +391,9 @@ class Shards:
             self.again(delivery)
 
     def _forget_block(self, delivery: Delivery) -> None:
-        timer = self._blocked.pop(delivery)
-        if timer is not None:
-            timer.cancel()
+        next_attempt = self._blocked.pop(delivery)
+        if next_attempt is not None:
+            next_attempt.timer.cancel()
 
     @property
     def halted(self) -> list[Delivery]:
@@ -412,8 +434,8 @@ class Shards:
 
     def due(self, delivery: Delivery) -> float | None:
         """Return the loop time of a delivery's next attempt, or None if none is scheduled."""
-        timer = self._blocked.get(delivery)
-        return None if timer is None else timer.when()
+        next_attempt = self._blocked.get(delivery)
+        return None if next_attempt is None else next_attempt.due
 
     # Probing --------------------------------------------------------------------
 
@@ -504,7 +526,7 @@ class Shards:
         if isinstance(self._arrivals, deque):
             self._arrivals = keep(self._arrivals)
         else:
-            # Use the queue's own methods, so that a feeder waiting for room wakes up.
+            # Use the queue's own methods, so that a sharding task that waits for room wakes up.
             self._front.extend(keep([self._arrivals.popleft() for _ in range(len(self._arrivals))]))
         return removed
 
@@ -514,8 +536,9 @@ class Shards:
         """Wake a worker if one is idle and something may start; more follow while handlers suspend.
 
         One worker runs ahead. More are woken only when it stops running ahead because its handler suspends, so that
-        the event loop runs again; each time, twice as many. A handler that never suspends costs no wake-ups, and one
-        that does fills all workers within a few iterations of the event loop.
+        the event loop runs again; each time, twice as many, but no more than there are deliveries. A handler that
+        never suspends costs no wake-ups, and one that does fills all workers within a few iterations of the event
+        loop.
         """
         allows = self._allows
         if self._idle and not self._waking and (allows is None or (self._has_work and allows(self.notify))):
@@ -530,7 +553,7 @@ class Shards:
         if self.yielding:
             self._burst = 1
         else:
-            for _ in range(min(self._burst, len(self._idle))):
+            for _ in range(min(self._burst, len(self._idle), self._most_starts)):
                 idle = self._idle.popleft()
                 if not idle.done():
                     idle.set_result(None)
@@ -545,14 +568,24 @@ class Shards:
         return bool(self._front or self._arrivals) and not (self._is_fixed and self._occupied)
 
     @property
+    def _most_starts(self) -> int:
+        """Upper bound of the runs that may start now; at least 1 if there is work."""
+        return len(self._returning) + self.unseen
+
+    @property
     def unseen(self) -> int:
         """Number of deliveries that no worker has looked at yet."""
         return len(self._front) + len(self._arrivals)
 
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Arrange for *call* to be called once when a worker finds nothing to do; it replaces an earlier one."""
+        self._on_idle = call
+
     async def wait(self) -> None:
         """Wait until `take` may return a delivery."""
-        if self.on_idle is not None and not self._has_work:
-            on_idle, self.on_idle = self.on_idle, None
+        on_idle = self._on_idle
+        if on_idle is not None and not self._has_work:
+            self._on_idle = None
             on_idle()
         idle = asyncio.get_running_loop().create_future()
         self._idle.append(idle)

@@ -36,9 +36,14 @@ _WAITING = (
     ("asyncio.tasks", "wait_for"),
     ("asyncio.tasks", "_wait"),
     ("asyncio.taskgroups", "__aexit__"),
+    ("asyncio.taskgroups", "_aexit"),  # since 3.12.8 and 3.13.1
     ("anyio._backends._asyncio", "__aexit__"),
 )
-"""Functions whose local variables name the tasks that they wait for; no other variables are read."""
+"""Functions whose local variables name the tasks that they wait for; no other variables are read.
+
+`asyncio.capture_call_graph` of Python 3.14 cannot replace this. It leads from a task to the tasks that wait for it, and
+we need the opposite direction. It also knows tasks only, and the task of a worker outlives the run that is read.
+"""
 _LONGEST = 64
 """Maximum number of frames of one stack."""
 _DEEPEST = 4
@@ -210,7 +215,12 @@ def _stack_of(awaited: object) -> Stack:
 
 
 def _waits_for(awaited: object, task: "asyncio.Task[Any]", levels: int) -> bool:
-    tasks = _awaited_tasks(_walk(awaited))
+    walk = _walk(awaited)
+    if walk.executing:
+        # An eager task (Python 3.12) begins inside the call that creates it.
+        begun = _walk(task).frames[:1]
+        return any(frame in walk.frames for frame in begun)
+    tasks = _awaited_tasks(walk)
     return task in tasks or (levels > 0 and any(_waits_for(other, task, levels - 1) for other in tasks))
 
 

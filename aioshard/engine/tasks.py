@@ -38,6 +38,12 @@ async def outlast(task: asyncio.Task[Any], *, cut_short: bool = False) -> None:
     raise cancelled
 
 
+def _is_eager(factory: object) -> bool:
+    """Return whether tasks of a task factory begin inside the call that creates them, as Python 3.12 offers."""
+    eager = getattr(asyncio, "eager_task_factory", None)
+    return eager is not None and getattr(factory, "__code__", None) is eager.__code__
+
+
 class TaskSet:
     """The named tasks of one owner; crashes are reported, and closing has a deadline.
 
@@ -67,7 +73,12 @@ class TaskSet:
             name: Shown in logs and in lists of the event loop's tasks.
             lasts: Whether only this group may end it: a cancellation from elsewhere then counts as a crash.
         """
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        loop = asyncio.get_running_loop()
+        if _is_eager(loop.get_task_factory()):
+            # The caller has to store the task before it begins.
+            task = asyncio.Task(coroutine, loop=loop, name=name)
+        else:
+            task = loop.create_task(coroutine, name=name)
         self._tasks[task] = lasts
         task.add_done_callback(self._ended)
         return task

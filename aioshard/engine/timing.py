@@ -4,6 +4,9 @@ The first bucket of the histogram ends at 5 ms. A worker that runs one record af
 start of each run anyway. If less than 5 ms have passed since some earlier start, every run in between took less than
 5 ms, so only their number and their total time matter. Once 5 ms have passed, the worker must call `RunTimes.turn`,
 at most two hundred times a second: the latest run may have been slow, and is then measured exactly.
+
+A thousand workers with a slow handler would call it once per record. So `RecordWorker.run` does its work inline when a
+slow run follows another one: that run is all there is to account for.
 """
 
 import time
@@ -17,7 +20,8 @@ from aioshard.engine.epoch import Delivery, Epoch
 AT_ONCE: Final = float("-inf")
 """A time that makes `RunTimes.turn` due at the start of the next run."""
 
-_QUICK = DURATION_BOUNDS[0]
+QUICK: Final = DURATION_BOUNDS[0]
+"""Seconds that a quick run takes at most."""
 _SAME_CLOCK = 0.01
 
 
@@ -50,10 +54,10 @@ class RunTimes:
           then the topic that runs at the moment of a check gets it, which is right on average.
     """
 
-    __slots__ = ("_counts", "since")
+    __slots__ = ("counts", "since")
 
     def __init__(self) -> None:
-        self._counts: TopicCounts | None = None
+        self.counts: TopicCounts | None = None
         """Counts of the topic in which the streak began; None between two streaks."""
         self.since = 0.0
         """Time up to which the streak is accounted for; later if the worker did something else meanwhile."""
@@ -70,14 +74,11 @@ class RunTimes:
         Returns:
             When to call this again: at the first start of a run from then on.
         """
-        if ran is not None and self._counts is not None and started == self.since:  # a slow run, alone in its streak
-            self.alone(ran.counts, now - started)
-        else:
-            self.close(ran, started, now)
-        self._counts = delivery.epoch.counts
+        self.close(ran, started, now)
+        self.counts = delivery.epoch.counts
         self.since = now
         waited(delivery, now)
-        return now + _QUICK
+        return now + QUICK
 
     def close(self, ran: Epoch | None, started: float, now: float) -> float:
         """End the streak, whose last run has just ended; do nothing between two streaks.
@@ -85,12 +86,12 @@ class RunTimes:
         Returns:
             When to call `turn`: `AT_ONCE`.
         """
-        if self._counts is None or ran is None:
+        if self.counts is None or ran is None:
             return AT_ONCE
-        self._counts = None
+        self.counts = None
         counts = ran.counts
         since = self.since
-        if now - started > _QUICK:
+        if now - started > QUICK:
             self.alone(counts, now - started)
             now = started
         _add_quick(counts, now - since)
@@ -102,9 +103,9 @@ class RunTimes:
         Returns:
             When to call `turn`: `AT_ONCE`.
         """
-        counts = self._counts
+        counts = self.counts
         if counts is not None:
-            self._counts = None
+            self.counts = None
             _add_quick(counts, max(now - self.since, 0.0))
         return AT_ONCE
 

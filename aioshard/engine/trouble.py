@@ -1,9 +1,10 @@
 """Why something does not work at the moment, and since when."""
 
-import logging
 from collections.abc import Callable
 
-logger = logging.getLogger("aioshard.engine.trouble")
+from aioshard.log_fields import get_logger
+
+logger = get_logger("aioshard.engine.trouble")
 
 
 class Trouble:

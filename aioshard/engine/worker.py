@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Final, cast
@@ -11,12 +12,15 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.failures import FailureHandler
 from aioshard.engine.outcomes import Outcome
 from aioshard.engine.shards import DeliveryBatch, Shards
-from aioshard.engine.timing import AT_ONCE, RunTimes, waited
+from aioshard.engine.timing import AT_ONCE, QUICK, RunTimes, waited
 from aioshard.errors import (
+    AioshardError,
     AttemptTimeoutError,
     BatchError,
     CancelledRunError,
     HandlerError,
+    InterruptedRunError,
+    StoppedRunError,
     SwallowedCancellationError,
 )
 from aioshard.records import Record
@@ -43,10 +47,35 @@ class Asked:
     """End the run; the record stays incomplete."""
     TIME_OUT: Final = 2
     """End the run; the attempt has failed."""
+    STOP: Final = 4
+    """End the run because an operator wants it; the attempt has failed."""
+    CANCEL: Final = INTERRUPT | TIME_OUT | STOP
+    REFUSE: Final = 8
+    """Fail the attempt even if it returns a result, without cancelling it."""
 
 
 SERVING: contextvars.ContextVar["Worker"] = contextvars.ContextVar("aioshard serving")
 """The worker whose task this is. Tasks and threads that a handler starts copy it, and may outlive the run."""
+
+
+def refuse_awaitable(result: object, advice: str) -> None:
+    """Fail the attempt if its result is an awaitable: nothing awaits it, so its code may not have run.
+
+    Args:
+        result: The result of a handler.
+        advice: Ends the sentence of the error.
+
+    Raises:
+        HandlerError: It is one.
+    """
+    if not inspect.isawaitable(result):
+        return
+    if inspect.iscoroutine(result):
+        result.close()
+    raise HandlerError(f"the handler returned {type(result).__name__}, which is never awaited: {advice}")
+
+
+AWAIT_IT = "write 'return await …', in the handler and in every function that wraps it"
 
 
 class Worker(ABC):
@@ -101,6 +130,8 @@ class Worker(ABC):
         """Loop time at which the current attempt began."""
         self.asked: int = Asked.NOTHING
         """Pending requests to the current run; see `Asked`."""
+        self.abandoned = False
+        """Whether the app has stopped, so that the worker ends although a run may outlive it."""
         self.timeout = timeout
         self._batch: DeliveryBatch | None = None
         self._shards = shards
@@ -111,6 +142,8 @@ class Worker(ABC):
         self._clock = clock
         self._divert = divert
         self._times = RunTimes()
+        self._refusal: HandlerError | None = None
+        """Why the current run has failed although it may return; set with `Asked.REFUSE`."""
         self._cancelling_before = 0
         self._requests = 0
 
@@ -125,7 +158,8 @@ class Worker(ABC):
     @property
     def deliveries(self) -> Sequence[Delivery]:
         """Deliveries that the worker runs now."""
-        batch, delivery = self._batch, self.delivery
+        batch = self._batch
+        delivery = self.delivery
         if batch is not None:
             return [*batch.deliveries, *batch.left_out]
         return () if delivery is None else (delivery,)
@@ -135,7 +169,11 @@ class Worker(ABC):
     @property
     def cancelled(self) -> bool:
         """Whether the current run was cancelled but has not ended."""
-        return self.delivery is not None and bool(self.asked)
+        return self.delivery is not None and bool(self.asked & Asked.CANCEL)
+
+    def outlives(self, delivery: Delivery) -> bool:
+        """Whether the run of a delivery was cancelled, or its partition is gone, although it has not ended."""
+        return self.cancelled or delivery.epoch.gate is Gate.ENDED
 
     def interrupt(self) -> None:
         """Cancel the current run; its record stays incomplete. Does nothing between runs."""
@@ -148,13 +186,27 @@ class Worker(ABC):
             self.timeout is not None
             and delivery is not None
             and delivery.recovery is None
-            and not self.asked
+            and not self.cancelled
             and now - self.started > self.timeout
         )
 
     def time_out(self) -> None:
-        """Cancel the current run; its attempt has failed."""
+        """Cancel the current run because of its timeout; its attempt has failed."""
         self._request_end(Asked.TIME_OUT)
+
+    def stop_run(self) -> None:
+        """Cancel the current run because an operator wants it; its attempt has failed."""
+        self._request_end(Asked.STOP)
+
+    def refuse(self, delivery: Delivery, starts: int, error: HandlerError) -> None:
+        """Fail the current run of *delivery* with *error*, even if it returns; the first error counts.
+
+        Does nothing if that run has ended, also while its recovery runs.
+        """
+        is_current = self.delivery is delivery and delivery.starts == starts and delivery.recovery is None
+        if is_current and not self.asked & Asked.REFUSE:
+            self.asked |= Asked.REFUSE
+            self._refusal = error
 
     def _request_end(self, request: int) -> None:
         if self.delivery is None or self.asked & request:
@@ -164,6 +216,25 @@ class Worker(ABC):
         self.asked |= request
         self._requests += 1
         self.task.cancel()
+
+    def _refused(self) -> BaseException:
+        """Return why the run does not count although it returned."""
+        if self.asked == Asked.REFUSE and self._refusal is not None:
+            return self._refusal
+        return SwallowedCancellationError(str(self._failure_of(self.asked)))
+
+    def _unless_refused(self, error: BaseException) -> BaseException:
+        """Return the error of the run; a refusal replaces a `BatchError`, because then no record is complete."""
+        refusal = self._refusal
+        return error if refusal is None or not isinstance(error, BatchError) else refusal
+
+    def _failure_of(self, asked: int) -> AioshardError:
+        """Return the error of an attempt whose run was cancelled for this reason."""
+        if asked & Asked.TIME_OUT:
+            return AttemptTimeoutError(self.timeout or 0.0)
+        if asked & Asked.STOP:
+            return StoppedRunError()
+        return InterruptedRunError()
 
     def _undo_requests(self) -> bool:
         """Undo the requested cancellations; return whether the worker itself is being cancelled as well."""
@@ -190,30 +261,38 @@ class Worker(ABC):
         """Run the handler for a batch, or the recovery of a delivery that is alone, and handle the outcome."""
         head = batch.deliveries[0]
         recovery = head.recovery
+        # 1. It takes a recovery, and too many others run that fail or are slow.
         if recovery is not None and not self.failures.may_recover():
             for delivery in self._ended(batch, (head,)):
-                self.failures.hold_back(delivery, self._shards)
+                self.failures.hold_back(delivery, recovery, self._shards)
             return
-        self._batch, self.delivery, self.started = batch, head, self._clock()
+        self._batch = batch
+        self.delivery = head
+        self.started = self._clock()
         self._start(batch)
         outcome = Outcome.PROCESSED
         try:
+            head.raise_refusal()
+            # 2. It is an attempt of the handler.
             if recovery is None:
                 self.running = running = self._attempt(batch)
-                await running
+                returned = await running
+                if returned is not None:
+                    refuse_awaitable(returned, AWAIT_IT)
+            # 3. It is a recovery.
             else:
                 self.running = recovering = self.failures.recover(head, recovery)
                 outcome = await recovering
             if self.asked:
-                raise SwallowedCancellationError(self.timeout or 0.0)  # noqa: TRY301 - handled like what a run raises
+                raise self._refused()  # noqa: TRY301 - handled like what a run raises
         except BaseException as error:  # noqa: BLE001 - _handle_error tells cancellation and exit apart
             self._handle_error(batch, error)
             return
         self._clear_handler_cancellations()
-        if recovery is not None:
-            head.outcome = outcome
-        else:
+        if recovery is None:
             RunTimes.alone(head.epoch.counts, max(self._clock() - self.started, 0.0))
+        else:
+            head.outcome = outcome
         self._ended(batch, (), outcome)
 
     def _start(self, batch: DeliveryBatch) -> None:
@@ -228,9 +307,7 @@ class Worker(ABC):
             delivery.starts += runs
         if runs and not batch.plain:
             for delivery in batch.deliveries:
-                self.failures.counters.replayed += delivery.cancelled
-                delivery.cancelled = False
-                delivery.aside = delivery.then is not None
+                delivery.epoch.counts.replayed += delivery.begin_attempt()
 
     async def _yield_to_loop(self) -> None:
         """Yield to the event loop between two runs, for handlers that never suspend."""
@@ -248,19 +325,23 @@ class Worker(ABC):
         """Complete the deliveries of a batch that have not failed, and let its shards resume.
 
         Returns:
-            Those of *failed* that hold their shards; the caller must decide about them.
+            Those of *failed* that hold their shards, until `FailureHandler` has decided about them.
         """
-        self._batch = self.delivery = self.running = None
+        self._end_run()
         left = _complete(batch, failed, outcome)
-        left_out = [delivery for delivery in batch.left_out if delivery.epoch.gate is not Gate.ENDED]
-        heads = self._shards.end(batch, [*left, *left_out])
-        for delivery in left:
-            if delivery not in failed and delivery.then is not None:
-                delivery.divert(delivery.then)
-        for delivery in heads:
-            if delivery not in failed:
-                self._shards.resume(delivery)
-        return [delivery for delivery in heads if delivery in failed]
+        left += [delivery for delivery in batch.left_out if delivery.epoch.gate is not Gate.ENDED]
+        undecided: list[Delivery] = []
+        for head in self._shards.end(batch, left):
+            if head in failed:
+                undecided.append(head)
+            else:
+                self._shards.resume(head)
+        return undecided
+
+    def _end_run(self) -> None:
+        self._batch = None
+        self.delivery = None
+        self.running = None
 
     def _handle_error(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Handle a batch whose run raised, or returned although it was cancelled: nothing of it is complete (I8).
@@ -272,30 +353,53 @@ class Worker(ABC):
         Raises:
             BaseException: The worker is being cancelled, or the interpreter is exiting.
         """
-        asked = self.asked
+        error = self._unless_refused(error)
+        asked = self.asked & Asked.CANCEL
+        self.asked = asked
+        self._refusal = None
         swallowed = isinstance(error, SwallowedCancellationError)
-        cancelled = isinstance(error, asyncio.CancelledError)
-        worker_ends = self._undo_requests() if asked else cancelled and bool(self.task.cancelling())
-        worker_ends |= isinstance(error, _EXITS)
+        worker_ends = self._worker_ends(error, asked)
+        # 1. The attempt does not count: the worker ends, or the run was interrupted. Its records run again.
         if worker_ends or asked & Asked.INTERRUPT:
             if swallowed:
-                self.failures.outlived(batch, error)
-            self._batch = self.delivery = self.running = None
+                self.failures.log.outlived(batch)
+            self._end_run()
             if asked:
                 for delivery in batch.deliveries:
-                    delivery.cancelled = delivery.aside = True
+                    delivery.cancel()
             self._shards.put_back(batch)
             if worker_ends:
-                raise asyncio.CancelledError if swallowed else error
+                raise self._ending(error, swallowed=swallowed)
             return
         self._clear_handler_cancellations()
+        # 2. It ended because its timeout or an operator cancelled it.
         if asked and not swallowed:
-            error = AttemptTimeoutError(self.timeout or 0.0)
-        elif cancelled:
+            error = self._failure_of(asked)
+        # 3. Nobody cancelled it: the handler awaited something that was cancelled.
+        elif isinstance(error, asyncio.CancelledError):
             error = CancelledRunError()
+        # 4. Otherwise the error is that of the handler, or says that it returned after its cancellation.
         if batch.deliveries[0].recovery is None:
             batch.deliveries[0].epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
         self._failed(batch, error)
+
+    def _worker_ends(self, error: BaseException, asked: int) -> bool:
+        """Undo the requested cancellations; return whether the worker ends with the run."""
+        # 1. The run was cancelled on request; the worker may be cancelled as well.
+        if asked:
+            if self._undo_requests():
+                return True
+        # 2. The worker is being cancelled, and the handler has passed that on.
+        elif isinstance(error, asyncio.CancelledError) and self.task.cancelling():
+            return True
+        # 3. The interpreter is exiting, or the app has stopped without waiting for the run.
+        return isinstance(error, _EXITS) or self.abandoned
+
+    def _ending(self, error: BaseException, *, swallowed: bool) -> BaseException:
+        """Return the exception with which the worker ends."""
+        if swallowed or (self.abandoned and not isinstance(error, _EXITS)):
+            return asyncio.CancelledError()
+        return error
 
     def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Handle a failed attempt of the whole batch; unless it has one delivery, any of them may be to blame."""
@@ -305,7 +409,7 @@ class Worker(ABC):
         alive = [delivery for delivery in batch.deliveries if delivery.epoch.gate is not Gate.ENDED]
         heads = self._ended(batch, frozenset(batch.deliveries))
         if alive:
-            self.failures.failed_together(alive, heads, error, self._shards)
+            self.failures.handle_failed_batch(alive, heads, error, self._shards)
 
     def _failed_each(self, batch: DeliveryBatch, failed: Mapping[Delivery, BaseException]) -> None:
         """Handle each of *failed* by itself; the rest is complete.
@@ -316,43 +420,60 @@ class Worker(ABC):
         heads = dict.fromkeys(self._ended(batch, failed))
         for delivery, error in failed.items():
             if delivery not in heads and delivery.epoch.gate is not Gate.ENDED:
-                self.failures.failed_behind(delivery, error)
+                self.failures.count_failed_behind(delivery, error)
         for delivery in heads:
-            if self.failures.failed(delivery, failed[delivery], self._shards):
-                self._shards.resume(delivery)
+            self.failures.handle_failed(delivery, failed[delivery], self._shards)
 
 
 def _complete(batch: DeliveryBatch, failed: Collection[Delivery], outcome: Outcome) -> list[Delivery]:
     """Complete the deliveries of a batch that have not failed; return the others, without those of ended epochs."""
     left: list[Delivery] = []
+    # Most batches need nothing else.
     if batch.plain and not failed and outcome is Outcome.PROCESSED:
-        for delivery in batch.deliveries:  # most batches need nothing else
+        for delivery in batch.deliveries:
             epoch = delivery.epoch
             if epoch.complete(delivery):
                 epoch.counts.processed += 1
         return left
     for delivery in batch.deliveries:
-        if delivery in failed or (delivery.then is not None and delivery.recovery is None):
-            if delivery.epoch.gate is not Gate.ENDED:
+        epoch = delivery.epoch
+        # 1. It has failed.
+        if delivery in failed:
+            if epoch.gate is not Gate.ENDED:
                 left.append(delivery)
-        elif delivery.epoch.complete(delivery):
-            delivery.epoch.counts.count(outcome)
+        # 2. Its handler has succeeded, and it is complete after one more step.
+        elif delivery.then is not None and delivery.recovery is None:
+            if epoch.gate is not Gate.ENDED:
+                delivery.divert(delivery.then)
+                left.append(delivery)
+        # 3. It is complete.
+        elif epoch.complete(delivery):
+            epoch.counts.count(outcome)
     return left
 
 
 class RecordWorker(Worker):
     """Runs the handler for one record at a time."""
 
-    async def run(self) -> None:  # noqa: C901, PLR0915 - the hot path: no calls
+    async def run(self) -> None:  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls
         """Serve until cancelled."""
         SERVING.set(self)
-        shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
-        take, next_after, times = shards.take, shards.next_after, self._times
+        # Local names: looking up an attribute costs time for each record.
+        shards = self._shards
+        call = self._call
+        invoke = self._invoke
+        clock = self._clock
+        divert = self._divert
+        take = shards.take
+        next_after = shards.next_after
+        times = self._times
         cancelling = self.task.cancelling
-        ahead, due = 0, AT_ONCE
+        ahead = 0
+        due = AT_ONCE
         epoch: Epoch | None = None
         delivery = take()
         while True:
+            # 1. Nothing may start now.
             if delivery is None:
                 due = times.close(epoch, self.started, clock())
                 await shards.wait()
@@ -360,14 +481,43 @@ class RecordWorker(Worker):
                 continue
             if divert is not None:
                 divert(delivery)
+            # 2. Its next run is not simply an attempt of the handler.
             if delivery.aside:
                 due = times.close(epoch, self.started, clock())
                 await self._run(DeliveryBatch.of_one(delivery))
                 delivery = take()
                 continue
+            # 3. It is an attempt. The runs before it are accounted for, at most once in 5 ms.
             now = clock()
             if now >= due:
-                due = times.turn(epoch, self.started, now, delivery)
+                started = self.started
+                if due != started + QUICK or epoch is None:
+                    due = times.turn(epoch, started, now, delivery)
+                else:
+                    # They are one slow run. Every run comes here if handlers wait, so `RunTimes.turn` is inlined, with
+                    # `Histogram.add` twice: calling it would cost 0.15 µs per record, a twelfth of the worker's time.
+                    counts = epoch.counts
+                    counts.timed += 1
+                    seconds = now - started
+                    durations = counts.durations
+                    if durations.above < seconds <= durations.up_to:
+                        durations.buckets[durations.latest] += 1
+                        durations.total += seconds
+                    else:
+                        durations.add(seconds)
+                    times.counts = counts = delivery.epoch.counts
+                    times.since = now
+                    due = now + QUICK
+                    if not delivery.starts:
+                        # No run of this worker has started unobserved, so this one represents only itself.
+                        counts.waited += 1
+                        seconds = now - delivery.arrived
+                        waits = counts.waits
+                        if waits.above < seconds <= waits.up_to:
+                            waits.buckets[waits.latest] += 1
+                            waits.total += seconds
+                        else:
+                            waits.add(max(seconds, 0.0))
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
                 epoch.highest_started = delivery.offset
@@ -376,9 +526,11 @@ class RecordWorker(Worker):
             self.started = now
             try:
                 self.running = running = call(delivery.record) if call is not None else invoke(delivery)
-                await running
+                returned = await running
+                if returned is not None:
+                    refuse_awaitable(returned, AWAIT_IT)
                 if self.asked:
-                    raise SwallowedCancellationError(self.timeout or 0.0)  # noqa: TRY301 - as in `_run`
+                    raise self._refused()  # noqa: TRY301 - as in `_run`
             except BaseException as error:  # noqa: BLE001 - _handle_error tells cancellation and exit apart
                 due = times.cut(now)
                 self._handle_error(DeliveryBatch.of_one(delivery), error)
@@ -386,13 +538,16 @@ class RecordWorker(Worker):
                 continue
             if cancelling():
                 self._clear_handler_cancellations()
-            self.delivery = self.running = None
+            self.delivery = None
+            self.running = None
             if epoch.complete(delivery):
                 epoch.counts.processed += 1
+            # 4. It has succeeded, and the worker may continue, with the same shard first.
             ahead += 1
             if ahead < RUN_AHEAD:
                 delivery = next_after(delivery)
                 continue
+            # 5. The same, but heartbeats and other tasks have waited long enough.
             ahead = 0
             shards.release(delivery)
             due = times.close(epoch, self.started, clock())
@@ -452,30 +607,44 @@ class BatchWorker(Worker):
         for delivery in batch.deliveries:
             if self._divert is not None:
                 self._divert(delivery)
-            is_ready = delivery.recovery is None and delivery.key not in blocked
-            if is_ready and self._read is not None:
-                try:
-                    payloads.append(self._read(delivery.record))
-                except (KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException:  # noqa: BLE001 - raised again, and handled, when the record runs alone
-                    is_ready, delivery.alone = False, True
-            if is_ready:
+            if delivery.key not in blocked and self._is_ready(delivery, payloads):
                 ready.append(delivery)
             else:
                 left_out.append(delivery)
                 if delivery.key is not None:
                     blocked.add(delivery.key)
+        # A delivery that is alone needs no other run: its recovery begins, or its attempt fails as the conversion did.
         if len(batch.deliveries) > 1:
-            batch.deliveries, batch.left_out = ready, left_out
+            batch.deliveries = ready
+            batch.left_out = left_out
         if ready and self._read is not None:
             batch.payloads = payloads
+
+    def _is_ready(self, delivery: Delivery, payloads: list[object]) -> bool:
+        """Append the converted record of a delivery to *payloads*; return whether the delivery is part of the run."""
+        # 1. It takes a recovery.
+        if delivery.recovery is not None:
+            return False
+        # 2. The handler takes the record itself.
+        if self._read is None:
+            return True
+        # 3. The handler takes what the record is converted to.
+        try:
+            payloads.append(self._read(delivery.record))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # noqa: BLE001 - raised again, and handled, when the record runs alone
+            delivery.isolate()
+            return False
+        return True
 
     def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
         if not isinstance(error, BatchError) or batch.deliveries[0].recovery is not None:
             super()._failed(batch, error)
             return
-        by_coordinates = {(*d.record.topic_partition, d.record.offset): d for d in batch.deliveries}
+        by_coordinates = {
+            (*delivery.record.topic_partition, delivery.record.offset): delivery for delivery in batch.deliveries
+        }
         failed: dict[Delivery, BaseException] = {}
         for record, reason in error.errors.items():
             delivery = by_coordinates.get((*record.topic_partition, record.offset))

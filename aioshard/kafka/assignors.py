@@ -51,7 +51,7 @@ class ConsumerAssignor:
         self.moving: Mapping[TopicPartition, str] = {}
         """Partitions that the latest assignment left out until their owners release them, with their next members."""
         self.leads = False
-        """Whether this consumer computed the latest assignment."""
+        """Whether this consumer leads the group: it computed the latest assignment, before its restart or since."""
         self._group: tuple[Mapping[str, Member], Partitions] = {}, {}
         """The members of the latest assignment, with the partitions that each got, and all partitions."""
         self.owned: Sequence[TopicPartition] = ()
@@ -141,6 +141,18 @@ class ConsumerAssignor:
 
     # For the transport --------------------------------------------------------------------
 
+    def lead(self, members: Mapping[str, Member], partitions: Partitions) -> None:
+        """Take over a complete assignment that this consumer computed before it was restarted.
+
+        Args:
+            members: The members, with the partitions that each got.
+            partitions: The assigned partitions.
+        """
+        self.leads = True
+        self.moving = {}
+        self._delayed.forget()
+        self._group = {name: replace(member, generation=1) for name, member in members.items()}, partitions
+
     @property
     def joins_again_in(self) -> float | None:
         """Seconds until the consumer, as the leader, must rejoin to assign the withheld partitions; else None."""
@@ -169,7 +181,7 @@ class ConsumerAssignor:
             return Member(topics)
         try:
             return _sticky(topics, metadata.user_data) if self.name == "sticky" else _lag(topics, metadata.user_data)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             logger.warning("a member's user data is invalid for %r; it counts as a new member: %s", self.name, error)
             return Member(topics)
 

@@ -6,12 +6,11 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, Self
 
-from aioshard.errors import MissingExtraError, StateError, TransportError
+from aioshard.errors import MissingExtraError, StateError, TransportError, signal_name
 from aioshard.records import TOPIC_NAME
 
 logger = logging.getLogger("aioshard.kafka.embedded")
@@ -187,7 +186,7 @@ class EmbeddedBroker:
 
     async def _ending(self, process: asyncio.subprocess.Process) -> str:
         code = await process.wait()
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"exit code {code}" if code >= 0 else signal_name(-code)
 
     # Topics ---------------------------------------------------------------------------
 

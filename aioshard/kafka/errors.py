@@ -11,6 +11,7 @@ from aioshard.errors import (
     CorruptRecordError,
     MetadataRefusedError,
     OffsetOutOfRangeError,
+    SessionTimeoutRefusedError,
     TransportError,
 )
 from aioshard.records import TopicPartition
@@ -30,6 +31,25 @@ GROUP_CHANGED = {
 }
 """Error codes that refuse a commit because of the group's members. For a member, the group has rebalanced since; for a
 commit without a member id, the group has members."""
+
+INVALID_GROUP_ID, GROUP_PROTOCOL, SESSION_TIMEOUT, UNSUPPORTED_VERSION, INVALID_REQUEST = 24, 23, 26, 35, 42
+GROUP_IS_FULL, UNSUPPORTED_ASSIGNOR, INVALID_PATTERN = 81, 112, 128
+
+_JOIN_REFUSED = {
+    INVALID_GROUP_ID: "use another group id",
+    UNSUPPORTED_VERSION: "remove the settings that it does not know, such as group_instance_id before Kafka 2.3",
+    INVALID_REQUEST: "check group_instance_id and client_options",
+    UNSUPPORTED_ASSIGNOR: "choose an assignor that the brokers have with client_options={'group.remote.assignor': …}",
+    INVALID_PATTERN: "correct the pattern in client_options",
+}
+"""Advice for refusals of a member that only another setting ends."""
+_JOIN_POSTPONED = {
+    GROUP_PROTOCOL: "its other members use another assignor or group protocol: use theirs, or stop them",
+    GROUP_IS_FULL: "it has as many members as the brokers allow: stop some, or raise group.max.size on the brokers",
+}
+"""Reasons why a member cannot join as long as the others stay."""
+JOIN_REFUSED = frozenset({*_JOIN_REFUSED, *_JOIN_POSTPONED, SESSION_TIMEOUT})
+"""Error codes with which the brokers do not let a member join."""
 
 _NAMED = 5
 
@@ -67,17 +87,39 @@ def denied(cause: Cause, group_id: str) -> AuthorizationError | None:
             f"the brokers do not allow this user to read with group {group_id!r}: "
             "grant READ and DESCRIBE on the group, or use another group id"
         )
-    if cause.code == TOPIC_DENIED:
-        topics = f"topic {named([repr(topic) for topic in cause.topics])}" if cause.topics else "a subscribed topic"
-        return AuthorizationError(f"the brokers do not allow this user to read {topics}: grant READ and DESCRIBE on it")
-    return None
+    return _denied_topics(cause.topics) if cause.code == TOPIC_DENIED else None
 
 
-def group_error(cause: Cause, group_id: str) -> TransportError:
-    """Return the error that ends the life of a client: missing permission, or a client that gave up."""
-    return denied(cause, group_id) or ClientLostError(
-        f"the Kafka client gave up on group {group_id!r} ({cause.reason}); a new client is needed"
-    )
+def _denied_topics(topics: Collection[str]) -> AuthorizationError:
+    what = f"topic {named([repr(topic) for topic in topics])}" if topics else "a subscribed topic"
+    return AuthorizationError(f"the brokers do not allow this user to read {what}: grant READ and DESCRIBE on it")
+
+
+def no_leader(topic_partition: TopicPartition, *, is_denied: bool) -> TransportError:
+    """Return the error of a partition that no broker leads, as far as we know.
+
+    Args:
+        topic_partition: The partition.
+        is_denied: Whether the brokers do not describe its topic to this user.
+    """
+    if is_denied:
+        return _denied_topics([topic_partition.topic])
+    return TransportError(f"{topic_partition} cannot be read: it does not exist, or has no leader now")
+
+
+def group_error(cause: Cause, group_id: str, session_timeout: float) -> TransportError:
+    """Return the error that ends the life of a client: a refusal, or a client that gave up."""
+    if (permission := denied(cause, group_id)) is not None:
+        return permission
+    if cause.code == SESSION_TIMEOUT:
+        return SessionTimeoutRefusedError(session_timeout)
+    if (advice := _JOIN_REFUSED.get(cause.code)) is not None:
+        return TransportError(
+            f"the brokers refused a member of group {group_id!r} ({cause.reason}): {advice}", retriable=False
+        )
+    if (why := _JOIN_POSTPONED.get(cause.code)) is not None:
+        return ClientLostError(f"group {group_id!r} accepts no such member now ({cause.reason}): {why}")
+    return ClientLostError(f"the Kafka client gave up on group {group_id!r} ({cause.reason}); a new client is needed")
 
 
 def request_error(cause: Cause, what: str, group_id: str = "") -> TransportError:
@@ -129,6 +171,16 @@ def publish_error(cause: Cause, topic: str) -> TransportError:
             "and before Kafka 3.0 IDEMPOTENT_WRITE on the cluster"
         )
     return TransportError(f"the brokers did not accept records for topic {topic!r}: {cause.reason}")
+
+
+def missing_topic(topic: str, waited: float | None = None) -> TransportError:
+    """Return the error of a message for a topic that does not exist, even after *waited* seconds."""
+    if waited is None:
+        found = f"topic {topic!r} does not exist"
+    else:
+        found = f"topic {topic!r} does not exist, and the brokers did not create it within {waited:g} s"
+    advice = "create it, for example with `aioshard topics MODULE:APP --create`, or check its name"
+    return TransportError(f"{found}: {advice}", retriable=False)
 
 
 def nothing_acknowledged(servers: str | None, seconds: float) -> TransportError:

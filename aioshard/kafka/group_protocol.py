@@ -23,8 +23,13 @@ from aiokafka.protocol.types import (
 )
 
 
-class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
+class Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
     """A UUID of 16 bytes."""
+
+    @classmethod
+    def encode(cls, value: uuid.UUID) -> bytes:
+        """Encode a UUID."""
+        return value.bytes
 
     @classmethod
     def decode(cls, data: BytesIO) -> uuid.UUID:
@@ -32,7 +37,7 @@ class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
         return uuid.UUID(bytes=data.read(16))
 
 
-def _version(key: int, version: int, request: Schema, response: Schema) -> Any:
+def version_of(key: int, version: int, request: Schema, response: Schema) -> Any:
     """Return the class of one version of a request, in the form that aiokafka needs."""
     number = {"API_KEY": key, "API_VERSION": version}
     response_type = type("_Response", (Response,), {**number, "SCHEMA": response})
@@ -42,7 +47,7 @@ def _version(key: int, version: int, request: Schema, response: Schema) -> Any:
 
 # DescribeGroups in version 4 --------------------------------------------------------------
 
-_DESCRIBE_GROUP = _version(
+_DESCRIBE_GROUP = version_of(
     15,
     4,
     DescribeGroupsRequest_v3.SCHEMA,
@@ -94,7 +99,7 @@ _PARTITIONS = Schema(
     (
         "topic_partitions",
         CompactArray(
-            ("topic_id", _Uuid),
+            ("topic_id", Uuid),
             ("topic_name", CompactString("utf-8")),
             ("partitions", CompactArray(Int32)),
             ("tags", TaggedFields),
@@ -102,7 +107,7 @@ _PARTITIONS = Schema(
     ),
     ("tags", TaggedFields),
 )
-_DESCRIBE_CONSUMER_GROUP = _version(
+_DESCRIBE_CONSUMER_GROUP = version_of(
     69,
     0,
     Schema(
@@ -163,7 +168,7 @@ class DescribeConsumerGroup(Request[_DESCRIBE_CONSUMER_GROUP]):  # type: ignore[
 
 # OffsetFetch in version 7 ----------------------------------------------------------------
 
-_FETCH_STABLE_OFFSETS = _version(
+_FETCH_STABLE_OFFSETS = version_of(
     9,
     7,
     Schema(
@@ -225,7 +230,7 @@ class FetchStableOffsets(
 
 # LeaveGroup on behalf of another member --------------------------------------------------
 
-_LEAVE_GROUP = _version(
+_LEAVE_GROUP = version_of(
     13,
     3,
     Schema(

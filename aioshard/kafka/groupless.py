@@ -36,6 +36,11 @@ class Groupless:
         self._membership = Membership(member_id, 1)
         self._committed = dict(committed)
 
+    @property
+    def hang(self) -> str | None:
+        """See `Transport.hang`: nothing is written, so no call can wait for a coordinator."""
+        return None
+
     def membership(self) -> Membership:
         """See `Transport.membership`: never changes."""
         return self._membership

@@ -5,10 +5,11 @@ The conversion for a handler is chosen once, by its annotation or its `decode` f
 
 import functools
 import inspect
+import math
 import re
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NewType, NoReturn, Union, cast, get_args, get_origin
@@ -16,7 +17,11 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, NoReturn, Union
 from aioshard.errors import DecodeError, HandlerError, MessageError
 from aioshard.ports import Message, Partitioner
 from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.header_names import is_utf8
 from aioshard.serde.side_records import Coordinates
+
+Headers = Mapping[str | bytes, bytes | str | None] | Iterable[tuple[str | bytes, bytes | str | None]]
+"""Headers of a message: a mapping, or pairs of a name and a content. A name in bytes, as in ASGI, is UTF-8."""
 
 _MOST_PARTITIONS = 2**31
 _MAX_FAULTS = 3
@@ -90,7 +95,7 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
     """Decode values into a type; None if the handler takes the record itself.
 
     `bytes` is the unchanged value, `str` its text in UTF-8; msgspec decodes its own structs, and pydantic anything
-    else, both from JSON. `X | None` accepts tombstones as None; otherwise they are rejected.
+    else, both from JSON. `X | None` accepts tombstones as None; otherwise they are refused.
 
     Args:
         annotation: Annotation of the parameter, or of the elements of its list.
@@ -200,7 +205,9 @@ def raw_type(annotation: Any) -> Any:
         (<class 'str'>, None)
     """
     types = [alternative for alternative in alternatives(annotation) if alternative is not NoneType]
-    return types[0] if len(types) == 1 and types[0] in (bytes, bytearray, memoryview, str) else None
+    if len(types) == 1 and types[0] in (bytes, bytearray, memoryview, str):
+        return types[0]
+    return None
 
 
 def read_by_msgspec(annotation: Any) -> bool:
@@ -218,7 +225,8 @@ def shown(annotation: Any) -> str:
         >>> shown(dict[str, Union[int, None]])
         'dict[str, int | None]'
     """
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if annotation in (None, NoneType):
         return "None"
     if origin is Annotated:
@@ -266,16 +274,29 @@ def _fault(error: Exception, value: bytes | None = None) -> str:
         return f"it is not UTF-8 from byte {error.start} on" if error.object == value else "a text in it is not UTF-8"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    pydantic, msgspec = sys.modules.get("pydantic_core"), sys.modules.get("msgspec")
+    pydantic = sys.modules.get("pydantic_core")
+    msgspec = sys.modules.get("msgspec")
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
-        faults = error.errors(include_url=False, include_input=False)
-        first = "; ".join(map(_format_fault, faults[:_MAX_FAULTS]))
-        return f"{first}; and {len(faults) - _MAX_FAULTS} more" if len(faults) > _MAX_FAULTS else first
+        return _listed(error.errors(include_url=False, include_input=False))
     if msgspec is not None and isinstance(error, msgspec.DecodeError):
-        text = str(error)
-        repeats = _MSGSPEC_VALUE.fullmatch(text)
-        return text if repeats is None else "".join(part or "" for part in repeats.groups())
+        return _without_value(str(error))
     return ""
+
+
+def _listed(faults: Sequence[Any]) -> str:
+    """List the first faults that pydantic has found."""
+    first = "; ".join(map(_format_fault, faults[:_MAX_FAULTS]))
+    if len(faults) > _MAX_FAULTS:
+        return f"{first}; and {len(faults) - _MAX_FAULTS} more"
+    return first
+
+
+def _without_value(text: str) -> str:
+    """Remove the value from a message of msgspec that repeats it."""
+    repeats = _MSGSPEC_VALUE.fullmatch(text)
+    if repeats is None:
+        return text
+    return "".join(part or "" for part in repeats.groups())
 
 
 def _format_fault(fault: Mapping[str, Any]) -> str:
@@ -306,10 +327,17 @@ def encoded(value: object) -> bytes:
         >>> encoded({"at": datetime.date(2026, 1, 31)})
         b'{"at":"2026-01-31"}'
     """
+    if type(value) is bytes:  # most often
+        return value
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):
-        return value.encode()
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise MessageError(
+                f"a text was not published ({error}): expected text that UTF-8 can represent; encode it yourself"
+            ) from None
     from pydantic_core import PydanticSerializationError, to_json  # noqa: PLC0415 - pydantic is imported on use
 
     try:
@@ -335,7 +363,7 @@ def message(
     value: object,
     *,
     key: bytes | str | None = None,
-    headers: Iterable[tuple[str, bytes | str | None]] = (),
+    headers: Headers = (),
     partition: int | None = None,
     partitioner: Partitioner = "key",
 ) -> Message:
@@ -345,35 +373,131 @@ def message(
         topic: Destination topic.
         value: None is a tombstone; see `encoded` for the rest.
         key: Bytes, or text in UTF-8.
-        headers: Pairs of name and content.
+        headers: A mapping, or pairs of name and content; a name is text, or bytes in UTF-8.
         partition: None lets the partitioner choose.
         partitioner: See `App.publish`.
 
     Raises:
-        MessageError: The topic name is invalid, JSON cannot represent the value, or the headers are not pairs.
+        MessageError: The topic name is invalid, JSON cannot represent the value, or Kafka cannot represent a header.
 
     Example:
         >>> message("invoices", {"total": 7}, key="a").value
         b'{"total":7}'
     """
-    if not TOPIC_NAME.fullmatch(str(topic)) or not isinstance(topic, str):
+    if not _is_topic_name(str(topic)) or not isinstance(topic, str):
         raise MessageError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
     if partition is not None and (type(partition) is not int or not 0 <= partition < _MOST_PARTITIONS):
         raise MessageError(f"partition={partition!r} was refused: expected a whole number from 0, or None")
     if partitioner not in ("key", "round_robin"):
         raise MessageError(f"partitioner={partitioner!r} was refused: expected 'key' or 'round_robin'")
-    try:
-        pairs = [(name, content) for name, content in headers]
-    except (TypeError, ValueError):
-        raise MessageError(f"headers={headers!r} was refused: expected pairs of a name and a content") from None
     return Message(
         topic,
         None if value is None else encoded(value),
         None if key is None else encoded(key),
-        tuple((name, None if content is None else encoded(content)) for name, content in pairs),
+        encoded_headers(headers),
         partition,
         partitioner=partitioner,
     )
+
+
+def encoded_headers(headers: Headers) -> tuple[tuple[str, bytes | None], ...]:
+    """Return headers as brokers store them.
+
+    Raises:
+        MessageError: They are not pairs, or Kafka cannot represent a name or a content.
+
+    Example:
+        >>> encoded_headers({"id": "7"}), encoded_headers([(b"trace-id", None)])
+        ((('id', b'7'),), (('trace-id', None),))
+    """
+    if isinstance(headers, tuple) and not headers:
+        return ()
+    try:
+        pairs = [_pair(header) for header in (headers.items() if isinstance(headers, Mapping) else headers)]
+    except (TypeError, ValueError):
+        raise MessageError(
+            f"headers={headers!r} was refused: expected a mapping, or pairs of a name and a content"
+        ) from None
+    return tuple((_header_name(name), _header_content(name, content)) for name, content in pairs)
+
+
+def _pair(header: object) -> tuple[object, object]:
+    if isinstance(header, str | bytes):
+        raise TypeError(header)  # a text of two characters would unpack into a pair
+    name, content = cast("tuple[object, object]", header)
+    return name, content
+
+
+def _header_name(name: object) -> str:
+    if not isinstance(name, str | bytes):
+        raise MessageError(
+            f"a header name of type {shown(type(name))} was refused ({name!r}): expected str, or bytes in UTF-8"
+        )
+    try:
+        # Via bytes even from text: it finds what UTF-8 cannot represent, and makes a plain str of an enum's member.
+        return (name if isinstance(name, bytes) else name.encode()).decode()
+    except UnicodeError as error:
+        raise MessageError(
+            f"the header name {name!r} was refused ({error}): Kafka stores names in UTF-8; rename the header"
+        ) from None
+
+
+def _header_content(name: object, content: object) -> bytes | None:
+    if content is None:
+        return None
+    if not isinstance(content, bytes | str | bytearray | memoryview):
+        raise MessageError(
+            f"the header {name!r} with a content of type {shown(type(content))} was refused: expected bytes, str or "
+            "None; encode anything else yourself"
+        )
+    return encoded(content)
+
+
+def unwritable(message: Message) -> str | None:
+    """Return why no broker can be sent a message; None if it can be encoded.
+
+    `message` builds only messages that can be. Records of other programs and middleware can lead to others.
+
+    Example:
+        >>> unwritable(Message("orders", b"1", headers=(("trace", "7"),)))  # type: ignore[arg-type]
+        "the content of header 'trace' is a str and not bytes"
+    """
+    topic: object = message.topic
+    if not isinstance(topic, str) or not _is_topic_name(topic):
+        return f"{topic!r} is not a topic name"
+    partition: object = message.partition
+    if partition is not None and not isinstance(partition, int):
+        return f"the partition {partition!r} is not a whole number"
+    key: object = message.key
+    if key is not None and not isinstance(key, bytes):
+        return f"the key is a {shown(type(key))} and not bytes"
+    value: object = message.value
+    if value is not None and not isinstance(value, bytes):
+        return f"the value is a {shown(type(value))} and not bytes"
+    timestamp: object = message.timestamp
+    if timestamp is not None and not (isinstance(timestamp, int | float) and math.isfinite(timestamp)):
+        return f"the timestamp {timestamp!r} is not a time"
+    return None if message.headers == () else _unwritable_header(message.headers)
+
+
+@functools.lru_cache(maxsize=1_000)
+def _is_topic_name(topic: str) -> bool:
+    return TOPIC_NAME.fullmatch(topic) is not None
+
+
+def _unwritable_header(headers: object) -> str | None:
+    try:
+        pairs = [_pair(header) for header in cast("Iterable[object]", headers)]
+    except (TypeError, ValueError):
+        return f"the headers {headers!r} are not pairs of a name and a content"
+    for name, content in pairs:
+        if not isinstance(name, str):
+            return f"the header name {name!r} is a {shown(type(name))} and not a str"
+        if content is not None and not isinstance(content, bytes):
+            return f"the content of header {name!r} is a {shown(type(content))} and not bytes"
+        if not is_utf8(name):
+            return f"the header name {name!r} cannot be represented in UTF-8"
+    return None
 
 
 def encoded_result(result: object) -> bytes | None:

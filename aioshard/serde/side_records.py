@@ -1,11 +1,12 @@
-"""Formats of the records that aioshard writes to side topics: dead letters and parked records.
+r"""Formats of the records that aioshard writes to side topics: dead letters and parked records.
 
 Both keep the headers of the original record and append ours, each as UTF-8 text: `aioshard.topic`,
 `aioshard.partition`, `aioshard.offset`, `aioshard.timestamp` (seconds since the epoch), `aioshard.group`,
 `aioshard.handler`, `aioshard.attempts`, `aioshard.error` (class), `aioshard.message`, `aioshard.failed_at` (seconds
-since the epoch).
+since the epoch). The clients cannot write a header name that is not UTF-8: its other bytes are written as `\xNN`.
 
-**A dead letter** has the key, value and timestamp of the original. Headers left by an earlier failure of the record are
+**A dead letter** has the key, value and timestamp of the original. A timestamp that brokers may refuse is replaced by
+the time of writing; the header has it. Headers left by an earlier failure of the record are
 replaced, not duplicated. A dead letter from a backfill also has `aioshard.message_id`, `topic/partition/offset`: a
 crash may send it twice, and both copies have the same id.
 
@@ -13,18 +14,21 @@ crash may send it twice, and both copies have the same id.
 `topic/partition/offset@generation`: the position of the original, and the generation of the group in which it was
 parked, so that a previous owner of the partition cannot remove records that the new owner parked. The original's own
 key moves to the header `aioshard.key` (bytes; missing if there was none). A null value, which would be a tombstone,
-becomes an empty one with `aioshard.null` = `1`. `aioshard.due` is the time of the next retry of the key (seconds since
-the epoch), `aioshard.replays` the number of retries so far. A tombstone for that key removes the record; its header
+becomes an empty one with `aioshard.null` = `1`. If a header name is not UTF-8, `aioshard.header_names` is the JSON list
+of the original names. `aioshard.due` is the time of the next retry of the key (seconds since
+the epoch), `aioshard.retries` the number of retries so far. A tombstone for that key removes the record; its header
 `aioshard.generation` says which owner of the partition removed it, and is missing if an operator did. A request to
 release the key of a record has the key `release/topic/partition/offset` and the value `1`; its tombstone means that
 the owner has answered it.
 """
 
+import json
 import math
 from typing import NamedTuple
 
 from aioshard.ports import Message
 from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.header_names import Headers, all_utf8, escaped
 
 LONGEST_MESSAGE = 1000
 """Maximum length of a stored error message; headers count towards the size of a record."""
@@ -39,8 +43,8 @@ _GENERATION = "aioshard.generation"
 _RELEASE = "release/"
 
 _LONGEST_NUMBER = len(str(2**63 - 1))
-
-Headers = tuple[tuple[str, bytes | None], ...]
+_MOST_AHEAD = 3600.0
+"""Seconds in the future that the timestamp of a record may be (the default of `message.timestamp.after.max.ms`)."""
 
 
 class Failure(NamedTuple):
@@ -57,7 +61,7 @@ class Failure(NamedTuple):
     """Seconds since the epoch."""
 
 
-_ONLY_PARKED = frozenset({"key", "null", "due", "replays"})
+_ONLY_PARKED = frozenset({"key", "null", "due", "retries", "header_names"})
 _OURS = {
     _PREFIX + name: name
     for name in ("topic", "partition", "offset", "timestamp", *Failure._fields, *_ONLY_PARKED, "message_id")
@@ -205,13 +209,13 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER and (text == "0" or text[0] != "0")
 
 
-class Place(NamedTuple):
+class StorageKey(NamedTuple):
     """The key under which a parked record is stored: position of the original, and generation in which it was parked.
 
     Example:
-        >>> str(Place(Coordinates("orders", 0, 41), 7))
+        >>> str(StorageKey(Coordinates("orders", 0, 41), 7))
         'orders/0/41@7'
-        >>> Place.parse("orders/0/41@7").generation, Place.parse("orders/0/41")
+        >>> StorageKey.parse("orders/0/41@7").generation, StorageKey.parse("orders/0/41")
         (7, None)
     """
 
@@ -222,7 +226,7 @@ class Place(NamedTuple):
         return f"{self.coordinates}@{self.generation}"
 
     @classmethod
-    def parse(cls, text: str) -> "Place | None":
+    def parse(cls, text: str) -> "StorageKey | None":
         """Parse the output of `str`; None for any other *text*."""
         position, _, generation = text.rpartition("@")
         coordinates = Coordinates.parse(position)
@@ -248,16 +252,20 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
         >>> message.key, message.value, len(message.headers), dict(message.headers)["aioshard.failed_at"]
         (b'k', b'{}', 11, b'1700000009.5')
     """
-    headers = tuple(header for header in record.headers if header[0] not in _OURS) + failure_headers(record, failure)
-    # A record of the first message format has no timestamp; it reads as -1 ms.
-    timestamp = record.timestamp if record.timestamp >= 0 else None
-    return Message(topic, record.value, record.key, headers, None, timestamp)
+    own = escaped(tuple(header for header in record.headers if header[0] not in _OURS))
+    # A record of the first message format has no timestamp; it reads as -1 ms. One far in the future, in milliseconds
+    # beyond 64 bits or just later than the topic allows, would be refused however often it is sent.
+    takes_timestamp = 0 <= record.timestamp <= failure.failed_at + _MOST_AHEAD
+    timestamp = record.timestamp if takes_timestamp else None
+    return Message(topic, record.value, record.key, own + failure_headers(record, failure), None, timestamp)
 
 
 def read_dead_letter(record: Record) -> DeadLetterRecord | None:
     """Decode *record* as a dead letter; None if it is something else, or its headers cannot be read."""
     original, ours = parted(record.headers)
-    return None if ours.keys() & _ONLY_PARKED else read_original(original, ours, record.key, record.value)
+    if ours.keys() & _ONLY_PARKED:
+        return None
+    return read_original(original, ours, record.key, record.value)
 
 
 def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None, timestamp: float | None) -> Message:
@@ -270,7 +278,8 @@ def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None
         timestamp: Seconds since the epoch; None is now.
     """
     record = letter.original
-    headers = (*(header for header in record.headers if header[0] != REPLAYED), (REPLAYED, as_text(str(read))))
+    own = escaped(tuple(header for header in record.headers if header[0] != REPLAYED))
+    headers = (*own, (REPLAYED, as_text(str(read))))
     return Message(record.topic, record.value, record.key, headers, partition, timestamp)
 
 
@@ -286,15 +295,15 @@ class ParkedRecord(NamedTuple):
     """Why it failed; for a record parked behind an older one of its key, the failure of that one."""
     due: float
     """When its key is retried automatically, in seconds since the epoch."""
-    replays: int
+    retries: int
     """Number of retries so far."""
     generation: int
     """Generation of the group in which the record was first parked."""
 
     @property
-    def place(self) -> Place:
+    def storage_key(self) -> StorageKey:
         """The key under which it is stored."""
-        return Place(self.coordinates, self.generation)
+        return StorageKey(self.coordinates, self.generation)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -305,14 +314,14 @@ class ParkedRecord(NamedTuple):
 class Removed(NamedTuple):
     """Reports that a record is no longer parked: it was finished or dropped."""
 
-    place: Place
+    storage_key: StorageKey
     by: int | None = None
     """Generation of the owner that removed it; None if an operator did."""
 
     @property
     def coordinates(self) -> Coordinates:
         """Coordinates of the original."""
-        return self.place.coordinates
+        return self.storage_key.coordinates
 
 
 class ReleaseRequest(NamedTuple):
@@ -322,7 +331,7 @@ class ReleaseRequest(NamedTuple):
     answered: bool = False
 
 
-def park(topic: str, record: Record, failure: Failure, *, generation: int, due: float, replays: int = 0) -> Message:
+def park(topic: str, record: Record, failure: Failure, *, generation: int, due: float, retries: int = 0) -> Message:
     """Build the message that parks a record in the side topic; a later one replaces it.
 
     Args:
@@ -331,7 +340,7 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
         failure: Why it is parked.
         generation: Generation of the group in which the record was first parked.
         due: When to retry its key, in seconds since the epoch.
-        replays: Number of retries so far.
+        retries: Number of retries so far.
 
     Example:
         >>> record = Record("orders", 3, 41, b"k", None, (), 1700000000.0)
@@ -339,27 +348,30 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
         >>> message.key, message.value, message.partition
         (b'orders/3/41@2', b'', 3)
     """
-    extra = _headers({"due": due, "replays": replays})
+    extra = _headers({"due": due, "retries": retries})
     if record.key is not None:
         extra += ((_PREFIX + "key", record.key),)
     if record.value is None:
         extra += _headers({"null": 1})
+    names = [name for name, _ in record.headers]
+    if not all_utf8(names):
+        extra += _headers({"header_names": json.dumps(names)})
     # The record returns to its handler, so even headers with names like ours are kept.
-    headers = record.headers + failure_headers(record, failure) + extra
-    place = Place(Coordinates.of(record), generation)
-    return Message(topic, record.value or b"", as_text(str(place)), headers, record.partition)
+    headers = escaped(record.headers) + failure_headers(record, failure) + extra
+    storage_key = StorageKey(Coordinates.of(record), generation)
+    return Message(topic, record.value or b"", as_text(str(storage_key)), headers, record.partition)
 
 
-def tombstone(topic: str, place: Place, *, by: int | None = None) -> Message:
+def tombstone(topic: str, storage_key: StorageKey, *, by: int | None = None) -> Message:
     """Build the message that removes a parked record from the side topic.
 
     Args:
         topic: The side topic.
-        place: The key under which the record is stored.
+        storage_key: The key under which the record is stored.
         by: Generation in which the remover owns the partition; None for an operator.
     """
     headers = () if by is None else ((_GENERATION, as_text(str(by))),)
-    return Message(topic, None, as_text(str(place)), headers, place.coordinates.partition)
+    return Message(topic, None, as_text(str(storage_key)), headers, storage_key.coordinates.partition)
 
 
 def release(topic: str, coordinates: Coordinates, *, answered: bool = False) -> Message:
@@ -375,26 +387,39 @@ def release(topic: str, coordinates: Coordinates, *, answered: bool = False) -> 
 def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | None:
     """Decode a record of a side topic; None if it is not ours, or is in the wrong partition."""
     stored_key = (record.key or b"").decode("utf-8", "replace")
-    place = Place.parse(stored_key)
+    storage_key = StorageKey.parse(stored_key)
     requested = stored_key.removeprefix(_RELEASE) if stored_key.startswith(_RELEASE) else ""
-    coordinates = Coordinates.parse(requested) if place is None else place.coordinates
+    coordinates = Coordinates.parse(requested) if storage_key is None else storage_key.coordinates
     if coordinates is None or coordinates.partition != record.partition:
         return None
-    if place is None:
+    if storage_key is None:
         return ReleaseRequest(coordinates, answered=record.value is None)
     if record.value is not None:
-        return _parked(record, place)
+        return _parked(record, storage_key)
     by = (dict(record.headers).get(_GENERATION) or b"").decode("utf-8", "replace")
-    return Removed(place, int(by) if is_number(by) else None)
+    return Removed(storage_key, int(by) if is_number(by) else None)
 
 
-def _parked(record: Record, place: Place) -> ParkedRecord | None:
+def _renamed(headers: Headers, names: bytes | None) -> Headers:
+    """Return headers with their original names, if these are stored."""
+    if names is None:
+        return headers
+    try:
+        originals = json.loads(names)
+        return tuple((str(name), content) for name, (_, content) in zip(originals, headers, strict=True))
+    except (ValueError, TypeError):
+        return headers
+
+
+def _parked(record: Record, storage_key: StorageKey) -> ParkedRecord | None:
     original, ours = parted(record.headers)
+    original = _renamed(original, ours.get("header_names"))
     decoded = read_original(original, ours, ours.get("key"), None if "null" in ours else record.value)
-    if decoded is None or Coordinates.of(decoded.original) != place.coordinates:
+    if decoded is None or Coordinates.of(decoded.original) != storage_key.coordinates:
         return None
     try:
-        due, replays = seconds(ours, "due"), whole(ours, "replays")
+        due = seconds(ours, "due")
+        retries = whole(ours, "retries")
     except ValueError:
         return None
-    return ParkedRecord(decoded.original, decoded.failure, due, replays, place.generation)
+    return ParkedRecord(decoded.original, decoded.failure, due, retries, storage_key.generation)

@@ -1,7 +1,7 @@
 """Run an app's handlers as a backfill on Spark: plan, run, verify, hand over. Imports pyspark and pyarrow on use."""
 
 from aioshard.spark.frame import apply_handlers, redrive
-from aioshard.spark.handovers import Handover, handover, send_letters
+from aioshard.spark.handovers import Handover, handover, send_dead_letters
 from aioshard.spark.planning import plan
 from aioshard.spark.plans import Plan, PlannedHandler, PlannedRange
 from aioshard.spark.run_directory import RunDirectory
@@ -24,7 +24,7 @@ __all__ = [
     "redrive",
     "register",
     "run",
-    "send_letters",
+    "send_dead_letters",
     "status",
     "stop",
     "verify",

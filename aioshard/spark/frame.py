@@ -117,7 +117,8 @@ def error_of_job(error: Exception, job: str) -> AioshardError:
     if not matches:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return RunError(f"{job} ended: {reason}")
-    kind, message = matches[-1][0], matches[-1][1].strip()
+    kind = matches[-1][0]
+    message = matches[-1][1].strip()
     if kind == PlanError.__name__:
         return PlanError(message)
     if kind == DataLossError.__name__:
@@ -152,7 +153,7 @@ def apply_handlers(
         out: Directory for the outcome rows as Parquet. It appears once all of them are written.
         tasks: Number of tasks that run handlers; Spark's own parallelism by default.
         on_failure: `skip` or `dead-letter:TOPIC`; replaces the handlers' own policies.
-        total_concurrency: Maximum handlers running in parallel in the whole job.
+        total_concurrency: Maximum number of concurrent handler calls in the whole job.
         bootstrap_servers: Brokers for handlers that publish; by default those of the tasks' environment and the app.
 
     Returns:

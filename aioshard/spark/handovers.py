@@ -22,7 +22,7 @@ from aioshard.ports import Committed, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import MESSAGE_ID, Coordinates, Failure, as_text, dead_letter
 from aioshard.spark.plans import DEAD_LETTER, Plan, Vector, check_ends, metadata_of, offsets_in, vector_of
-from aioshard.spark.run_directory import HANDED_OVER, LETTERS, OUTCOMES, VERIFIED, RunDirectory
+from aioshard.spark.run_directory import DEAD_LETTERS, HANDED_OVER, OUTCOMES, VERIFIED, RunDirectory
 from aioshard.spark.runs import counts_of
 from aioshard.spark.work import blocking, settings_for
 
@@ -144,10 +144,10 @@ def verified_ends(run_dir: RunDirectory, plan: Plan) -> dict[TopicPartition, int
             f"the verification of the run in {run_dir} failed{examples}: fix what {VERIFIED} names, then "
             "run and verify again"
         )
-    if unsent := letters_owed(run_dir):
+    if unsent := unsent_dead_letters(run_dir):
         raise NotVerifiedError(
             f"{unsent} of {verification['dead_lettered']} dead letters of the run in {run_dir} were not sent: send "
-            "them with  aioshard spark handover  or aioshard.spark.send_letters before the group resumes"
+            "them with  aioshard spark handover  or aioshard.spark.send_dead_letters before the group resumes"
         )
     return offsets_in(verification["ends"], "ends")
 
@@ -171,7 +171,8 @@ async def _commit(
         GroupMovedError: The group has moved, and *force* is not set.
         TransportError: The commit was not stored.
     """
-    group_id, expected = plan.group_id, {planned.topic_partition: planned.before for planned in plan.ranges}
+    group_id = plan.group_id
+    expected = {planned.topic_partition: planned.before for planned in plan.ranges}
     loop = asyncio.get_running_loop()
     began = loop.time()
     waited = 0.0
@@ -181,36 +182,52 @@ async def _commit(
         # Check before every attempt: an unacknowledged commit may be stored, and a consumer may have resumed there.
         current = await brokers.group_commits(group_id, due)
         before = before or current
-        changes = tuple(moved({at: expected[at] for at in expected if current[at] != due[at]}, current)) or changes
+        not_ours = {at: commit for at, commit in expected.items() if current[at] != due[at]}
+        changes = tuple(moved(not_ours, current)) or changes
         if changes and not force:
             raise GroupMovedError(group_id, changes)
-        try:
-            await brokers.commit_without_member(group_id, due)
-        except CommitRefusedError:
-            members = [str(member) for member in (await brokers.group(group_id)).members]
-            if loop.time() - began >= patience:
-                raise GroupBusyError(group_id, members, loop.time() - began) from None
-            if not waited:
-                tell(
-                    f"group {group_id!r} has members; waiting up to {patience:g} s for them: "
-                    + (", ".join(members) or "members that the brokers no longer list")
-                )
-            waited = loop.time() - began
-        except CommitError as error:
-            if not error.retriable or loop.time() - began >= max(patience, _PATIENCE):
-                raise
-        else:
+        result = await _try_commit(brokers, group_id, due)
+        elapsed = loop.time() - began
+        # 1. It is stored.
+        if result is None:
             break
+        # 2. It may succeed later: the coordinator moves.
+        if isinstance(result, CommitError):
+            if not result.retriable or elapsed >= max(patience, _PATIENCE):
+                raise result
+        # 3. The group has members, which may expire.
+        elif elapsed >= patience:
+            raise GroupBusyError(group_id, result, elapsed)
+        else:
+            if not waited:
+                listed = ", ".join(result) or "members that the brokers no longer list"
+                tell(f"group {group_id!r} has members; waiting up to {patience:g} s for them: {listed}")
+            waited = elapsed
         await asyncio.sleep(_PAUSE)
+    offsets_before = {at: None if commit is None else commit.offset for at, commit in before.items()}
     return Handover(
         plan=plan.digest,
         group_id=group_id,
         state="handed-over",
-        before=vector_of({at: None if commit is None else commit.offset for at, commit in before.items()}),
+        before=vector_of(offsets_before),
         offsets=vector_of({at: commit.offset for at, commit in due.items()}),
         moved=changes,
         waited=round(waited, 3),
     )
+
+
+async def _try_commit(
+    brokers: KafkaAdmin, group_id: str, due: Mapping[TopicPartition, Committed]
+) -> CommitError | list[str] | None:
+    """Commit once; return None if it is stored, the members of the group if they prevent it, or another error."""
+    try:
+        await brokers.commit_without_member(group_id, due)
+    except CommitRefusedError:
+        description = await brokers.group(group_id)
+        return [str(member) for member in description.members]
+    except CommitError as error:
+        return error
+    return None
 
 
 def moved(
@@ -231,7 +248,7 @@ def moved(
 _BATCH = "batch="
 
 
-def letters_owed(run_dir: RunDirectory) -> int:
+def unsent_dead_letters(run_dir: RunDirectory) -> int:
     """Return how many dead letters of a verified run are still unsent; 0 for an unverified run.
 
     Raises:
@@ -241,10 +258,10 @@ def letters_owed(run_dir: RunDirectory) -> int:
     verification = run_dir.read_json(VERIFIED) or {}
     if verification.get("plan") != plan.digest or verification.get("ok") is not True:
         return 0
-    return max(int(verification.get("dead_lettered", 0)) - int(letters_sent(run_dir, plan)["acknowledged"]), 0)
+    return max(int(verification.get("dead_lettered", 0)) - int(sent_dead_letters(run_dir, plan)["acknowledged"]), 0)
 
 
-def send_letters(
+def send_dead_letters(
     spark: "SparkSession",
     directory: str | os.PathLike[str] | RunDirectory,
     tell: Callable[[str], None] = lambda _: None,
@@ -270,12 +287,12 @@ def send_letters(
 
     Example:
         ```python
-        send_letters(spark, "runs/7", print)
+        send_dead_letters(spark, "runs/7", print)
         ```
     """
     run_dir = RunDirectory.of(directory)
     plan = run_dir.plan()
-    sent = letters_sent(run_dir, plan)
+    sent = sent_dead_letters(run_dir, plan)
     before = sent["acknowledged"]
     for batch in sorted(int(name.removeprefix(_BATCH)) for name in run_dir.list(OUTCOMES) if name.startswith(_BATCH)):
         counts = counts_of(run_dir, f"{_BATCH}{batch}")
@@ -284,15 +301,15 @@ def send_letters(
         count = blocking(functools.partial(_publish, plan, _dead_letters(spark, run_dir, plan, batch)))
         sent["acknowledged"] += count
         sent["batches"].append(batch)
-        run_dir.write_json(LETTERS, sent)
+        run_dir.write_json(DEAD_LETTERS, sent)
         tell(f"dead letters sent for batch {batch}: {count}")
     return int(sent["acknowledged"] - before)
 
 
-def letters_sent(run_dir: RunDirectory, plan: Plan) -> dict[str, Any]:
+def sent_dead_letters(run_dir: RunDirectory, plan: Plan) -> dict[str, Any]:
     """Return the dead letters recorded as acknowledged: their number, and the numbers of complete batches."""
     empty = {"plan": plan.digest, "acknowledged": 0, "batches": []}
-    stored = run_dir.read_json(LETTERS) or {}
+    stored = run_dir.read_json(DEAD_LETTERS) or {}
     return empty | stored if stored.get("plan") == plan.digest else empty
 
 

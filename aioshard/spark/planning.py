@@ -84,7 +84,7 @@ async def plan(
             record that is not older. A mapping: exactly there, or at the end of the log if that comes first.
         tasks: Number of tasks; None lets the run decide.
         max_rows_per_batch: Maximum records per micro-batch, which is also the maximum that a crash can repeat.
-        total_concurrency: Maximum handlers running in parallel in the whole job. A task runs at least one of each
+        total_concurrency: Maximum number of concurrent handler calls in the whole job. A task runs at least one of each
             handler that it has records for. Handlers with fixed shards cannot be limited this way and are refused.
         on_failure: `skip` or `dead-letter:TOPIC`; replaces the handlers' own policies, including `Park`.
         shuffle: Bring the records of a key together across topics and partitions, instead of one task per partition.
@@ -192,15 +192,29 @@ async def _offsets_of(
         return given
     if isinstance(when, str) and when in words:
         return {}
+    time = _timestamp_of(when, option, words)
+    by_partition = await brokers.offsets_at([fact.at for fact in facts], time, settings.isolation_level)
+    offsets = {}
+    for fact in facts:
+        offset = by_partition[fact.at]
+        offsets[fact.at] = fact.last if offset is None else offset
+    return offsets
+
+
+def _timestamp_of(when: object, option: str, words: tuple[str, ...]) -> float:
+    """Return a time in seconds since the epoch.
+
+    Raises:
+        PlanError: It is not a time.
+    """
     if isinstance(when, dt.datetime):
         if when.tzinfo is None:
             raise PlanError(f"{option}={when.isoformat()} has no time zone: add one, as in {when.isoformat()}+00:00")
-        when = when.timestamp()
-    if isinstance(when, bool) or not isinstance(when, int | float) or not (math.isfinite(when) and when >= 0):
-        expected = " or ".join(map(repr, words))
-        raise PlanError(f"{option}={when!r}: expected {expected}, a time, or an offset for each partition")
-    by_partition = await brokers.offsets_at([fact.at for fact in facts], float(when), settings.isolation_level)
-    return {fact.at: fact.last if (offset := by_partition[fact.at]) is None else offset for fact in facts}
+        return when.timestamp()
+    if isinstance(when, int | float) and not isinstance(when, bool) and math.isfinite(when) and when >= 0:
+        return float(when)
+    expected = " or ".join(map(repr, words))
+    raise PlanError(f"{option}={when!r}: expected {expected}, a time, or an offset for each partition")
 
 
 def planned_ranges(
@@ -216,7 +230,8 @@ def planned_ranges(
         PlanError: The start of a partition is undecided, or past the end of its log.
         DataLossError: The log no longer has the start of a range.
     """
-    ranges, losses = [], []
+    ranges: list[PlannedRange] = []
+    losses: list[str] = []
     for fact in facts:
         first = starts[fact.at] if starts else start_of(fact, start, policy)
         if first < fact.log.start:

@@ -187,13 +187,16 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def app_version(app: App) -> str:
-    """Return a digest of aioshard's version and of the source of the modules that define an app's handlers.
+    """Return a digest of aioshard's version and of the modules that define an app's handlers and their dependencies.
 
     The same code gives the same digest on every machine. Settings and modules that the handlers import are not part
     of it.
     """
     digest = hashlib.sha256(__version__.encode())
     functions = [inspect.unwrap(handler.function) for handler in app.handlers]
+    for handler in app.handlers:
+        calls = () if handler.dependencies is None else handler.dependencies.calls
+        functions += [inspect.unwrap(dependency.function) for dependency in calls]
     for name in sorted({getattr(function, "func", function).__module__ for function in functions}):  # a partial's
         with contextlib.suppress(KeyError, OSError):  # a module without source
             digest.update(inspect.getsource(sys.modules[name]).encode())
@@ -308,7 +311,7 @@ def advanced(start: Vector, end: Vector, most: int) -> dict[str, dict[str, int]]
     before = 0
     for planned in left:
         after = before + planned.end - planned.start
-        # Rounding the running total instead of each share loses no offset.
+        # Rounding the cumulative total instead of each share loses no offset.
         result[planned.topic][str(planned.partition)] += after * most // total - before * most // total
         before = after
     return result

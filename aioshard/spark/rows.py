@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from aioshard.records import Record
+from aioshard.serde.header_names import escaped
 from aioshard.telemetry.outcome_rows import ROW_WIDTH, outcome_columns
 
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -100,7 +101,7 @@ def _moments(seconds: Iterable[float | None]) -> pa.Array:
 
 
 def _pairs(headers: Iterable[tuple[str, bytes | None]]) -> list[dict[str, object]] | None:
-    return [{"key": name, "value": content} for name, content in headers] or None
+    return [{"key": name, "value": content} for name, content in escaped(tuple(headers))] or None
 
 
 def records_of(rows: pa.RecordBatch) -> list[Record]:

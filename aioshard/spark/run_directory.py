@@ -34,7 +34,7 @@ HALTED = "halted.json"
 """The records that ended the last run."""
 VERIFIED = "verified.json"
 """A `Verification` as JSON."""
-LETTERS = "letters.json"
+DEAD_LETTERS = "dead-letters.json"
 """Written while dead letters are sent: `{"plan": digest, "acknowledged": 0, "batches": []}`."""
 HANDED_OVER = "handover.json"
 
@@ -168,7 +168,7 @@ class RunDirectory:
         return sorted(entry.base_name for entry in entries if not entry.base_name.startswith(_TEMPORARY))
 
     @property
-    def moves_at_once(self) -> bool:
+    def moves_atomically(self) -> bool:
         """True if a directory moves in a single step; object stores copy and delete its files individually."""
         return self._system.type_name in {"local", "hdfs"}
 
@@ -205,11 +205,11 @@ class RunDirectory:
             yield
             return
         with self._path(_RUNNING) as path:
-            running = Path(path).open("a")  # noqa: SIM115 - an error of the run is not an error of the file
-        with running:
+            lock_file = Path(path).open("a")  # noqa: SIM115 - an error of the run is not an error of the file
+        with lock_file:
             try:
                 # The lock is per process. Within one process, Spark itself refuses a second query of the same run.
-                fcntl.lockf(running, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 raise PlanError(
                     f"another process is running {self._name}, and its handlers would run twice: wait for its end, or "

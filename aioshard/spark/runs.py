@@ -238,7 +238,7 @@ def _start(
     follow: str | None,
 ) -> "StreamingQuery":
     plan = run_dir.plan()
-    if not run_dir.moves_at_once:
+    if not run_dir.moves_atomically:
         raise PlanError(
             f"{run_dir} is in an object store, where a micro-batch cannot appear in one step: plan the run in a "
             "directory of a file system, local or HDFS, and copy the outcomes afterwards"
@@ -305,7 +305,7 @@ def write_batch(
     frame: "DataFrame",
     batch: int,
 ) -> None:
-    """Write one micro-batch: run the handlers by writing the rows, then move the rows into place.
+    """Write one micro-batch: run the handlers by writing the rows, then move the rows to their final directory.
 
     Any program can read a directory that appears whole. Spark's own file sink keeps a log of the valid files, which
     only Spark reads.

@@ -79,9 +79,13 @@ def local_session(
     builder = SparkSession.builder.appName(app_name)
     builder = builder.remote(master) if remote else builder.master(master)
     # The operator of a remote server chooses its defaults.
-    defaults = {} if remote else {**_SETTINGS, **(_LOCAL_SETTINGS if local else {})}
+    configuration: dict[str, bool | float | int | str | None] = {**overrides}
+    if local:
+        configuration = {**_LOCAL_SETTINGS, **configuration}
+    if not remote:
+        configuration = {**_SETTINGS, **configuration}
     try:
-        spark = builder.config(map={**defaults, **overrides}).getOrCreate()
+        spark = builder.config(map=configuration).getOrCreate()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise SettingsError(

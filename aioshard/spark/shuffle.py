@@ -137,9 +137,12 @@ class _Lane:
         allowed = allowance(self.topic_partition)
         count = allowed.admitted(size for _, size in self.waiting)
         if not count:
-            return Oversized(self.topic_partition, self.waiting[0][1]) if allowed.records > 0 else None
+            if allowed.records > 0:
+                return Oversized(self.topic_partition, self.waiting[0][1])
+            return None
         records, sizes = zip(*(self.waiting.popleft() for _ in range(count)), strict=True)
-        first, self.position = self.position, self.position + count
+        first = self.position
+        self.position += count
         return FetchedBatch(self.topic_partition, records, sizes, self.position, range(first, self.position))
 
 
@@ -160,6 +163,10 @@ class RowTransport(Groupless):
 
     trouble = last_heartbeat = None
     """See `Transport.trouble` and `Transport.last_heartbeat`."""
+    missing_topics = ()
+    """See `Transport.missing_topics`."""
+    slow_join = None
+    """See `Transport.slow_join`."""
 
     def __init__(self, rows: Iterator[pa.RecordBatch], handlers: Sequence[Handler]) -> None:
         """Create a transport; nothing is read yet.
@@ -315,6 +322,9 @@ class RowTransport(Groupless):
     async def partitions(self, topic: str) -> dict[int, PartitionInfo]:  # noqa: ARG002
         """See `Transport.partitions`; each handler has one."""
         return {0: PartitionInfo(0)}
+
+    async def creates_topics(self) -> None:
+        """See `Transport.creates_topics`; rows come without brokers."""
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`; rows do not have topics that could be listed."""

@@ -148,34 +148,25 @@ def request_of(options: Mapping[str, str]) -> Request:
     if "plan" in options:
         return _planned(options)
     settings = {name: options[name] for name in ("bootstrap_servers", "isolation_level") if name in options}
-    topics = [topic for text in options.get("topics", "").split(",") if (topic := text.strip())]
+    named = [text.strip() for text in options.get("topics", "").split(",")]
+    topics = [topic for topic in named if topic]
     layouts: dict[str, Layout] = {}
     work = _work(options, options.get("app", ""), settings)
     if work.app:
-        handlers = resolve_app(work.app, work.module_paths).handlers
-        topics = topics or [topic for handler in handlers for topic in handler.topics]
-        for topic in topics:
-            handler = next((candidate for candidate in handlers if candidate.takes(topic)), None)
-            if handler is None:
-                raise PlanError(f"app {work.app} has no handler for topic {topic!r}")
-            layouts[topic] = layout_of(handler)
-            if layouts[topic] == "shuffle":
-                raise PlanError(
-                    f"handler {handler.name!r} has a function as shard_by, so its records have to be shuffled: use "
-                    "aioshard.spark.apply_handlers, or a planned run"
-                )
+        layouts = _layouts(work, topics)
+        topics = list(layouts)
     if not topics:
         raise PlanError("no topics: name them in the option topics, separated by commas")
-    first, last = _offsets(options, "start"), _offsets(options, "end")
+    first = _offsets(options, "start")
+    last = _offsets(options, "end")
     logs = asyncio.run(_logs(work.connection(), topics))
-    ends = {at: min(last.get(at, log.end), log.end) for at, log in logs.items()}
+    ranges = []
+    for at, log in sorted(logs.items()):
+        end = min(last.get(at, log.end), log.end)
+        start = min(first.get(at, log.start), end)
+        ranges.append(PlannedRange(topic=at.topic, partition=at.partition, start=start, end=end))
     return Request(
-        ranges=tuple(
-            PlannedRange(
-                topic=at.topic, partition=at.partition, start=min(first.get(at, log.start), ends[at]), end=ends[at]
-            )
-            for at, log in sorted(logs.items())
-        ),
+        ranges=tuple(ranges),
         layouts=layouts,
         work=work,
         raw=not work.app,
@@ -184,9 +175,31 @@ def request_of(options: Mapping[str, str]) -> Request:
     )
 
 
+def _layouts(work: Work, topics: Sequence[str]) -> dict[str, Layout]:
+    """Return the layout of each topic, by default of all that the app's handlers name.
+
+    Raises:
+        PlanError: The app has no handler for a topic, or its records would have to be shuffled.
+    """
+    handlers = resolve_app(work.app, work.module_paths).handlers
+    layouts: dict[str, Layout] = {}
+    for topic in topics or [topic for handler in handlers for topic in handler.topics]:
+        handler = next((candidate for candidate in handlers if candidate.takes(topic)), None)
+        if handler is None:
+            raise PlanError(f"app {work.app} has no handler for topic {topic!r}")
+        layouts[topic] = layout_of(handler)
+        if layouts[topic] == "shuffle":
+            raise PlanError(
+                f"handler {handler.name!r} has a function as shard_by, so its records have to be shuffled: use "
+                "aioshard.spark.apply_handlers, or a planned run"
+            )
+    return layouts
+
+
 def _planned(options: Mapping[str, str]) -> Request:
     plan = RunDirectory(options["plan"]).plan()
-    first, last = _offsets(options, "start"), _offsets(options, "end")
+    first = _offsets(options, "start")
+    last = _offsets(options, "end")
     # A verification reads the log in part.
     ranges = tuple(ranges_between(vector_of(first), vector_of(last))) if first and last else plan.ranges
     settings: dict[str, Any] = {"isolation_level": plan.isolation_level}
@@ -221,8 +234,11 @@ def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> 
 
 
 def _tasks(options: Mapping[str, str]) -> int | None:
-    tasks, slots = _number(options, "tasks"), _number(options, "slots")
-    return _TASKS_PER_SLOT * slots if tasks is None and slots is not None else tasks
+    tasks = _number(options, "tasks")
+    slots = _number(options, "slots")
+    if tasks is None and slots is not None:
+        return _TASKS_PER_SLOT * slots
+    return tasks
 
 
 def _number(options: Mapping[str, str], name: str) -> int | None:
@@ -283,7 +299,8 @@ class _Reading:
         return run_handlers(work, lambda app: RangeTransport(app.settings, partition.ranges, partition.finished))
 
     def _tasks(self, start: Vector, end: Vector) -> Sequence[_Task]:
-        request, ranges = self._request, ranges_between(start, end)
+        request = self._request
+        ranges = ranges_between(start, end)
         # Shuffled topics are read in whole partitions: the order after the shuffle depends on their offset order.
         divided = [planned for planned in ranges if request.layouts.get(planned.topic, "split") == "split"]
         whole = [planned for planned in ranges if request.layouts.get(planned.topic, "split") != "split"]

@@ -200,7 +200,7 @@ class _Task:
                     engine = app.running_engine()
                     obstacles = await self._until_done(engine)
                     for delivery, trouble in obstacles:
-                        self._rows.add(engine.handler_of(delivery.epoch.topic_partition.topic).spec, delivery, trouble)
+                        self._rows.add(engine.handlers.of(delivery.epoch.topic_partition.topic).spec, delivery, trouble)
             except NotDrainedError:
                 if not obstacles:
                     raise
@@ -217,21 +217,18 @@ class _Task:
 
     async def _until_done(self, engine: Engine) -> Sequence[_Obstacle]:
         """Wait until all records are complete; otherwise return the records that prevent it."""
-        rows, progress_at = -1, 0.0
+        rows = -1
+        progress_at = 0.0
         while True:
             with anyio.move_on_after(_CHECK_INTERVAL), contextlib.suppress(HaltedError):
                 await caught_up(engine, _SHORT_INTERVAL)
                 return ()
             now = time.monotonic()
             if len(self._rows) != rows or self._is_full() or self._awaits_more(engine):
-                rows, progress_at = len(self._rows), now
+                rows = len(self._rows)
+                progress_at = now
             # Records after a halted one would be repeated together with it, so continuing gains nothing.
-            obstacles: Sequence[_Obstacle] = [
-                _obstacle(delivery, "HandlerError", "the record halted")
-                if delivery.failure is None
-                else _obstacle(delivery, delivery.failure.error, delivery.failure.message)
-                for delivery in halted_of(engine)
-            ]
+            obstacles: Sequence[_Obstacle] = [_halted(delivery) for delivery in halted_of(engine)]
             if not obstacles and now - progress_at >= self._app.settings.stuck_after:
                 obstacles = self._stuck(engine)
             if obstacles:
@@ -244,13 +241,12 @@ class _Task:
             StuckError: No records are incomplete.
         """
         stuck_after = self._app.settings.stuck_after
-        epochs = engine.rebalance.epochs
-        oldest = [delivery for epoch in epochs if (delivery := epoch.tracker.oldest) is not None]
+        partitions = tuple(engine.rebalance.partitions)
+        oldest = [delivery for owned in partitions if (delivery := owned.tracker.oldest) is not None]
         if not oldest:
-            waiting = ", ".join(f"{epoch.topic_partition} from offset {epoch.tracker.position}" for epoch in epochs)
-            trouble = (
-                engine.trouble.why or (engine.transport and engine.transport.trouble) or "the brokers send nothing"
-            )
+            waiting = ", ".join(f"{owned.topic_partition} from offset {owned.tracker.position}" for owned in partitions)
+            transport = engine.client.transport
+            trouble = engine.trouble.why or (transport and transport.trouble) or "the brokers send nothing"
             raise StuckError(
                 f"nothing was read for stuck_after={stuck_after:g} s ({waiting or 'no partitions'}): {trouble}"
             )
@@ -282,7 +278,8 @@ def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
         publish_dead_letter=_discard, rate_limit=spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
     )
     if work.on_failure is not None:
-        skip, topic = work.on_failure == "skip", work.on_failure.removeprefix(DEAD_LETTER)
+        skip = work.on_failure == "skip"
+        topic = work.on_failure.removeprefix(DEAD_LETTER)
         spec = spec._replace(on_failure="skip" if skip else DeadLetter(topic))
     if most is not None:
         spec = spec._replace(concurrency=min(spec.concurrency, most))
@@ -292,6 +289,12 @@ def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
 async def _discard(delivery: Delivery, message: Message) -> int:  # noqa: ARG001 - the signature of `Send`
     """Discard the message: the outcome row holds the dead letter, and a planned run sends it later."""
     return 0
+
+
+def _halted(delivery: Delivery) -> _Obstacle:
+    if delivery.failure is None:
+        return _obstacle(delivery, "HandlerError", "the record halted")
+    return _obstacle(delivery, delivery.failure.error, delivery.failure.message)
 
 
 def _obstacle(delivery: Delivery, error: str, message: str) -> _Obstacle:

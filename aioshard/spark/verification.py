@@ -37,7 +37,8 @@ class Found:
     def __str__(self) -> str:
         """Return the offsets as text for people."""
         named = ", ".join(map(str, self.offsets))
-        return f"{named} and {self.count - len(self.offsets)} more" if self.count > len(self.offsets) else named
+        more = self.count - len(self.offsets)
+        return f"{named} and {more} more" if more > 0 else named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +82,16 @@ class Verification:
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences that explain why the run cannot be handed over; empty if it is `ok`."""
-        missing, duplicates, outside = self.missing.items(), self.duplicates.items(), self.outside.items()
-        return (
-            *(f"{record} halted: fix the cause and run again" for record in self.halted),
-            *(
-                f"{name}: the last {count} offsets were not processed: run to the end"
-                for name, count in self.left.items()
-            ),
-            *(f"{name}: {found.count} records in the log have no outcome: offsets {found}" for name, found in missing),
-            *(f"{name}: {found.count} offsets have more than one outcome: {found}" for name, found in duplicates),
-            *(f"{name}: {found.count} outcomes are outside the planned range: {found}" for name, found in outside),
-        )
+        problems = [f"{record} halted: fix the cause and run again" for record in self.halted]
+        for name, count in self.left.items():
+            problems.append(f"{name}: the last {count} offsets were not processed: run to the end")
+        for name, found in self.missing.items():
+            problems.append(f"{name}: {found.count} records in the log have no outcome: offsets {found}")
+        for name, found in self.duplicates.items():
+            problems.append(f"{name}: {found.count} offsets have more than one outcome: {found}")
+        for name, found in self.outside.items():
+            problems.append(f"{name}: {found.count} outcomes are outside the planned range: {found}")
+        return tuple(problems)
 
     def asdict(self) -> dict[str, Any]:
         """Return the verification as a dictionary for JSON."""
@@ -171,11 +171,10 @@ def _verify(spark: "SparkSession", run_dir: RunDirectory, plan: Plan) -> Verific
     from pyspark.sql import functions  # noqa: PLC0415 - pyspark is imported on use
 
     ranges = blocking(lambda: _ranges(plan, run_dir.reached(plan)))
-    rows = (
-        run_dir.rows(spark, OUTCOMES).select(*_KEY, "status")
-        if run_dir.exists(OUTCOMES)
-        else spark.createDataFrame([], _ROWS)
-    )
+    if run_dir.exists(OUTCOMES):
+        rows = run_dir.rows(spark, OUTCOMES).select(*_KEY, "status")
+    else:
+        rows = spark.createDataFrame([], _ROWS)
     statuses = {row["status"]: int(row["count"]) for row in rows.groupBy("status").count().collect()}
     known = functions.broadcast(spark.createDataFrame(ranges, _RANGES))
     outside = rows.join(known, list(_PARTITION), "left").where("NOT coalesce(offset >= start AND offset < end, false)")
@@ -230,7 +229,8 @@ def find_gaps(
     Returns:
         These ranges as far as they are still in the log, and the number of offsets without a row before its start.
     """
-    gaps, deleted = [], {}
+    gaps: list[PlannedRange] = []
+    deleted: dict[str, int] = {}
     for planned in ranges:
         rows, before_log = counts.get((planned.topic, planned.partition), (0, 0))
         first = min(max(planned.log_start, planned.start), planned.reached)
@@ -262,9 +262,9 @@ def _by_partition(offsets: "DataFrame") -> dict[str, Found]:
             "concat_ws('/', topic, partition) AS name",
             "offset",
             "count(*) OVER (PARTITION BY topic, partition) AS count",
-            "row_number() OVER (PARTITION BY topic, partition ORDER BY offset) AS place",
+            "row_number() OVER (PARTITION BY topic, partition ORDER BY offset) AS rank",
         )
-        .where(f"place <= {NAMED}")
+        .where(f"rank <= {NAMED}")
         .groupBy("name", "count")
         .agg({"offset": "collect_list"})
         .orderBy("name")

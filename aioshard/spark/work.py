@@ -40,7 +40,7 @@ class Work(NamedTuple):
     on_failure: str | None = None
     """Replaces the handlers' own policies: `skip` or `dead-letter:TOPIC`."""
     total_concurrency: int | None = None
-    """Maximum handlers running in parallel in the whole job."""
+    """Maximum number of concurrent handler calls in the whole job."""
     at_once: int = 1
     """Number of tasks that run in parallel; they share the total concurrency and the rate limits."""
     halted_rows: bool = False
@@ -69,7 +69,9 @@ class Work(NamedTuple):
         """Return the settings for a read without handlers: those of the app, in the environment of the reader."""
         from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
 
-        return self.load().settings.replace(**self.settings) if self.app else Settings(**self.settings)
+        if self.app:
+            return self.load().settings.replace(**self.settings)
+        return Settings(**self.settings)
 
     def concurrency_of(self, handlers: Iterable[Handler]) -> int | None:
         """Return how many runs of each handler a task may have in parallel, or None without a total.
@@ -89,7 +91,7 @@ def check_handlers(app: App, on_failure: str | None, total_concurrency: int | No
     Args:
         app: The app whose handlers are checked.
         on_failure: Replaces the handlers' own policies.
-        total_concurrency: Maximum handlers running in parallel in the whole job.
+        total_concurrency: Maximum number of concurrent handler calls in the whole job.
 
     Raises:
         PlanError: The app has no handlers, *on_failure* is unknown, a handler parks, or fixed shards, each of which is

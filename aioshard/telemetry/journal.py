@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from aioshard.core.text import message_of
 from aioshard.errors import MissingExtraError, SettingsError
 from aioshard.observe import JournalStatistics, RebalanceReport
 
@@ -175,7 +176,9 @@ class JournalFiles:
     @property
     def due(self) -> float:
         """Seconds until the open file must be completed; infinite without an open file."""
-        return math.inf if self._path is None else max(self._began + _MAX_AGE - time.monotonic(), 0.0)
+        if self._path is None:
+            return math.inf
+        return max(self._began + _MAX_AGE - time.monotonic(), 0.0)
 
     def finish(self) -> None:
         """Complete the open file, if there is one: flush it to disk and give it its final name.
@@ -199,8 +202,10 @@ class JournalFiles:
 
     def discard(self) -> int:
         """Discard the open file; return the number of lost rows."""
-        path, self._path = self._path, None
-        lost, self.pending = self.pending, 0
+        path = self._path
+        self._path = None
+        lost = self.pending
+        self.pending = 0
         self._batches = []
         if path is not None:
             with contextlib.suppress(Exception), self._sink:  # the disk may still fail, or the file was not opened
@@ -348,7 +353,8 @@ class Journal:
 
     def statistics(self) -> JournalStatistics:
         """Return how much was written; safe to call from any thread."""
-        written, lost = self._files.rows, self._lost
+        written = self._files.rows
+        lost = self._lost
         waiting = max(self._queued_rows - written - lost, 0) + len(self._rows)
         return JournalStatistics(
             written=written,
@@ -414,11 +420,12 @@ class Journal:
             lost = self._files.discard()
             self._lost += lost
             self._resumes_at = time.monotonic() + _PAUSE
-            previous, trouble = self._trouble, self._failed(error)
+            previous = self._trouble
+            trouble = self._failed(error)
             if trouble != previous:
                 logger.error("%s; rows lost: %d; new rows are dropped until writing works again", trouble, lost)  # noqa: TRY400 - a sentence
 
     def _failed(self, error: Exception) -> str:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
         self._trouble = f"the journal cannot be written: {reason}"
         return self._trouble

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any, Literal, TextIO
 
+from aioshard.core.text import encodable
 from aioshard.engine.current_record import CurrentRecord, current_record
 
 LogFormat = Literal["text", "json"]
@@ -58,23 +59,24 @@ class RecordFilter(logging.Filter):
 
     The fields are those of `CurrentRecord`, plus `trace_id` and `span_id` while an OpenTelemetry span is active. A line
     that already has a field of a record, such as a topic, is about that record: it gets no field of the current one.
+    A field that is None, such as a default of your log record factory, counts as missing.
 
     Example:
         >>> import logging, sys
         >>> handler = logging.StreamHandler(sys.stdout)
         >>> handler.addFilter(RecordFilter())
         >>> handler.setFormatter(logging.Formatter("%(topic)s %(message)s", defaults={"topic": "-"}))
-        >>> handler.handle(logging.makeLogRecord({"msg": "outside of handlers"}))
+        >>> _ = handler.handle(logging.makeLogRecord({"msg": "outside of handlers"}))
         - outside of handlers
-        True
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the known fields; never drop a line."""
         fields = vars(record)
-        if not fields.keys() & _IDENTITY and (current := current_record()) is not None:
+        is_about_a_record = any(fields.get(name) is not None for name in _IDENTITY)
+        if not is_about_a_record and (current := current_record()) is not None:
             fields.update((name, value) for name, value in current._asdict().items() if value is not None)
-        if "trace_id" not in fields:
+        if fields.get("trace_id") is None:
             fields.update(_span())
         return True
 
@@ -119,13 +121,20 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("{asctime}.{msecs:03.0f} {levelname} {name}: {message}", "%Y-%m-%d %H:%M:%S", style="{")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line with its traceback; text that no stream can encode is escaped."""
+        return encodable(super().format(record))
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is logging's)
         """Return the line without a traceback, with the record's extra fields at its end."""
         line = super().formatMessage(record)
         fields = _fields(record)
-        if "event" in fields:  # aioshard's own line, whose sentence already contains its fields
+        if "event" in fields and record.name.partition(".")[0] == "aioshard":
+            # Its sentence already contains its fields.
             fields = {name: value for name, value in fields.items() if name in _SHOWN_WITH_EVENT}
-        return line if not fields else f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"
+        if not fields:
+            return line
+        return f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"
 
 
 class JsonFormatter(logging.Formatter):

@@ -74,7 +74,9 @@ def _of_transactions(name: str) -> Callable[[Statistics], float | None]:
 
 
 def _client(name: str) -> str:
-    return f"{name} {version(_CLIENTS[name])}" if name in _CLIENTS else name
+    if name in _CLIENTS:
+        return f"{name} {version(_CLIENTS[name])}"
+    return name
 
 
 _CLIENTS = {"aiokafka": "aiokafka", "confluent": "confluent-kafka"}
@@ -91,7 +93,7 @@ METRICS: dict[str, MetricInfo] = {
     "aioshard_trouble": MetricInfo(
         "gauge",
         "1 while there is trouble: brokers unreachable, access denied, commits or messages not acknowledged, a topic "
-        "missing, a hanging task, a blocked event loop.",
+        "missing, worker processes that do not start, a hanging task, a blocked event loop.",
         lambda app: float(app.trouble is not None),
     ),
     "aioshard_assigned_partitions": MetricInfo(
@@ -266,7 +268,9 @@ METRICS: dict[str, MetricInfo] = {
         lambda handler: len(handler.outliving),
         ("handler",),
     ),
-    "aioshard_busy_workers": MetricInfo("gauge", "Workers running the handler.", attrgetter("busy"), ("handler",)),
+    "aioshard_busy_workers": MetricInfo(
+        "gauge", "Workers with a record or batch in flight.", attrgetter("busy"), ("handler",)
+    ),
     "aioshard_concurrency": MetricInfo("gauge", "Workers of the handler.", attrgetter("concurrency"), ("handler",)),
     "aioshard_shards": MetricInfo("gauge", "Shards in use.", attrgetter("shards"), ("handler",)),
 }

@@ -44,6 +44,12 @@ class Trouble(NamedTuple):
     """The record, if its value and headers are to be written."""
 
 
+_PROCESSED_ROW = Trouble("processed", None, None, None)
+"""Stands for a row without trouble."""
+_PROCESSED_ROWS = [_PROCESSED_ROW]
+"""Stands for rows without any."""
+
+
 class OutcomeRows:
     """Collects rows in the event loop until there are enough to pass on."""
 
@@ -78,7 +84,9 @@ class OutcomeRows:
 
     def observe(self, spec: Handler) -> Completed:
         """Return the callback that adds a handler's completed records; see `aioshard.engine.handler.Observe`."""
-        flat, most_values, is_sized = self._flat, self._values, self._max_bytes < math.inf
+        flat = self._flat
+        most_values = self._values
+        is_sized = self._max_bytes < math.inf
 
         def completed(delivery: Delivery) -> None:
             began, ended, result = getattr(delivery, "run", _NO_RUN)
@@ -87,7 +95,9 @@ class OutcomeRows:
                 return
             # The usual case, in half the time of `add`.
             topic, partition, offset, key, _, _, timestamp = delivery.record
-            arrived, shard_key, attempts = delivery.arrived, delivery.key, delivery.failures + 1
+            arrived = delivery.arrived
+            shard_key = delivery.key
+            attempts = delivery.failures + 1
             flat.extend(
                 (spec, topic, partition, offset, key, timestamp, arrived, began, ended, None, shard_key, attempts, None)
             )
@@ -100,7 +110,8 @@ class OutcomeRows:
 
     def add(self, spec: Handler, delivery: Delivery, trouble: Trouble | None = None) -> None:
         """Add a completed record, or one that cannot be completed because of *trouble*."""
-        outcome, attempts = delivery.outcome, delivery.failures
+        outcome = delivery.outcome
+        attempts = delivery.failures
         topic, partition, offset, key, _, _, timestamp = delivery.record
         began, ended, result = run = getattr(delivery, "run", _NO_RUN)
         if trouble is not None:
@@ -111,7 +122,8 @@ class OutcomeRows:
         elif outcome is _RETURNED:
             return  # parked again: the record has not ended yet
         else:
-            result, trouble = None, self._trouble_of(delivery)
+            result = None
+            trouble = self._trouble_of(delivery)
         if key is not None:
             self._size += len(key)
         flat = self._flat
@@ -176,35 +188,38 @@ def outcome_columns(flat: Sequence[Any], ahead: float) -> dict[str, pa.Array]:
     specs, topics, partitions, offsets, keys, _, _, begins, ends, *rest = columns_of(flat)
     results, shard_keys, attempts, troubles = rest
     count = len(specs)
-    if troubles.count(None) == count:
-        statuses, kinds, errors = ["processed"], [None], [None]
-    else:
-        statuses = ["processed" if trouble is None else trouble.status for trouble in troubles]
-        kinds = [None if trouble is None else trouble.error_type for trouble in troubles]
-        errors = [None if trouble is None else trouble.error for trouble in troubles]
-    if specs.count(specs[0]) == count and specs[0].shards is None:
-        names, shards = [specs[0].name], hashes(shard_keys)
-    else:
-        names = [spec.name for spec in specs]
-        shards = pa.array(
-            [_hash(key) if spec.shards is None else key for spec, key in zip(specs, shard_keys, strict=True)],
-            pa.int64(),
-        )
+    outcomes = _PROCESSED_ROWS
+    if troubles.count(None) != count:
+        outcomes = [_PROCESSED_ROW if trouble is None else trouble for trouble in troubles]
+    first = specs[0]
+    has_one_handler = specs.count(first) == count
+    names = [first.name] if has_one_handler else [spec.name for spec in specs]
+    shards = hashes(shard_keys) if has_one_handler and first.shards is None else _shards(specs, shard_keys)
+    durations = [ended - began for began, ended in zip(begins, ends, strict=True)]
     return {
         "topic": _column(topics, pa.string(), count),
         "partition": _column(partitions, pa.int32(), count),
         "offset": pa.array(offsets, pa.int64()),
         "handler": _column(names, pa.string(), count),
-        "status": _column(statuses, pa.string(), count),
+        "status": _column([outcome.status for outcome in outcomes], pa.string(), count),
         "attempts": _column(attempts, pa.int32(), count),
-        "error_type": _column(kinds, pa.string(), count),
-        "error": _column(errors, pa.string(), count),
+        "error_type": _column([outcome.error_type for outcome in outcomes], pa.string(), count),
+        "error": _column([outcome.error for outcome in outcomes], pa.string(), count),
         "started": _times([began + ahead for began in begins]),
-        "duration": _times([ended - began for began, ended in zip(begins, ends, strict=True)]),
+        "duration": _times(durations),
         "shard": shards,
         "key": pa.array(keys, pa.binary()),
         "result": _column(results, pa.binary(), count),
     }
+
+
+def _shards(specs: Sequence[Any], shard_keys: Sequence[Any]) -> pa.Array:
+    """Return the hash of each shard key, or the number of a fixed shard, which is the key itself."""
+    shards = [
+        _hash(shard_key) if spec.shards is None else shard_key
+        for spec, shard_key in zip(specs, shard_keys, strict=True)
+    ]
+    return pa.array(shards, pa.int64())
 
 
 def columns_of(flat: Sequence[Any]) -> list[Sequence[Any]]:
@@ -229,10 +244,12 @@ def _times(moments: Iterable[float]) -> pa.Array:
     return pa.array(moments, pa.float64(), from_pandas=True)
 
 
-@functools.lru_cache(10_000)
 def _hash(key: ShardKey) -> int | None:
     """Return the hash of a record key or shard key; None without a key, or if the user's own key cannot be hashed."""
     try:
-        return key_hash(key)
-    except Exception:  # noqa: BLE001 - the user's own methods may raise anything
+        return _cached_hash(key)
+    except Exception:  # noqa: BLE001 - the user's own methods may raise anything, also those that a cache calls
         return None
+
+
+_cached_hash = functools.lru_cache(10_000)(key_hash)

@@ -8,14 +8,16 @@ import contextlib
 import functools
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from aioshard.core.options import Park
+from aioshard.core.text import encodable, message_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.engine.worker import SERVING, Asked
-from aioshard.errors import AttemptTimeoutError, MissingExtraError
+from aioshard.errors import AttemptTimeoutError, MissingExtraError, StoppedRunError
 from aioshard.ports import Clients, Message, Producer, Publish
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
@@ -100,16 +102,24 @@ def _log_once(problem: str) -> None:
 def error_type(error: BaseException) -> str:
     """Return the name of an exception's class, with its module unless it is built in.
 
-    The timeout of an attempt shows up as a cancellation.
+    The timeout of an attempt, and a requested end, show up as a cancellation.
 
     Example:
         >>> error_type(ValueError("no")), error_type(asyncio.CancelledError())
         ('ValueError', 'asyncio.exceptions.CancelledError')
     """
     worker = SERVING.get(None)
-    timed_out = isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT
-    kind = AttemptTimeoutError if timed_out else type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    asked = Asked.NOTHING
+    if worker is not None and isinstance(error, asyncio.CancelledError):
+        asked = worker.asked
+    kind = type(error)
+    if asked & Asked.TIME_OUT:
+        kind = AttemptTimeoutError
+    elif asked & Asked.STOP:
+        kind = StoppedRunError
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 Headers = Sequence[tuple[str, bytes | None]]
@@ -185,7 +195,8 @@ class Spans:
         common: Attributes = {"messaging.system": "kafka", "messaging.client.id": settings.client_id or "aioshard"}
         host, _, port = (settings.bootstrap_servers or "").strip().rpartition(":")
         if "," not in host and port.isdigit():  # with several, the one that answers is not known here
-            common["server.address"], common["server.port"] = host.strip("[]"), int(port)
+            common["server.address"] = host.strip("[]")
+            common["server.port"] = int(port)
         self._processing = common | {"messaging.consumer.group.name": group_id} | _operation("process")
         self._sending = common | _operation("send")
 
@@ -211,7 +222,8 @@ class Spans:
             carried: Context for the code inside, in addition to the span, such as baggage. None keeps its own context.
         """
         span: Span = INVALID_SPAN
-        began, closed = time.time_ns(), False
+        began = time.time_ns()
+        closed = False
         try:
             span = self._tracer.start_span(
                 f"{operation} {attributes[TOPIC]}" if TOPIC in attributes else operation,
@@ -251,7 +263,8 @@ class Spans:
         """
         if isinstance(spec.on_failure, Park):
             self._parked.add(spec.on_failure.topic)
-        attempt, is_batch = spec.attempt, spec.batch is not None
+        attempt = spec.attempt
+        is_batch = spec.batch is not None
 
         async def run(work: Any) -> object:
             deliveries: Sequence[Delivery] = work.deliveries if is_batch else (work,)
@@ -361,10 +374,21 @@ def _describe_failure(span: Span, error: BaseException, name: str) -> None:
         if isinstance(error, asyncio.CancelledError):
             span.set_status(Status(StatusCode.ERROR, "cancelled"))
         else:
-            span.set_status(Status(StatusCode.ERROR, str(error)))
-            span.record_exception(error)
-    except Exception:  # noqa: BLE001 - the message is computed by the user's code
-        span.set_status(Status(StatusCode.ERROR, "its message cannot be shown"))
+            message = message_of(error)
+            span.set_status(Status(StatusCode.ERROR, message))
+            # Not `record_exception`: it raises if the exception cannot produce its message, and an exporter drops a
+            # whole request of spans if one has text that UTF-8 cannot encode.
+            span.add_event(
+                "exception",
+                {
+                    "exception.type": name,
+                    "exception.message": message,
+                    "exception.stacktrace": encodable("".join(traceback.format_exception(error))),
+                    "exception.escaped": "False",
+                },
+            )
+    except Exception:  # noqa: BLE001 - spans may be third-party code, and the SDK calls the user's methods
+        _log_once(_SDK_FAILED)
 
 
 def _operation(name: str) -> Attributes:

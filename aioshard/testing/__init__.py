@@ -1,13 +1,14 @@
 """The test kit: the real engine on an in-memory broker, with scripted failures and virtual time."""
 
 from aioshard.engine.stack import waiting_place
-from aioshard.testing.broker import CommitRequest, ConsumerGroup, InMemoryBroker, PartitionLog
+from aioshard.errors import DeadlockError
+from aioshard.kafka.memory.broker import CommitRequest, ConsumerGroup, InMemoryBroker, PartitionLog
+from aioshard.kafka.memory.producer import InMemoryProducer
+from aioshard.kafka.memory.side_topics import InMemorySideTopics
+from aioshard.kafka.memory.transport import InMemoryTransport, Latency, Operation
 from aioshard.testing.client import TestClient
-from aioshard.testing.loop import DeadlockError, VirtualTimeLoop, run
-from aioshard.testing.producer import InMemoryProducer
-from aioshard.testing.replaying import replay_prefixes
-from aioshard.testing.side_topics import InMemorySideTopics
-from aioshard.testing.transport import InMemoryTransport, Latency, Operation
+from aioshard.testing.idempotence import assert_idempotent
+from aioshard.testing.loop import VirtualTimeLoop, run
 
 __all__ = [
     "CommitRequest",
@@ -22,7 +23,7 @@ __all__ = [
     "PartitionLog",
     "TestClient",
     "VirtualTimeLoop",
-    "replay_prefixes",
+    "assert_idempotent",
     "run",
     "waiting_place",
 ]

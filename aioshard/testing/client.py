@@ -4,21 +4,22 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from aioshard.app import App
 from aioshard.core.options import Park
+from aioshard.dependencies import Overrides
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.errors import StateError, TransportError
+from aioshard.kafka.memory.broker import ConsumerGroup, InMemoryBroker
+from aioshard.kafka.memory.producer import InMemoryProducer
+from aioshard.kafka.memory.side_topics import InMemorySideTopics
+from aioshard.kafka.memory.transport import InMemoryTransport, Latency
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.payloads import encoded
-from aioshard.testing.broker import ConsumerGroup, InMemoryBroker
+from aioshard.serde.payloads import Headers, encoded, encoded_headers
 from aioshard.testing.loop import VirtualTimeLoop
-from aioshard.testing.producer import InMemoryProducer
-from aioshard.testing.side_topics import InMemorySideTopics
-from aioshard.testing.transport import InMemoryTransport, Latency
 
 _COMMIT_INTERVAL = 0.02
 _EPOCH = 1_700_000_000.0
@@ -64,6 +65,7 @@ class TestClient:
         broker: InMemoryBroker | None = None,
         latency: Latency | None = None,
         adapt: Adapt | None = None,
+        overrides: Overrides | None = None,
     ) -> None:
         """Create a client; entering it starts the app.
 
@@ -73,6 +75,7 @@ class TestClient:
             broker: Pass one to share it between several apps, or to prepare it; by default a new one.
             latency: Duration of each operation of the client, in seconds.
             adapt: Replaces each handler for this run.
+            overrides: Replaces dependencies of handlers for this run; see `App.override_dependencies`.
 
         Raises:
             ValueError: *speed* is not positive.
@@ -86,6 +89,7 @@ class TestClient:
         self._speed = speed
         self._latency = latency
         self._adapt = adapt
+        self._overrides = overrides or {}
         self._exit: contextlib.AsyncExitStack | None = None
 
     async def __aenter__(self) -> Self:
@@ -103,6 +107,7 @@ class TestClient:
                     commit_interval=min(settings.commit_interval, _COMMIT_INTERVAL),
                 )
             )
+            stack.enter_context(self.app.override_dependencies(self._overrides))
             await stack.enter_async_context(
                 self.app.started(
                     self._make_transport,
@@ -120,9 +125,10 @@ class TestClient:
         """Stop the app as in production: drain, commit, leave the group.
 
         Raises:
-            NotDrainedError: Records were still running after `shutdown_timeout`.
+            NotDrainedError: Records were still in flight after `shutdown_timeout`.
         """
-        stack, self._exit = self._exit, None
+        stack = self._exit
+        self._exit = None
         if stack is not None:
             await stack.__aexit__(kind, error, traceback)
 
@@ -157,7 +163,7 @@ class TestClient:
         value: object,
         key: bytes | str | None = None,
         partition: int | None = None,
-        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        headers: Headers = (),
     ) -> Record:
         """Append a record and return it.
 
@@ -166,14 +172,14 @@ class TestClient:
             value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
             key: Bytes or a string; records with the same key share a partition and stay in order.
             partition: By default the key's hash chooses it, and records without a key go round robin.
-            headers: Pairs of name and content.
+            headers: A mapping, or pairs of name and content.
         """
         return self.broker.publish(
             topic,
             value if isinstance(value, bytes) or value is None else encoded(value),
             key=None if key is None else encoded(key),
             partition=partition,
-            headers=[(name, None if content is None else encoded(content)) for name, content in headers],
+            headers=encoded_headers(headers),
         )
 
     def records(self, topic: str) -> Sequence[Record]:
@@ -239,27 +245,33 @@ class TestClient:
 
     def _unsettled(self) -> list[str]:
         """Describe in sentences why the app has not settled; the result changes only with the broker's state."""
+        if not self.app.handlers:
+            return []  # it is in no group
         sentences = []
-        assign = self.app.settings.assign
-        if assign is not None:
-            ours = [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
-        else:
-            if self.group.rebalancing or not self.group.members:
-                sentences.append(f"group {self.app.group_id!r} rebalances")
-            ours = [partition for partition in self.group.subscribed() if partition not in self.group.withheld]
+        if self.app.settings.assign is None and (self.group.rebalancing or not self.group.members):
+            sentences.append(f"group {self.app.group_id!r} rebalances")
+        ours = self._expected_partitions()
         for topic_partition in ours:
             log = self.broker.log(*topic_partition)
             end = log.stable_end if self.app.settings.isolation_level == "read_committed" else log.end
             committed = self.committed(*topic_partition)
             if committed != end:
                 sentences.append(f"{topic_partition} is committed up to {committed} and ends at {end}")
-        sentences += [
-            f"incomplete records of {state.topic}/{state.partition}: {state.incomplete}; acknowledged up to "
-            f"{state.committed} of {state.committable}"
-            for state in self.app.statistics().partitions
-            if (state.topic, state.partition) in ours and (state.incomplete or state.committed != state.committable)
-        ]
+        for state in self.app.statistics().partitions:
+            is_done = not state.incomplete and state.committed == state.committable
+            if (state.topic, state.partition) in ours and not is_done:
+                sentences.append(
+                    f"incomplete records of {state.topic}/{state.partition}: {state.incomplete}; acknowledged up to "
+                    f"{state.committed} of {state.committable}"
+                )
         return sentences
+
+    def _expected_partitions(self) -> list[TopicPartition]:
+        """Return the partitions that the app has, or is about to have."""
+        assign = self.app.settings.assign
+        if assign is None:
+            return [partition for partition in self.group.subscribed() if partition not in self.group.withheld]
+        return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
 
 
 @contextlib.contextmanager
@@ -275,7 +287,9 @@ def changed_settings(app: App, **changes: Any) -> Iterator[None]:
 
 def _sped_up(spec: Handler, speed: float) -> Handler:
     """Return the handler with retry delays, batch linger and park delay divided by *speed*."""
-    retry, batch, policy = spec.retry, spec.batch, spec.on_failure
+    retry = spec.retry
+    batch = spec.batch
+    policy = spec.on_failure
     retry = dataclasses.replace(retry, initial=retry.initial / speed, maximum=retry.maximum / speed)
     if batch is not None:
         batch = dataclasses.replace(batch, linger=batch.linger / speed)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from aioshard.engine.stack import waiting_place
-from aioshard.errors import AioshardError, StateError
+from aioshard.errors import DeadlockError, StateError
 
 T = TypeVar("T")
 
@@ -31,10 +31,6 @@ _NO_SOCKETS = (
     "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: run code that needs "
     "them with asyncio.run"
 )
-
-
-class DeadlockError(AioshardError):
-    """Nothing can proceed, or nothing ever ends; the message shows where each task waits."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -190,7 +186,8 @@ class _ReadyQueue(deque[asyncio.Handle]):
             return
         self._running = False
         if self._on_step is not None:
-            on_step, self._on_step = self._on_step, None
+            on_step = self._on_step
+            self._on_step = None
             on_step()
             self._on_step = on_step
 
@@ -210,7 +207,9 @@ class _ReadyQueue(deque[asyncio.Handle]):
         the iteration order of the set.
         """
         task = getattr(getattr(handle, "_callback", None), "__self__", None)
-        return 0 if not isinstance(task, asyncio.Task) else self._lanes.setdefault(task, next(self._ages))
+        if not isinstance(task, asyncio.Task):
+            return 0
+        return self._lanes.setdefault(task, next(self._ages))
 
 
 class _VirtualSelector(selectors.DefaultSelector):

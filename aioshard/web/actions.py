@@ -6,7 +6,7 @@
 | --- | --- |
 | `pause`, `resume` | `topic`, `partition` |
 | `pause_handler`, `resume_handler` | `handler` |
-| `retry_now`, `skip`, `release_parked` | `topic`, `partition`, `offset` |
+| `cancel_run`, `retry_now`, `skip`, `release_parked` | `topic`, `partition`, `offset` |
 | `check` | nothing: checks the token |
 """
 
@@ -21,12 +21,12 @@ import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from aioshard.app import App
 from aioshard.errors import AioshardError, SettingsError
-from aioshard.web.server import SAFE
+from aioshard.web.server import SAFE, Json
 
 logger = logging.getLogger("aioshard.web.audit")
 
@@ -40,7 +40,7 @@ _BEARER = {"www-authenticate": "Bearer"}
 """Header of a response that asks for the token."""
 
 
-class RefusedError(HTTPException):
+class ActionRefusedError(HTTPException):
     """A request is refused, with the HTTP status and the sentence of the response."""
 
 
@@ -52,6 +52,7 @@ _ACTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "resume": (("topic", "partition"), "{topic}/{partition} is resumed"),
     "pause_handler": (("handler",), "handler {handler} is paused"),
     "resume_handler": (("handler",), "handler {handler} is resumed"),
+    "cancel_run": (_RECORD, "the run of record {topic}/{partition}/{offset} is cancelled"),
     "retry_now": (_RECORD, "record {topic}/{partition}/{offset} runs again"),
     "skip": (_RECORD, "record {topic}/{partition}/{offset} is skipped"),
     "release_parked": (_RECORD, "record {topic}/{partition}/{offset} and the records parked behind it run again"),
@@ -96,7 +97,7 @@ def parse(body: bytes) -> Action:
         body: JSON.
 
     Raises:
-        RefusedError: The body is not a valid action.
+        ActionRefusedError: The body is not a valid action.
 
     Example:
         >>> str(parse(b'{"action": "pause", "topic": "orders", "partition": 3}'))
@@ -107,9 +108,11 @@ def parse(body: bytes) -> Action:
     except ValidationError as invalid:
         first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
         # Message and location may contain text from the request: escape them, so that the log entry stays on one line.
-        location = ascii(" at " + ".".join(map(str, first["loc"])))[1:-1] if first["loc"] else ""
+        fault = str(first["msg"])
+        if first["loc"]:
+            fault += " at " + ".".join(map(str, first["loc"]))
         status = 400 if first["type"] == "json_invalid" else 422
-        raise RefusedError(status, f"not a valid action: {ascii(first['msg'])[1:-1]}{location}") from None
+        raise ActionRefusedError(status, f"not a valid action: {ascii(fault)[1:-1]}") from None
 
 
 def perform(app: App, action: Action) -> str:
@@ -123,17 +126,18 @@ def perform(app: App, action: Action) -> str:
         A sentence that says what was done.
 
     Raises:
-        RefusedError: The app refused it; carries the app's own message.
+        ActionRefusedError: The app refused it; carries the app's own message.
     """
-    arguments, sentence = action.arguments(), _ACTIONS[action.action][1]
+    arguments = action.arguments()
+    sentence = _ACTIONS[action.action][1]
     why = {"why": "requested by an operator on the dashboard"} if action.action in ("pause", "pause_handler") else {}
     try:
         if action.action != "check":
             getattr(app, action.action)(*arguments.values(), **why)
     except AioshardError as refused:
-        raise RefusedError(409, str(refused)) from None
+        raise ActionRefusedError(409, str(refused)) from None
     except TimeoutError:
-        raise RefusedError(
+        raise ActionRefusedError(
             504, "the app did not answer in time because its event loop is blocked; it may act later"
         ) from None
     return sentence.format(**arguments)
@@ -166,19 +170,21 @@ def _check_request(request: Request, token: str) -> None:
     """Accept a request that has the token and does not come from another site's page.
 
     Raises:
-        RefusedError: The request is not accepted.
+        ActionRefusedError: The request is not accepted.
     """
     # Only host and port count: a proxy in front may speak TLS to the browser and plain HTTP to us.
     own = request.headers.get("host", "").lower()
     if any(not own or origin.lower().partition("://")[2] != own for origin in request.headers.getlist("origin")):
-        raise RefusedError(403, "the request comes from a page of another site: use the app's own dashboard")
+        raise ActionRefusedError(403, "the request comes from a page of another site: use the app's own dashboard")
     kind, _, secret = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not secret:
-        raise RefusedError(401, "the token is missing: expected the header Authorization: Bearer TOKEN", _BEARER)
+        raise ActionRefusedError(401, "the token is missing: expected the header Authorization: Bearer TOKEN", _BEARER)
     if not hmac.compare_digest(secret.strip().encode("latin-1", "replace"), token.encode()):
-        raise RefusedError(401, "the token is wrong: expected the one that the operator of the app has set", _BEARER)
+        raise ActionRefusedError(
+            401, "the token is wrong: expected the one that the operator of the app has set", _BEARER
+        )
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RefusedError(415, "the body is not declared as JSON: expected Content-Type: application/json")
+        raise ActionRefusedError(415, "the body is not declared as JSON: expected Content-Type: application/json")
 
 
 def action_route(app: App, token: str) -> Route:
@@ -191,7 +197,8 @@ def action_route(app: App, token: str) -> Route:
     Raises:
         SettingsError: As for `check_token`.
     """
-    expected, limiter = check_token(token), anyio.CapacityLimiter(_THREADS)
+    expected = check_token(token)
+    limiter = anyio.CapacityLimiter(_THREADS)
     refused: collections.deque[float] = collections.deque(maxlen=_MOST_REFUSED)
     """Times of the refused requests that were logged last."""
 
@@ -203,18 +210,19 @@ def action_route(app: App, token: str) -> Route:
             _check_request(request, expected)
             action = parse(await request.body())  # the token was checked before
             sentence = await anyio.to_thread.run_sync(perform, app, action, limiter=limiter)
-        except RefusedError as refusal:
+        except ActionRefusedError as refusal:
             now = time.monotonic()
             if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
                 refused.append(now)
-                what, status = action or "a request", refusal.status_code
+                what = action or "a request"
+                status = refusal.status_code
                 logger.warning("%s by %s was refused (%d): %s", what, client, status, refusal.detail)
             # Closed, because the unread rest of its body must not be taken for a request.
             headers = {**SAFE, "connection": "close", **(refusal.headers or {})}
-            return JSONResponse({"error": refusal.detail}, refusal.status_code, headers)
+            return Json({"error": refusal.detail}, refusal.status_code, headers)
         except ClientDisconnect:
             return Response(status_code=400)
         logger.warning("%s by %s: %s", action, client, sentence)
-        return JSONResponse({"done": sentence}, headers=SAFE)
+        return Json({"done": sentence}, headers=SAFE)
 
     return Route("/actions", act, methods=["POST"])

@@ -22,15 +22,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from aioshard.app import App
+from aioshard.core.text import encodable
+from aioshard.engine.guard import Guard
 from aioshard.errors import NotDrainedError
 from aioshard.observe import AppState, Diagnosis, Statistics
 from aioshard.records import counted
 from aioshard.telemetry.metrics import AppCollector
-from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads, serve_in_thread
+from aioshard.web.server import NOT_FOUND, SAFE, Json, routes_in_threads, serve_in_thread
 
 _THREADS = 4
 """Number of responses computed at the same time: a slow scrape must not delay a probe."""
@@ -71,11 +73,12 @@ def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
 
 
 def _not_ready(statistics: Statistics) -> Sequence[str]:
+    trouble = f": {statistics.trouble}" if statistics.trouble else ""
     reasons: dict[AppState, Sequence[str]] = {
         "running": [],
         "failed": statistics.restart_cures,
-        "starting": ["the group has not been joined yet" + (f": {statistics.trouble}" if statistics.trouble else "")],
-        "draining": ["the app is draining: it finishes running records and starts no others"],
+        "starting": [f"the group has not been joined yet{trouble}"],
+        "draining": ["the app is draining: it finishes the records in flight and starts no others"],
         "stopped": ["the app is stopped"],
     }
     return reasons[statistics.state]
@@ -103,16 +106,23 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
         registry = CollectorRegistry()
         AppCollector(app, registry=registry)
 
+    guard = Guard()
+
+    def findings_of(statistics: Statistics) -> list[str]:
+        with guard.watching("the app"):
+            return findings(statistics, app.diagnose())
+        return ["the app could not be diagnosed; the log says why"]  # a restart would not help against that
+
     def probe(reasons_of: Callable[[Statistics], Sequence[str]], _: Request) -> Response:
         statistics = app.statistics()
         reasons = reasons_of(statistics)
         status, code = ("unavailable", 503) if reasons else ("ok", 200)
-        return JSONResponse(
+        return Json(
             {
                 "status": status,
                 "state": statistics.state,
                 "reasons": reasons,
-                "findings": findings(statistics, app.diagnose()),
+                "findings": findings_of(statistics),
             },
             code,
             SAFE,
@@ -121,8 +131,8 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
     def explain(request: Request) -> Response:
         default = "json" if "application/json" in request.headers.get("accept", "") else "text"
         if request.query_params.get("format", default) == "json":
-            return JSONResponse(app.diagnose().asdict(), headers=SAFE)
-        return PlainTextResponse(app.explain(), headers=SAFE)
+            return Json(app.diagnose().asdict(), headers=SAFE)
+        return PlainTextResponse(encodable(app.explain()), headers=SAFE)
 
     def metrics(request: Request) -> Response:
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -132,7 +142,7 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
         {
             "/livez": functools.partial(probe, lambda statistics: statistics.restart_cures),
             "/readyz": functools.partial(probe, _not_ready),
-            "/statistics.json": lambda _: JSONResponse(app.statistics().asdict(), headers=SAFE),
+            "/statistics.json": lambda _: Json(app.statistics().asdict(), headers=SAFE),
             "/explain": explain,
             "/metrics": metrics,
         },
@@ -159,7 +169,7 @@ def drain_route(app: App, path: str = "/drain") -> Route:
     """
 
     def response(status: int, *reasons: str) -> Response:
-        return JSONResponse(
+        return Json(
             {"status": "unavailable" if reasons else "ok", "state": app.statistics().state, "reasons": reasons},
             status,
             SAFE,

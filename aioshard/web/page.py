@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from aioshard.app import App
@@ -55,7 +55,7 @@ from aioshard.serde.side_records import (
 )
 from aioshard.settings import Settings
 from aioshard.web.actions import action_route
-from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
+from aioshard.web.server import NOT_FOUND, SAFE, Json, routes_in_threads
 
 MOST_DIAGNOSED = 100
 """Maximum number of diagnosed partitions."""
@@ -110,32 +110,31 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
         SettingsError: As for `dashboard`.
     """
 
-    def group(_: Request) -> Response:
+    def dashboard_json(_: Request) -> Response:
+        content = snapshot(app, actions=token is not None)
+        return Json({**content, "group": bool(members)}, headers=SAFE)
+
+    def history_json(_: Request) -> Response:
+        samples = [sample._asdict() for sample in app.history()]
+        return Json({"history": samples}, headers=SAFE)
+
+    def members_json(_: Request) -> Response:
         urls = [address for url in members for address in addresses_of(url)]
         with ThreadPoolExecutor(max(len(urls), 1)) as pool:
-            return JSONResponse({"members": list(pool.map(ask, urls))}, headers=SAFE)
+            return Json({"members": list(pool.map(ask, urls))}, headers=SAFE)
 
-    return [
-        *(
-            Route(path, Response((_STATIC / name).read_bytes(), media_type=media_type, headers=SAFE), methods=["GET"])
-            for path, (name, media_type) in _FILES.items()
-        ),
-        # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
-        *routes_in_threads(
-            {
-                "/dashboard.json": lambda _: JSONResponse(
-                    snapshot(app, actions=token is not None) | {"group": bool(members)}, headers=SAFE
-                ),
-                "/history.json": lambda _: JSONResponse(
-                    {"history": [sample._asdict() for sample in app.history()]}, headers=SAFE
-                ),
-            },
-            threads=1,
-        ),
-        *routes_in_threads({"/members.json": group} if members else {}, threads=1),
-        messages_route(app),
-        *([] if token is None else [action_route(app, token)]),
-    ]
+    routes: list[BaseRoute] = []
+    for path, (name, media_type) in _FILES.items():
+        content = (_STATIC / name).read_bytes()
+        routes.append(Route(path, Response(content, media_type=media_type, headers=SAFE), methods=["GET"]))
+    # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
+    routes += routes_in_threads({"/dashboard.json": dashboard_json, "/history.json": history_json}, threads=1)
+    if members:
+        routes += routes_in_threads({"/members.json": members_json}, threads=1)
+    routes.append(messages_route(app))
+    if token is not None:
+        routes.append(action_route(app, token))
+    return routes
 
 
 def addresses_of(url: str) -> list[str]:
@@ -153,10 +152,10 @@ def addresses_of(url: str) -> list[str]:
     except (OSError, ValueError):
         return [url]
     # With both families, IPv4: the processes are the same.
-    hosts = sorted({str(address[0]) for family, *_, address in addresses if family == min(addresses)[0]})
-    return [
-        f"http://{f'[{host}]' if ':' in host else host}:{parts.port or 80}{parts.path.rstrip('/')}" for host in hosts
-    ]
+    first_family = min(addresses)[0]
+    hosts = sorted({str(address[0]) for family, *_, address in addresses if family == first_family})
+    shown_hosts = [f"[{host}]" if ":" in host else host for host in hosts]
+    return [f"http://{host}:{parts.port or 80}{parts.path.rstrip('/')}" for host in shown_hosts]
 
 
 def ask(url: str) -> dict[str, Any]:
@@ -175,19 +174,17 @@ def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
         app: The app to show.
         actions: Whether actions are available.
     """
-    statistics, diagnosis, workload = app.statistics(), app.diagnose(), app.workload()
+    statistics = app.statistics()
+    diagnosis = app.diagnose()
+    workload = app.workload()
     # `asdict` copies deeply, which takes most of the time with many partitions, and these are flat.
     partitions = [{name: getattr(partition, name) for name in _PARTITION_FIELDS} for partition in statistics.partitions]
-    delayed = sorted(
-        (partition for partition in diagnosis.partitions if partition.verdict in ("stuck", "waiting")),
-        key=lambda partition: (partition.verdict != "stuck", -(partition.since or 0.0)),  # the worst first
-    )
+    delayed = [partition for partition in diagnosis.partitions if partition.verdict in ("stuck", "waiting")]
+    worst_first = sorted(delayed, key=lambda partition: (partition.verdict != "stuck", -(partition.since or 0.0)))
+    shown_diagnosis = dataclasses.replace(diagnosis, partitions=tuple(worst_first[:MOST_DIAGNOSED]))
     return {
         "statistics": {**dataclasses.replace(statistics, partitions=()).asdict(), "partitions": partitions},
-        "diagnosis": {
-            **dataclasses.replace(diagnosis, partitions=tuple(delayed[:MOST_DIAGNOSED])).asdict(),
-            "left_out": max(len(delayed) - MOST_DIAGNOSED, 0),
-        },
+        "diagnosis": {**shown_diagnosis.asdict(), "left_out": max(len(delayed) - MOST_DIAGNOSED, 0)},
         "workload": None if workload is None else workload.asdict(),
         "actions": actions,
         "at": time.time(),
@@ -207,9 +204,8 @@ def messages_route(app: App) -> Route:
     """
 
     async def messages(_: Request) -> Response:
-        topics = {
-            policy.topic for handler in app.handlers if isinstance(policy := handler.on_failure, DeadLetter | Park)
-        }
+        policies = [handler.on_failure for handler in app.handlers]
+        topics = {policy.topic for policy in policies if isinstance(policy, DeadLetter | Park)}
         newest: list[dict[str, Any]] = []
         errors = {}
         for topic in sorted(topics):
@@ -218,14 +214,8 @@ def messages_route(app: App) -> Route:
                     newest += await _newest(app.settings, topic)
             except (AioshardError, TimeoutError) as error:
                 errors[topic] = str(error) or f"the brokers took longer than {_MESSAGES_TIMEOUT:g} s"
-        return JSONResponse(
-            {
-                "topics": sorted(topics),
-                "messages": sorted(newest, key=lambda message: -message["failed_at"])[:NEWEST],
-                "errors": errors,
-            },
-            headers=SAFE,
-        )
+        newest.sort(key=lambda message: -message["failed_at"])
+        return Json({"topics": sorted(topics), "messages": newest[:NEWEST], "errors": errors}, headers=SAFE)
 
     return Route("/messages.json", messages, methods=["GET"])
 
@@ -239,20 +229,21 @@ async def _newest(settings: Settings, topic: str) -> list[dict[str, Any]]:
                     case DeadLetterRecord(original, failure):
                         stored[Coordinates.of(record)] = _message(settings, topic, original, failure)
                     case ParkedRecord(original, failure) as parked:
-                        stored[parked.place] = _message(settings, topic, original, failure)
-                    case Removed(place):
-                        stored.pop(place, None)
+                        stored[parked.storage_key] = _message(settings, topic, original, failure)
+                    case Removed(storage_key):
+                        stored.pop(storage_key, None)
     return list(stored.values())
 
 
 def _message(settings: Settings, topic: str, original: Record, failure: Failure) -> dict[str, Any]:
+    payload = None
+    if settings.show_payloads:
+        payload = (original.value or b"").decode("utf-8", "backslashreplace")[:LONGEST]
     return {
         "topic": topic,
         "record": str(Coordinates.of(original)),
         "key": shown(original.key, show_keys=settings.show_keys),
         "size": None if original.value is None else len(original.value),
-        "payload": (original.value or b"").decode("utf-8", "backslashreplace")[:LONGEST]
-        if settings.show_payloads
-        else None,
+        "payload": payload,
         **failure._asdict(),
     }

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
+import json
 import logging
 import os
 import socket
@@ -20,7 +21,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from aioshard.engine.tasks import finish
-from aioshard.errors import AioshardError
+from aioshard.errors import PortError
+from aioshard.web.connections import BACKLOG, Connection, end_waiting
 
 logger = logging.getLogger("aioshard.web")
 
@@ -43,14 +45,19 @@ _THREAD_TIMEOUT = 5.0
 """Seconds after which a thread that does not end is abandoned: a request may hang in a user's collector."""
 
 
-class PortError(AioshardError):
-    """The address of the health server cannot be used."""
+class Json(JSONResponse):
+    """JSON of any text; also of lone surrogates, which file names and messages of exceptions may contain."""
+
+    def render(self, content: object) -> bytes:
+        """Return the body; a lone surrogate becomes its escape sequence, which is valid in JSON."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
 
 
 async def _not_found(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - Starlette calls it only for these
     sentence = "this path does not exist" if error.status_code == 404 else "this path does not support that method"  # noqa: PLR2004
-    return JSONResponse({"error": sentence}, error.status_code, {**SAFE, **(error.headers or {})})
+    return Json({"error": sentence}, error.status_code, {**SAFE, **(error.headers or {})})
 
 
 NOT_FOUND = {404: _not_found, 405: _not_found}
@@ -100,7 +107,13 @@ async def serve_in_thread(application: ASGIApp, *, host: str, port: int) -> Asyn
         )
     server = uvicorn.Server(
         uvicorn.Config(
-            application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT
+            application,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT,
+            http=Connection,
+            backlog=BACKLOG,
         )
     )
     # A daemon thread: a process that exits must not wait for a request that hangs.
@@ -125,7 +138,11 @@ def _run(server: uvicorn.Server, listener: socket.socket) -> None:
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
-    await server.serve(sockets=[listener])
+    ending = asyncio.create_task(end_waiting(server), name="health server ends connections")
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        ending.cancel()
     # The server leaves connections of abandoned requests open.
     for connection in tuple(server.server_state.connections):
         if (transport := connection.transport) is not None:
@@ -137,7 +154,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # Listen before the server runs, so that an early probe waits for its response.
-        listener = socket.create_server(address[:2], family=family, backlog=128)
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         # Connections inherit it: asyncio sets it only if the protocol is given explicitly, and without it a body that
         # follows its headers waits 40 ms for the peer.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

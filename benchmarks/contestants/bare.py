@@ -7,7 +7,7 @@ from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
 
-class Place(NamedTuple):
+class RecordId(NamedTuple):
     """The part of a record that the handler uses."""
 
     partition: int
@@ -16,11 +16,11 @@ class Place(NamedTuple):
 
 async def bare_loop(spec: Spec, meter: Meter) -> None:
     """Run *concurrency* coroutines that call the handler in a loop."""
-    places = iter([Place(partition, offset) for partition, end in enumerate(spec.ends) for offset in range(end)])
+    record_ids = iter([RecordId(partition, offset) for partition, end in enumerate(spec.ends) for offset in range(end)])
     handler = meter.handler
 
     async def work() -> None:
-        for place in places:
-            await handler(place)
+        for record_id in record_ids:
+            await handler(record_id)
 
     await asyncio.gather(meter.watch(), *(work() for _ in range(spec.concurrency)))

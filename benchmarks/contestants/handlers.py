@@ -48,7 +48,7 @@ def make_work(spec: Spec) -> Work:
             return _Hanging()
         case "journal":
             return _Journal(spec)
-        case "told" | "hash" | "compute":
+        case "planned" | "hash" | "compute":
             return _Observing(spec)
         case _:
             return _Marking(spec)

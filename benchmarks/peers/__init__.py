@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.spec import Spec
-from tests.support.kafka_libs import PROJECT
 from tests.support.parallel_consumer_jars import ParallelConsumerUnavailableError, parallel_consumer_jars
+from tests.support.paths import PROJECT
 
 __all__ = ["HEAP", "PEERS", "TRANSACTIONAL", "ParallelConsumerUnavailableError", "command", "find_peers"]
 

@@ -19,7 +19,7 @@ def client() -> Client:
 async def scenario(
     brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client
 ) -> AsyncIterator[Scenario]:
-    """A scenario without members; its samples survive whatever happens to a broker."""
+    """A scenario without members; its samples survive any failure of a broker."""
     async with Scenario(brokers, topic, group, tmp_path) as scenario:
         scenario.client = client
         scenario.sampling.survives = True

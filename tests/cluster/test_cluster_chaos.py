@@ -71,7 +71,7 @@ WITHOUT_PROGRESS = 60.0
 
 @pytest.fixture
 async def own_brokers(tmp_path: Path) -> AsyncIterator[ThreeBrokers]:
-    """A cluster that this test alone uses, so that several may run at once."""
+    """A cluster that this test alone uses, so that several may run concurrently."""
     cluster = ThreeBrokers(tmp_path / "brokers")
     try:
         async with cluster:
@@ -259,7 +259,7 @@ class Trouble:
         rule.lift()
 
     async def lose_answers(self, name: str) -> None:
-        """Close connections in the place of answers, one in three."""
+        """Close connections instead of answering, one in three."""
         rules = [
             self._proxies.answer(
                 lambda _, answer: None if self.chance.random() < 1 / 3 else answer, api_key=api, client_id=name
@@ -279,14 +279,14 @@ async def judge(scenario: Scenario, fleet: Fleet, load: Load, run: dict[str, obj
     guarantees: dict[str, Guarantee] = {
         "lost": NothingLost(),
         "out of order": KeyOrder(),
-        "at once in a process": OneAtATimePerKey(),
+        "one at a time in a process": OneAtATimePerKey(),
         "both at once": OneProcessPerKey(apart=fleet.apart),
         "committed too early": NeverAhead(),
         "commits that went back": CommitsOnlyAdvance(),
         "unexplained": OnlyUncommittedAgain(apart=fleet.apart),
         "not committed": LagZero(),
     }
-    runs = Counter(seen.place for seen in history.seen if seen.kind is Kind.FINISHED)
+    runs = Counter(seen.record_id for seen in history.seen if seen.kind is Kind.FINISHED)
     figures = {
         **run,
         "records": len(history.produced),

@@ -57,8 +57,8 @@ async def test_a_new_owner_resumes_at_the_commit_when_the_coordinator_moves(
             await scenario.until_all_committed()
 
         await brokers.move_coordinator(group)
-        dying, heir = sorted(x.members, key=lambda name: (y.topic, 0) not in x.members[name].owned)
-        held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id=heir)
+        dying, successor = sorted(x.members, key=lambda name: (y.topic, 0) not in x.members[name].owned)
+        held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id=successor)
         await x.kill(dying)
         for scenario in (x, y):
             await scenario.produce(records(AFTER))
@@ -94,7 +94,7 @@ async def test_a_new_coordinator_is_trusted_once_it_knows_the_commits(
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
 async def test_a_coordinator_that_was_frozen_is_not_trusted(brokers: ThreeBrokers, topic: str, group: str) -> None:
-    """It answers the question that reached it while it was frozen before it learns that another has taken over."""
+    """It answers the question that reached it while it was frozen before it learns that another is the coordinator."""
     await brokers.create_topic(topic)
     member = Member(settings_for(brokers.proxied_bootstrap, client="confluent", session_timeout=20), group)
     try:

@@ -99,14 +99,14 @@ class Group:
         return max((run.ended for run in self.runs if run.member == member), default=0.0)
 
     def overlaps(self, after: float) -> list[tuple[Run, Run]]:
-        """Runs of one key in both members at once, later than *after*."""
+        """Runs of one key in both members concurrently, later than *after*."""
         ours = [run for run in self.runs if run.member == "cut-off" and run.ended > after]
         theirs = [run for run in self.runs if run.member == "other" and run.ended > after]
         return [
-            (one, two)
-            for one in ours
+            (run, two)
+            for run in ours
             for two in theirs
-            if one.key == two.key and min(one.ended, two.ended) > max(one.began, two.began, after)
+            if run.key == two.key and min(run.ended, two.ended) > max(run.began, two.began, after)
         ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.guarantees.behaviour import BAD, dead_letter, parking
 from tests.guarantees.checks import DEPLOYED, NoDuplicates, safe_when_parked, verify
 from tests.guarantees.scenario import Scenario
-from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership
+from tests.guarantees.side_topics import DeadLettersExact, OneDeadLetterPerOwnership
 from tests.support.load import Load
 from tests.support.three_brokers import ThreeBrokers
 
@@ -43,8 +43,8 @@ class Handlers:
     def __init__(self, brokers: ThreeBrokers, main: Scenario) -> None:
         self._brokers = brokers
         self.main = main
-        self.fixed, self.letters, self.parked, self.stuck = self.beside = [
-            main.beside(name) for name in ("fixed", "letters", "parked", "stuck")
+        self.fixed, self.dead_letters, self.parked, self.stuck = self.beside = [
+            main.beside(name) for name in ("fixed", "dead-letters", "parked", "stuck")
         ]
         self.all = [main, *self.beside]
 
@@ -52,8 +52,8 @@ class Handlers:
         """The topics; the first record of each partition of `stuck` halts its key."""
         for scenario in (self.main, self.fixed, self.stuck):
             await scenario.create(PARTITIONS)
-        await self.letters.create(PARTITIONS, recourse="letters")
-        await self.parked.create(PARTITIONS, recourse="parked")
+        await self.dead_letters.create(PARTITIONS, policy="dead-letters")
+        await self.parked.create(PARTITIONS, policy="parked")
         for partition in range(PARTITIONS):
             await self.stuck.produce([(b"%s%d" % (BAD, partition), None)], partition)
 
@@ -61,7 +61,7 @@ class Handlers:
         """Start all members; return when they share all partitions."""
         behaviours: tuple[dict[str, Any], ...] = (
             {"shards": 8},
-            {"on_failure": dead_letter(self.letters.side_topic), "retry": ONCE},
+            {"on_failure": dead_letter(self.dead_letters.side_topic), "retry": ONCE},
             {"on_failure": parking(self.parked.side_topic, delay=1.0), "retry": ONCE},
             {"retry": ONCE},
         )
@@ -84,7 +84,7 @@ class Handlers:
         """Stop and start each broker while records come in."""
         async with contextlib.AsyncExitStack() as loads:
             for each in self.all:
-                key = one_fails if each in (self.letters, self.parked) else healthy
+                key = one_fails if each in (self.dead_letters, self.parked) else healthy
                 load = Load(self._brokers.bootstrap, each.topic, PARTITIONS, each.produced, rate=RATE, key=key)
                 await loads.enter_async_context(load)
             for node in self._brokers.nodes:
@@ -93,9 +93,9 @@ class Handlers:
                 for each in self.all:
                     await each.until_finished(len(each.observations.refresh().finished) + int(RATE))
 
-    def noted(self) -> int:
-        """How many records of `stuck` the last commit notes as finished."""
-        return sum(run.end - run.start for runs in self.stuck.commits[-1].noted.values() for run in runs)
+    def finished_ahead(self) -> int:
+        """Count the records of `stuck` that the last commit stores as finished."""
+        return sum(run.end - run.start for runs in self.stuck.commits[-1].completions.values() for run in runs)
 
 
 @pytest.mark.chaos
@@ -104,7 +104,7 @@ class Handlers:
 async def test_a_rolling_broker_restart_runs_no_record_twice(scenario: Scenario, brokers: ThreeBrokers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         handlers = Handlers(brokers, scenario)
-        letters, parked, stuck = handlers.letters, handlers.parked, handlers.stuck
+        dead_letters, parked, stuck = handlers.dead_letters, handlers.parked, handlers.stuck
         for each in handlers.beside:
             await stack.enter_async_context(each)
         await handlers.create()
@@ -119,10 +119,12 @@ async def test_a_rolling_broker_restart_runs_no_record_twice(scenario: Scenario,
         parked.heal()
         await parked.until_finished(len(parked.produced))
         await parked.until_nothing_is_parked()
-        for each in (scenario, handlers.fixed, letters, parked):
+        for each in (scenario, handlers.fixed, dead_letters, parked):
             await each.until_all_committed()
         healthy_ones = len(stuck.produced) - len(stuck.failing)
-        await stuck.until(lambda: handlers.noted() == healthy_ones, "all but what halted is noted as finished")
+        await stuck.until(
+            lambda: handlers.finished_ahead() == healthy_ones, "all but the halted records are stored as finished"
+        )
 
         for name in NAMES:
             await scenario.kill(name)
@@ -130,10 +132,10 @@ async def test_a_rolling_broker_restart_runs_no_record_twice(scenario: Scenario,
         await handlers.start()
         await stuck.until_finished(len(stuck.produced))
 
-        copies, originals = await letters.side_records(), await letters.originals()
-        assert len(copies) == len(letters.failing) > 0
-        exact = LettersExact(copies, originals, letters.failing, lambda _: True)
-        await letters.verify(*DEPLOYED, exact, OneLetterPerOwnership(copies))
+        copies, originals = await dead_letters.side_records(), await dead_letters.originals()
+        assert len(copies) == len(dead_letters.failing) > 0
+        exact = DeadLettersExact(copies, originals, dead_letters.failing, lambda _: True)
+        await dead_letters.verify(*DEPLOYED, exact, OneDeadLetterPerOwnership(copies))
         await parked.verify(*safe_when_parked(parked.failing), NoDuplicates(apart_from=parked.failing))
         await stuck.verify(*safe_when_parked(()), NoDuplicates(apart_from=stuck.failing))
         await scenario.verify(*DEPLOYED)

@@ -47,7 +47,7 @@ async def test_a_coordinator_moves_between_nodes_without_stopping_any(
     assert await brokers.move_coordinator(group, moved[0]) == await brokers.coordinator_of(group) == moved[0]
     assert all(broker.answers for broker in brokers.nodes.values())
     assert await brokers.committed(group, topic) == {0: 7}
-    for number in range(4):  # of each partition of offsets, whatever the sign of the hash of its name
+    for number in range(4):  # of each partition of offsets; the hash of its name may be negative
         await brokers.move_coordinator(f"{group}-{number}")
 
 
@@ -112,10 +112,10 @@ async def test_a_client_that_bootstraps_through_the_proxies_stays_behind_them(
 async def test_a_held_request_arrives_when_it_is_released(brokers: ThreeBrokers, group: str) -> None:
     """The coordinator has moved meanwhile; other clients and other requests of that one pass."""
     node = await brokers.coordinator_of(group)
-    held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id="heir*")
+    held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id="successor*")
 
-    async with connected(brokers, node, "heir-1") as heir, connected(brokers, node, "other") as other:
-        asked = asyncio.create_task(heir.send(OffsetFetchRequest(group, None)))
+    async with connected(brokers, node, "successor-1") as successor, connected(brokers, node, "other") as other:
+        asked = asyncio.create_task(successor.send(OffsetFetchRequest(group, None)))
         async with asyncio.timeout(10):
             await held.met.wait()
         assert (await other.send(OffsetFetchRequest(group, None))).error_code == 0
@@ -124,7 +124,24 @@ async def test_a_held_request_arrives_when_it_is_released(brokers: ThreeBrokers,
         held.lift()
         assert (await asked).error_code == NotCoordinatorForGroupError.errno
 
-    assert [(request.node, request.client_id) for request in held.requests] == [(node, "heir-1")]
+    assert [(request.node, request.client_id) for request in held.requests] == [(node, "successor-1")]
+
+
+async def test_a_stranded_request_arrives_when_its_client_has_sent_it_again(brokers: ThreeBrokers, group: str) -> None:
+    stranded = brokers.proxies.strand(api_key=OFFSET_FETCH, client_id="asking")
+    async with connected(brokers) as asking, connected(brokers, client_id="other") as other:
+        first = asyncio.create_task(asking.send(OffsetFetchRequest(group, None)))
+        with pytest.raises(KafkaConnectionError):
+            await first
+        assert stranded.met.is_set()
+        await other.send(MetadataRequest([]))
+    async with connected(brokers) as asking:
+        await asking.send(OffsetFetchRequest(group, None))
+    async with asyncio.timeout(10):
+        answer = await stranded.arrive()
+
+    (request,) = stranded.requests
+    assert int.from_bytes(answer[:4]) == request.correlation_id
 
 
 async def test_a_black_hole_answers_nothing_and_closes_its_connections_at_the_end(brokers: ThreeBrokers) -> None:

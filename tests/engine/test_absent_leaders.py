@@ -11,7 +11,7 @@ from aioshard.engine.control import caught_up
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 AWAY = TopicPartition("orders", 1)
 

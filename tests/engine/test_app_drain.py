@@ -16,7 +16,7 @@ from aioshard.errors import NotDrainedError, StateError
 from aioshard.loops import tuned_gc
 from aioshard.signals import Signals
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
-from tests.engine.running import engine_of, publish, until
+from tests.engine.live_apps import engine_of, publish, until
 
 
 class Slow:
@@ -321,15 +321,18 @@ def test_serve_continues_after_a_drain_until_it_is_stopped() -> None:
 
 
 @pytest.fixture
-def unfrozen() -> Iterator[None]:
-    """No object is left out of garbage collections, as in a process that has just started."""
+def default_gc() -> Iterator[None]:
+    """Garbage is collected as in a process that has just started; a Spark task leaves its thresholds behind."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
     gc.unfreeze()
     yield
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*thresholds)
 
 
-@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.usefixtures("default_gc")
 @pytest.mark.parametrize(
     ("serve", "settings", "tuned"),
     [
@@ -377,7 +380,7 @@ def test_a_failure_is_logged_even_without_serve(caplog: pytest.LogCaptureFixture
 
     async def test() -> None:
         async with slow.client:
-            engine_of(slow.app).fail(StateError("access was taken away"))
+            engine_of(slow.app).lifecycle.fail(StateError("access was taken away"))
             await asyncio.sleep(0)
             assert slow.app.statistics().state == "failed"
             await slow.app.drain()

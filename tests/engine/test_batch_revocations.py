@@ -233,7 +233,7 @@ def test_an_app_that_stops_does_not_wait_for_a_batch_to_fill() -> None:
 
 
 def test_evicted_records_leave_a_filling_batch() -> None:
-    """I6: a partition that cannot advance keeps its minimum, whatever waits for a batch to fill."""
+    """I6: a partition that cannot advance keeps its minimum, also while records wait for a batch to fill."""
     app = App("handed over", max_buffered_records=200, stuck_after=100.0)
     options = {"retry": Retry(attempts=1), "batch": Batch(max_records=100, linger=50.0)}
 
@@ -249,7 +249,9 @@ def test_evicted_records_leave_a_filling_batch() -> None:
             assert app.statistics().handlers[0].halted == 1
             await publish(client, [str(number) for number in range(90)])
             await asyncio.sleep(0.6)
-            held = next(one for one in app.statistics().partitions if one.partition == 0).buffered_records
+            held = next(
+                partition for partition in app.statistics().partitions if partition.partition == 0
+            ).buffered_records
             assert held <= 4
             app.skip("clicks", 0, 0)
             await client.settle(200.0)

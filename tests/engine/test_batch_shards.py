@@ -3,8 +3,8 @@
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.failures import skipping
 from aioshard.engine.outcomes import Outcome, Recovery
+from aioshard.engine.recoveries import skipping
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.testing import run
 from tests.engine.deliveries import make_epoch, start
@@ -78,7 +78,8 @@ def test_batches_never_mix_records_of_two_epochs() -> None:
         for batch in batches:
             assert batch is not None
             for delivery in batch.deliveries:
-                start(delivery).starts = delivery.failures = 1
+                start(delivery).starts = 1
+                delivery.fail(ValueError(), 0)
             for delivery in shards.end(batch, batch.deliveries):
                 shards.again(delivery)
         again = []
@@ -123,11 +124,11 @@ async def test_no_recovery_overtakes_a_paused_record_of_its_key() -> None:
     batch = shards.take_batch()
     assert batch is not None
     for delivery in (deliveries[0], deliveries[2]):
-        delivery.divert(skipping("the test asked for it"))
+        delivery.divert(skipping("requested by the test"))
     batch.left_out, batch.deliveries = batch.deliveries, []
     for head in shards.end(batch, batch.left_out):
         shards.resume(head)
-    epoch.pause("application", "the test asked for it")
+    epoch.pause("application", "requested by the test")
 
     first = shards.take_batch()
     assert first is not None
@@ -145,10 +146,10 @@ async def test_no_recovery_of_a_cancelled_batch_starts_before_a_record_of_its_ke
     batch = shards.take_batch()
     assert batch is not None
     for delivery in deliveries[1:]:
-        delivery.divert(skipping("the test asked for it"))
+        delivery.divert(skipping("requested by the test"))
     batch.deliveries, batch.left_out = deliveries[:1], deliveries[1:]
     shards.put_back(batch)
-    epoch.pause("application", "the test asked for it")
+    epoch.pause("application", "requested by the test")
 
     alone = shards.take_batch()
     assert alone is not None
@@ -170,7 +171,7 @@ async def test_no_recovery_of_a_cancelled_batch_starts_before_a_record_of_its_ke
 async def test_the_cancelled_probe_of_a_pause_runs_again_before_later_records_of_its_key() -> None:
     shards = BatchShards(Batch(max_records=10, linger=0.0), 1)
     epoch, deliveries = make_epoch(["a", "a"])
-    epoch.pause("the circuit breaker", "the test asked for it")
+    epoch.pause("the circuit breaker", "requested by the test")
     await shards.put(deliveries)
     assert shards.take_batch() is None
     assert shards.probe(epoch) is deliveries[0]

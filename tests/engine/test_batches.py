@@ -453,7 +453,7 @@ def test_a_batch_that_swallows_its_timeout_is_not_halted_for_one_record() -> Non
         async with TestClient(clicks.app) as client:
             await publish(client, [str(number) for number in range(50)], ["hang" if n == 20 else "" for n in range(50)])
             await asyncio.sleep(60.0)
-            assert "swallowed its cancellation" in clicks.app.explain()
+            assert "swallowed the cancellation" in clicks.app.explain()
             (handler,) = clicks.app.statistics().handlers
             assert (handler.processed, handler.halted, handler.busy) == (49, 1, 0)
 
@@ -532,7 +532,7 @@ def test_a_batch_context_has_attempt_deadline_and_publish() -> None:
 
 
 def test_a_parked_record_left_out_of_a_batch_does_not_count_as_processed() -> None:
-    """It waits in its fixed shard behind one that cannot be decoded, and both are due at once."""
+    """It waits in its fixed shard behind one that cannot be decoded, and both are due at the same time."""
     app = App("batches")
     done: list[dict[str, int]] = []
     broken = True

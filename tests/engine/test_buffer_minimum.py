@@ -106,7 +106,7 @@ def test_a_record_waiting_for_room_is_dropped_with_its_epoch() -> None:
 
 
 def test_a_large_record_of_a_halted_partition_delays_no_other() -> None:
-    """It admits no more records, so the room others leave for that record would stay free forever."""
+    """It admits no further records, so the room others leave for that record would stay free forever."""
     app = App("memory", max_buffered_bytes=1_000_000, shutdown_timeout=2.0)
 
     @app.consume("orders", shard_by="partition", retry=Retry(attempts=1))
@@ -133,7 +133,7 @@ def test_a_large_record_of_a_halted_partition_delays_no_other() -> None:
 
 
 def test_a_refetch_ends_below_the_buffered_records() -> None:
-    """Records above the last that was given back are complete, or run, and come again with what is fetched again."""
+    """Records above the last evicted one are complete or running, and arrive again with the second fetch."""
     app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
     release = asyncio.Event()
     runs: list[int] = []
@@ -177,11 +177,11 @@ def test_evicted_records_are_not_in_memory() -> None:
             await asyncio.sleep(5.0)
             engine = app._engine
             assert engine is not None
-            (epoch,) = engine.rebalance.epochs
-            assert len(epoch.evicted) > 100
-            kept = [delivery for delivery in epoch.tracker.values() if delivery.record.value is not None]
-            assert len(kept) == epoch.held_usage.records
-            assert all(delivery.record.headers == () for delivery in epoch.evicted.values())
+            (partition,) = engine.rebalance.partitions
+            assert len(partition.evicted) > 100
+            kept = [delivery for delivery in partition.tracker.values() if delivery.record.value is not None]
+            assert len(kept) == partition.held_usage.records
+            assert all(delivery.record.headers == () for delivery in partition.evicted.values())
 
     run(test())
 

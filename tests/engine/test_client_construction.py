@@ -26,7 +26,7 @@ def test_a_permanent_client_error_is_raised_and_not_logged_as_a_crash(caplog: py
 
     run(scenario())
 
-    told = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(told) == 1
-    assert "ca.pem" in told[0].getMessage()
-    assert told[0].exc_info is None
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert "ca.pem" in errors[0].getMessage()
+    assert errors[0].exc_info is None

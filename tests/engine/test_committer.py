@@ -4,7 +4,7 @@ import asyncio
 import functools
 import itertools
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,16 +12,22 @@ import pytest
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.core.flow import Usage
-from aioshard.engine.buffer import Buffer
-from aioshard.engine.committer import Committer
+from aioshard.engine.commits import FailedTransactions
+from aioshard.engine.committer import CommitFailure, Committer
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.partition import Partition
-from aioshard.errors import CommitError, CommitRefusedError, MetadataRefusedError
+from aioshard.errors import (
+    CommitError,
+    CommitRefusedError,
+    MessageRefusedError,
+    MessagesRefusedError,
+    MetadataRefusedError,
+)
 from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
-from tests.engine.deliveries import make_partition
-from tests.engine.running import until
+from tests.engine.deliveries import crowd, make_buffer, make_partition, unsent
+from tests.engine.live_apps import until
 from tests.support.offsets import runs_of
 
 MEMBER = Membership("member-1", 4)
@@ -29,6 +35,8 @@ MEMBER = Membership("member-1", 4)
 
 class Client:
     """Takes commits; everything else of the port is not asked for."""
+
+    hang = None
 
     def __init__(self) -> None:
         self.member = MEMBER
@@ -63,32 +71,53 @@ class Client:
             raise self.answers.pop(0)
 
 
-class Desk:
+class Harness:
     """A committer at work, and partitions whose records the test completes."""
 
-    def __init__(
-        self,
-        interval: float = 1.0,
-        records: int | None = None,
-        aborted: Callable[[Collection[Partition], str], object] | None = None,
-    ) -> None:
-        self.client = Client()
-        self.committer = Committer(interval, 5.0, asyncio.get_running_loop().time, records=records, aborted=aborted)
-        self.buffer = Buffer(Usage(1000, 10**6), lambda: None)
-        self.task = asyncio.create_task(self.committer.run(self.client), name="committer")  # type: ignore[arg-type]
+    transactional = False
 
-    def epoch(self, partition: int = 0, records: int = 5) -> tuple[Partition, list[Delivery]]:
-        epoch, _ = make_partition(partition=partition, buffer=self.buffer)
-        tp = epoch.topic_partition
-        epoch.acknowledged = 0
+    def __init__(self, interval: float = 1.0, records: int | None = None) -> None:
+        self.client = Client()
+        self.buffer = make_buffer()
+        self.committer = Committer(
+            self.buffer,
+            asyncio.get_running_loop().time,
+            interval=interval,
+            timeout=5.0,
+            records=records,
+            transactional=self.transactional,
+        )
+        self.failures: list[CommitFailure] = []
+        self.task = asyncio.create_task(self.commit(), name="committer")
+
+    async def commit(self) -> None:
+        """Commit until cancelled, as the engine does."""
+        try:
+            while True:
+                failure = await self.committer.run(self.client)  # type: ignore[arg-type]
+                self.failures.append(failure)
+                self.act_on(failure)
+        finally:
+            self.committer.stop()
+
+    def act_on(self, failure: CommitFailure) -> None:
+        """Do what follows from a failed commit: nothing, without transactions."""
+
+    def partition(
+        self, number: int = 0, records: int = 5, failed: FailedTransactions | None = None
+    ) -> tuple[Partition, list[Delivery]]:
+        partition, _ = make_partition(partition=number, buffer=self.buffer)
+        partition.commits.failed_transactions = failed
+        tp = partition.topic_partition
+        partition.commits.acknowledged = 0
         found = [Record(*tp, offset, b"k", b"", (), 0.0) for offset in range(records)]
-        deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in found]
-        epoch.take_in(FetchedBatch(tp, found, [1] * records, records), deliveries)
-        self.committer.own(epoch)
-        return epoch, deliveries
+        deliveries = [Delivery(record, partition, None, 1, 0.0) for record in found]
+        partition.take_in(FetchedBatch(tp, found, [1] * records, records), deliveries)
+        self.committer.own(partition)
+        return partition, deliveries
 
     @property
-    def noted(self) -> list[list[Run]]:
+    def stored_completions(self) -> list[list[Run]]:
         """The completions stored with each commit of the first partition."""
         return [
             list(CommitMetadata.read(due.metadata, due.offset).finished)
@@ -106,15 +135,15 @@ class Desk:
         await asyncio.wait([self.task])
 
 
-def with_desk(test: Any) -> Any:
-    """Run an async test with a desk under virtual time."""
+def with_committer(test: Any) -> Any:
+    """Run an async test with a committer under virtual time."""
 
     def wrapped() -> None:
         async def live() -> None:
-            desk = Desk()
+            harness = Harness()
             await asyncio.sleep(0)  # the committer's task begins
-            await test(desk)
-            await desk.close()
+            await test(harness)
+            await harness.close()
 
         run(live())
 
@@ -123,32 +152,32 @@ def with_desk(test: Any) -> Any:
     return wrapped
 
 
-@with_desk
-async def test_only_the_completed_prefix_is_committed(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch()
+@with_committer
+async def test_only_the_completed_prefix_is_committed(harness: Harness) -> None:
+    partition, deliveries = harness.partition()
     for delivery in (deliveries[1], deliveries[2]):
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(5.0)
-    assert desk.offsets == [{0: 0}], "what is finished beyond it is noted, once"
-    assert desk.noted[-1] == [Run(1, 3)]
+    assert harness.offsets == [{0: 0}], "the completions beyond it are stored, once"
+    assert harness.stored_completions[-1] == [Run(1, 3)]
 
-    epoch.complete(deliveries[0])
+    partition.complete(deliveries[0])
     await asyncio.sleep(5.0)
 
-    assert desk.offsets == [{0: 0}, {0: 3}]
-    assert desk.noted[-1] == []
-    assert epoch.acknowledged == 3
+    assert harness.offsets == [{0: 0}, {0: 3}]
+    assert harness.stored_completions[-1] == []
+    assert partition.commits.acknowledged == 3
 
 
 def with_early_commits(test: Any) -> Any:
-    """Run an async test with a desk that commits every 100 s, or after 10 records."""
+    """Run an async test with a committer that commits every 100 s, or after 10 records."""
 
     def wrapped() -> None:
         async def live() -> None:
-            desk = Desk(interval=100.0, records=10)
+            harness = Harness(interval=100.0, records=10)
             await asyncio.sleep(1.0)
-            await test(desk)
-            await desk.close()
+            await test(harness)
+            await harness.close()
 
         run(live())
 
@@ -157,370 +186,370 @@ def with_early_commits(test: Any) -> Any:
 
 
 @with_early_commits
-async def test_the_first_completions_of_an_epoch_are_committed_at_once(desk: Desk) -> None:
-    for partition in (0, 1):
-        epoch, deliveries = desk.epoch(partition)
-        epoch.complete(deliveries[0])
+async def test_the_first_completions_of_an_epoch_are_committed_at_once(harness: Harness) -> None:
+    for number in (0, 1):
+        partition, deliveries = harness.partition(number)
+        partition.complete(deliveries[0])
         await asyncio.sleep(0.1)
-        epoch.complete(deliveries[1])
+        partition.complete(deliveries[1])
         await asyncio.sleep(20.0)
-    assert desk.offsets == [{0: 1}, {0: 2, 1: 1}], "the second record of each waits"
+    assert harness.offsets == [{0: 1}, {0: 2, 1: 1}], "the second record of each waits"
 
 
 @with_early_commits
-async def test_enough_completions_are_committed_before_the_interval_has_passed(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=30)
+async def test_enough_completions_are_committed_before_the_interval_has_passed(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=30)
     for delivery in deliveries[:10]:
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(1.0)
-    assert desk.offsets == [{0: 10}]
+    assert harness.offsets == [{0: 10}]
 
     for delivery in deliveries[10:19]:
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(1.0)
-    assert desk.offsets == [{0: 10}]
-    epoch.complete(deliveries[19])
+    assert harness.offsets == [{0: 10}]
+    partition.complete(deliveries[19])
     await asyncio.sleep(1.0)
 
-    assert desk.offsets == [{0: 10}, {0: 20}]
+    assert harness.offsets == [{0: 10}, {0: 20}]
 
 
 @with_early_commits
-async def test_completions_beyond_a_stuck_record_are_enough_too(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=30)
+async def test_completions_beyond_a_stuck_record_are_enough_too(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=30)
     for delivery in deliveries[1:20]:
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(1.0)
-    assert (desk.offsets, desk.noted) == ([{0: 0}], [[Run(1, 20)]])
+    assert (harness.offsets, harness.stored_completions) == ([{0: 0}], [[Run(1, 20)]])
 
 
 @with_early_commits
-async def test_early_commits_keep_a_minimum_pause(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=1000)
+async def test_early_commits_keep_a_minimum_pause(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=1000)
     for delivery in deliveries:
-        epoch.complete(delivery)
+        partition.complete(delivery)
         await asyncio.sleep(0.001)
     await asyncio.sleep(1.0)
 
-    times = [time for time, _, _ in desk.client.sent]
-    assert desk.offsets[-1][0] > 990, "the last ones wait"
+    times = [time for time, _, _ in harness.client.sent]
+    assert harness.offsets[-1][0] > 990, "the last ones wait"
     assert len(times) > 20
     assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.03
 
 
 @with_early_commits
-async def test_slow_metadata_is_not_built_for_early_commits(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=30)
-    epoch.finished_ahead = runs_of(random.Random(1).sample(range(40, 20_000), 5_000))
-    epoch.complete(deliveries[0])
+async def test_slow_metadata_is_not_built_for_early_commits(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=30)
+    partition.finished_ahead = runs_of(random.Random(1).sample(range(40, 20_000), 5_000))
+    partition.complete(deliveries[0])
     await asyncio.sleep(1.0)
-    assert len(desk.offsets) == 1
+    assert len(harness.offsets) == 1
     for delivery in deliveries[1:]:
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(90.0)
-    assert len(desk.offsets) == 1
+    assert len(harness.offsets) == 1
     await asyncio.sleep(20.0)
 
-    assert desk.offsets[1:] == [{0: 30}]
+    assert harness.offsets[1:] == [{0: 30}]
 
 
 @with_early_commits
-async def test_a_refused_commit_is_retried_after_the_interval(desk: Desk) -> None:
-    desk.client.answers = [CommitError("not now")]
-    epoch, deliveries = desk.epoch(records=30)
+async def test_a_refused_commit_is_retried_after_the_interval(harness: Harness) -> None:
+    harness.client.answers = [CommitError("not now")]
+    partition, deliveries = harness.partition(records=30)
     for delivery in deliveries:
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(90.0)
-    assert len(desk.client.sent) == 1
+    assert len(harness.client.sent) == 1
     await asyncio.sleep(20.0)
 
-    assert epoch.acknowledged == 30
+    assert partition.commits.acknowledged == 30
 
 
-@with_desk
-async def test_completions_within_an_interval_share_one_commit(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch()
+@with_committer
+async def test_completions_within_an_interval_share_one_commit(harness: Harness) -> None:
+    partition, deliveries = harness.partition()
     for delivery in deliveries:
-        epoch.complete(delivery)
+        partition.complete(delivery)
         await asyncio.sleep(0.15)
     await asyncio.sleep(3.0)
 
-    times = [time for time, _, _ in desk.client.sent]
-    assert desk.offsets[-1] == {0: 5}
+    times = [time for time, _, _ in harness.client.sent]
+    assert harness.offsets[-1] == {0: 5}
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
 
 
 def test_an_interval_shorter_than_the_retry_pause_is_kept() -> None:
     async def test() -> None:
-        desk = Desk(interval=0.02)
+        harness = Harness(interval=0.02)
         await asyncio.sleep(0)
-        epoch, deliveries = desk.epoch(records=20)
+        partition, deliveries = harness.partition(records=20)
         for delivery in deliveries:
-            epoch.complete(delivery)
+            partition.complete(delivery)
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.02)
-        await desk.close()
+        await harness.close()
 
-        times = [time for time, _, _ in desk.client.sent]
-        assert desk.offsets[-1] == {0: 20}
+        times = [time for time, _, _ in harness.client.sent]
+        assert harness.offsets[-1] == {0: 20}
         assert all(later - earlier == pytest.approx(0.02) for earlier, later in itertools.pairwise(times))
 
     run(test())
 
 
-@with_desk
-async def test_one_commit_request_is_in_flight_at_a_time(desk: Desk) -> None:
-    desk.client.takes = 2.5
-    epoch, deliveries = desk.epoch()
-    other, others = desk.epoch(partition=1)
+@with_committer
+async def test_one_commit_request_is_in_flight_at_a_time(harness: Harness) -> None:
+    harness.client.takes = 2.5
+    partition, deliveries = harness.partition()
+    other, others = harness.partition(1)
     for delivery in (*deliveries, *others):
         delivery.epoch.complete(delivery)
         await asyncio.sleep(0.4)
-    assert await desk.committer.flush([epoch, other], 20.0)
+    assert await harness.committer.flush([partition, other], 20.0)
 
-    assert desk.client.most_under_way == 1
-    assert (epoch.acknowledged, other.acknowledged) == (5, 5)
-
-
-@with_desk
-async def test_nothing_is_committed_without_a_membership(desk: Desk) -> None:
-    desk.client.member = NOT_A_MEMBER
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
-    assert not await desk.committer.flush([epoch], 5.0)
-    assert desk.client.sent == []
-
-    desk.client.member = MEMBER
-    assert await desk.committer.flush([epoch], 5.0)
-    assert desk.offsets == [{0: 1}]
+    assert harness.client.most_under_way == 1
+    assert (partition.commits.acknowledged, other.commits.acknowledged) == (5, 5)
 
 
-@with_desk
-async def test_an_unacknowledged_commit_is_recomputed(desk: Desk) -> None:
+@with_committer
+async def test_nothing_is_committed_without_a_membership(harness: Harness) -> None:
+    harness.client.member = NOT_A_MEMBER
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
+    assert not await harness.committer.flush([partition], 5.0)
+    assert harness.client.sent == []
+
+    harness.client.member = MEMBER
+    assert await harness.committer.flush([partition], 5.0)
+    assert harness.offsets == [{0: 1}]
+
+
+@with_committer
+async def test_an_unacknowledged_commit_is_recomputed(harness: Harness) -> None:
     """The first request failed; meanwhile more has completed, and the second says so (I9)."""
-    desk.client.answers = [CommitError("no time")]
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+    harness.client.answers = [CommitError("no time")]
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     await asyncio.sleep(0.5)
-    assert (desk.committer.failure_durations.counts().count, epoch.acknowledged) == (1, 0)
-    assert desk.committer.trouble.why == "no time"
+    assert (harness.committer.failure_durations.counts().count, partition.commits.acknowledged) == (1, 0)
+    assert harness.committer.trouble.why == "no time"
 
-    desk.client.member = Membership("member-1", 5)
-    epoch.complete(deliveries[1])
+    harness.client.member = Membership("member-1", 5)
+    partition.complete(deliveries[1])
     await asyncio.sleep(2.0)
 
-    assert [(offsets, membership.generation) for _, offsets, membership in desk.client.sent] == [
+    assert [(offsets, membership.generation) for _, offsets, membership in harness.client.sent] == [
         ({0: 1}, 4),
         ({0: 2}, 5),
     ]
-    assert desk.committer.trouble.why is None
+    assert harness.committer.trouble.why is None
 
 
-@with_desk
-async def test_a_commit_that_times_out_stays_due(desk: Desk) -> None:
-    desk.client.takes = 60.0
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_a_commit_that_times_out_stays_due(harness: Harness) -> None:
+    harness.client.takes = 60.0
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     await asyncio.sleep(5.5)
 
-    assert desk.committer.failure_durations.counts().count == 1
-    assert "commit_timeout" in str(desk.committer.trouble.why)
-    assert epoch.acknowledged == 0
-    desk.client.takes = 0.0
+    assert harness.committer.failure_durations.counts().count == 1
+    assert "commit_timeout" in str(harness.committer.trouble.why)
+    assert partition.commits.acknowledged == 0
+    harness.client.takes = 0.0
     await asyncio.sleep(2.0)
-    assert epoch.acknowledged == 1
+    assert partition.commits.acknowledged == 1
 
 
-@with_desk
-async def test_a_commit_cancelled_by_the_client_stays_due(desk: Desk) -> None:
-    desk.client.answers = [asyncio.CancelledError()]
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_a_commit_cancelled_by_the_client_stays_due(harness: Harness) -> None:
+    harness.client.answers = [asyncio.CancelledError()]
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
 
-    await until(lambda: desk.committer.durations.counts().count == 1)
+    await until(lambda: harness.committer.durations.counts().count == 1)
 
-    assert epoch.acknowledged == 1
-    assert desk.committer.failure_durations.counts().count == 1
-    assert not desk.task.done()
+    assert partition.commits.acknowledged == 1
+    assert harness.committer.failure_durations.counts().count == 1
+    assert not harness.task.done()
 
 
-@with_desk
-async def test_a_disowned_partition_is_not_committed(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch()
-    desk.committer.disown(epoch)
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_a_disowned_partition_is_not_committed(harness: Harness) -> None:
+    partition, deliveries = harness.partition()
+    harness.committer.disown(partition)
+    partition.complete(deliveries[0])
     await asyncio.sleep(5.0)
 
-    assert desk.offsets == []
-    assert await desk.committer.flush([epoch], 1.0), "nothing of it is due"
+    assert harness.offsets == []
+    assert await harness.committer.flush([partition], 1.0), "nothing of it is due"
 
 
-@with_desk
-async def test_an_ended_epoch_accepts_no_completion(desk: Desk) -> None:
+@with_committer
+async def test_an_ended_epoch_accepts_no_completion(harness: Harness) -> None:
     """The partition may have come back in another epoch: a dead result changes nothing (I5)."""
-    epoch, deliveries = desk.epoch()
-    epoch.end()
-    held = (desk.buffer.records, desk.buffer.bytes)
+    partition, deliveries = harness.partition()
+    partition.end()
+    held = (harness.buffer.records, harness.buffer.bytes)
 
-    assert not epoch.complete(deliveries[0])
+    assert not partition.complete(deliveries[0])
 
-    assert (desk.buffer.records, desk.buffer.bytes) == held == (0, 0)
+    assert (harness.buffer.records, harness.buffer.bytes) == held == (0, 0)
 
 
-@with_desk
-async def test_nothing_is_committed_while_not_a_member(desk: Desk) -> None:
-    desk.client.member = NOT_A_MEMBER
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_nothing_is_committed_while_not_a_member(harness: Harness) -> None:
+    harness.client.member = NOT_A_MEMBER
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     await asyncio.sleep(5.0)
-    assert desk.offsets == []
+    assert harness.offsets == []
 
-    desk.client.member = MEMBER
+    harness.client.member = MEMBER
     await asyncio.sleep(2.0)
-    assert desk.offsets == [{0: 1}]
+    assert harness.offsets == [{0: 1}]
 
 
-@with_desk
-async def test_a_refusal_does_not_stop_later_commits(desk: Desk) -> None:
+@with_committer
+async def test_a_refusal_does_not_stop_later_commits(harness: Harness) -> None:
     """The broker said once that the group had moved on, and it had not."""
-    desk.client.answers = [CommitRefusedError("the group has moved on")]
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+    harness.client.answers = [CommitRefusedError("the group has moved on")]
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     await asyncio.sleep(5.0)
 
-    assert epoch.acknowledged == 1
+    assert partition.commits.acknowledged == 1
 
 
-@with_desk
-async def test_a_flush_does_not_wait_for_the_interval(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_a_flush_does_not_wait_for_the_interval(harness: Harness) -> None:
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     await asyncio.sleep(0.01)
-    epoch.complete(deliveries[1])
+    partition.complete(deliveries[1])
     began = asyncio.get_running_loop().time()
 
-    assert await desk.committer.flush([epoch], 5.0)
+    assert await harness.committer.flush([partition], 5.0)
 
     assert asyncio.get_running_loop().time() - began < 0.2
-    assert epoch.acknowledged == 2
+    assert partition.commits.acknowledged == 2
 
 
-@with_desk
-async def test_a_flush_gives_up_at_its_deadline(desk: Desk) -> None:
-    desk.client.answers = [CommitError("no time")] * 1000
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_a_flush_gives_up_at_its_deadline(harness: Harness) -> None:
+    harness.client.answers = [CommitError("no time")] * 1000
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     began = asyncio.get_running_loop().time()
 
-    assert not await desk.committer.flush([epoch], 3.0)
+    assert not await harness.committer.flush([partition], 3.0)
 
     assert asyncio.get_running_loop().time() - began == pytest.approx(3.0, abs=0.2)
 
 
-@with_desk
-async def test_a_position_that_moves_over_a_hole_is_committed(desk: Desk) -> None:
+@with_committer
+async def test_a_position_that_moves_over_a_hole_is_committed(harness: Harness) -> None:
     """A transaction marker at the end: lag reaches 0 (I10)."""
-    epoch, _ = desk.epoch(records=0)
-    epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
+    partition, _ = harness.partition(records=0)
+    partition.take_in(FetchedBatch(partition.topic_partition, [], [], 7), [])
     await asyncio.sleep(2.0)
 
-    assert epoch.acknowledged == 7
+    assert partition.commits.acknowledged == 7
 
 
-@with_desk
-async def test_a_quiet_partition_commits_its_next_record(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=1)
-    epoch.complete(deliveries[0])
+@with_committer
+async def test_a_quiet_partition_commits_its_next_record(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=1)
+    partition.complete(deliveries[0])
     await asyncio.sleep(60.0)
-    tp = epoch.topic_partition
+    tp = partition.topic_partition
     record = Record(*tp, 1, b"k", b"", (), 0.0)
-    delivery = Delivery(record, epoch, None, 1, 0.0)
-    epoch.take_in(FetchedBatch(tp, [record], [1], 2), [delivery])
+    delivery = Delivery(record, partition, None, 1, 0.0)
+    partition.take_in(FetchedBatch(tp, [record], [1], 2), [delivery])
     await asyncio.sleep(60.0)
-    epoch.complete(delivery)
+    partition.complete(delivery)
     await asyncio.sleep(2.0)
 
-    assert epoch.acknowledged == 2
+    assert partition.commits.acknowledged == 2
 
 
-@with_desk
-async def test_a_waiting_flush_learns_that_the_client_is_gone(desk: Desk) -> None:
-    desk.client.takes = 60.0
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
-    flushing = asyncio.create_task(desk.committer.flush([epoch], 30.0), name="flush")
+@with_committer
+async def test_a_waiting_flush_learns_that_the_client_is_gone(harness: Harness) -> None:
+    harness.client.takes = 60.0
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
+    flushing = asyncio.create_task(harness.committer.flush([partition], 30.0), name="flush")
     await asyncio.sleep(0.5)
     began = asyncio.get_running_loop().time()
-    await desk.close()
+    await harness.close()
 
     assert not await flushing
     assert asyncio.get_running_loop().time() - began < 1.0
 
 
-@with_desk
-async def test_a_position_that_moves_over_a_hole_later_is_committed(desk: Desk) -> None:
+@with_committer
+async def test_a_position_that_moves_over_a_hole_later_is_committed(harness: Harness) -> None:
     """Nothing is incomplete then whose completion could tell."""
-    epoch, _ = desk.epoch(records=0)
+    partition, _ = harness.partition(records=0)
     await asyncio.sleep(60.0)
-    epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
+    partition.take_in(FetchedBatch(partition.topic_partition, [], [], 7), [])
     await asyncio.sleep(2.0)
 
-    assert epoch.acknowledged == 7
+    assert partition.commits.acknowledged == 7
 
 
-@with_desk
-async def test_an_evicted_record_missing_on_refetch_is_a_hole(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=3)
-    epoch.evict(deliveries)
+@with_committer
+async def test_an_evicted_record_missing_on_refetch_is_a_hole(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=3)
+    partition.evict(deliveries)
     await asyncio.sleep(60.0)
-    assert epoch.readmit(FetchedBatch(epoch.topic_partition, [], [], 3), 60.0) == []
+    assert partition.readmit(FetchedBatch(partition.topic_partition, [], [], 3), 60.0) == []
     await asyncio.sleep(2.0)
 
-    assert epoch.acknowledged == 3
+    assert partition.commits.acknowledged == 3
 
 
-@with_desk
-async def test_a_hole_at_the_end_is_committed_at_once(desk: Desk) -> None:
-    epoch, _ = desk.epoch(records=0)
+@with_committer
+async def test_a_hole_at_the_end_is_committed_at_once(harness: Harness) -> None:
+    partition, _ = harness.partition(records=0)
     await asyncio.sleep(60.25)
-    epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
+    partition.take_in(FetchedBatch(partition.topic_partition, [], [], 7), [])
     await asyncio.sleep(0.1)
 
-    assert epoch.acknowledged == 7
+    assert partition.commits.acknowledged == 7
 
 
-@with_desk
-async def test_a_hole_left_by_evicted_records_is_committed_at_once(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=3)
-    epoch.evict(deliveries)
+@with_committer
+async def test_a_hole_left_by_evicted_records_is_committed_at_once(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=3)
+    partition.evict(deliveries)
     await asyncio.sleep(60.25)
-    epoch.readmit(FetchedBatch(epoch.topic_partition, [], [], 3), 60.25)
+    partition.readmit(FetchedBatch(partition.topic_partition, [], [], 3), 60.25)
     await asyncio.sleep(0.1)
 
-    assert epoch.acknowledged == 3
+    assert partition.commits.acknowledged == 3
 
 
-@with_desk
-async def test_a_partition_disowned_in_flight_is_not_resent_with_shorter_metadata(desk: Desk) -> None:
-    desk.client.takes = 0.5
-    desk.client.answers = [MetadataRefusedError("too long")]
-    epochs = []
-    for partition in range(2):
-        epoch, deliveries = desk.epoch(partition)
-        epoch.complete(deliveries[0])
-        epoch.complete(deliveries[2])
-        epochs.append(epoch)
-    await until(lambda: desk.client.under_way == 1)
-    assert desk.offsets == [{0: 1, 1: 1}]
+@with_committer
+async def test_a_partition_disowned_in_flight_is_not_resent_with_shorter_metadata(harness: Harness) -> None:
+    harness.client.takes = 0.5
+    harness.client.answers = [MetadataRefusedError("too long")]
+    partitions = []
+    for number in range(2):
+        partition, deliveries = harness.partition(number)
+        partition.complete(deliveries[0])
+        partition.complete(deliveries[2])
+        partitions.append(partition)
+    await until(lambda: harness.client.under_way == 1)
+    assert harness.offsets == [{0: 1, 1: 1}]
 
-    desk.committer.disown(epochs[0])
+    harness.committer.disown(partitions[0])
     await asyncio.sleep(5.0)
 
-    assert desk.offsets[1:] == [{1: 1}]
+    assert harness.offsets[1:] == [{1: 1}]
 
 
-@with_desk
-async def test_due_commits_are_checked_periodically_while_not_a_member(desk: Desk) -> None:
+@with_committer
+async def test_due_commits_are_checked_periodically_while_not_a_member(harness: Harness) -> None:
     """And not in every turn of the loop."""
     looks = 0
 
@@ -529,201 +558,210 @@ async def test_due_commits_are_checked_periodically_while_not_a_member(desk: Des
         looks += 1
         return NOT_A_MEMBER
 
-    desk.client.membership = membership  # type: ignore[method-assign]
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
+    harness.client.membership = membership  # type: ignore[method-assign]
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
     await asyncio.sleep(10.0)
 
     assert 10 <= looks <= 110
 
 
-@with_desk
-async def test_commits_keep_the_interval_after_a_failed_flush(desk: Desk) -> None:
-    desk.client.answers = [CommitError("no time")] * 1000
-    epoch, deliveries = desk.epoch()
-    epoch.complete(deliveries[0])
-    assert not await desk.committer.flush([epoch], 1.0)
-    before = len(desk.client.sent)
+@with_committer
+async def test_commits_keep_the_interval_after_a_failed_flush(harness: Harness) -> None:
+    harness.client.answers = [CommitError("no time")] * 1000
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
+    assert not await harness.committer.flush([partition], 1.0)
+    before = len(harness.client.sent)
     await asyncio.sleep(10.0)
 
-    assert 9 <= len(desk.client.sent) - before <= 11
+    assert 9 <= len(harness.client.sent) - before <= 11
 
 
 # Completions beyond the committed offset --------------------------------------------------
 
 
-@with_desk
-async def test_completions_beyond_the_oldest_record_are_stored_once_per_interval(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=9)
+@with_committer
+async def test_completions_beyond_the_oldest_record_are_stored_once_per_interval(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=9)
     for delivery in deliveries[2:]:
-        epoch.complete(delivery)
+        partition.complete(delivery)
         await asyncio.sleep(0.4)
     await asyncio.sleep(3.0)
 
-    times = [time for time, _, _ in desk.client.sent]
+    times = [time for time, _, _ in harness.client.sent]
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
-    assert desk.noted[-1] == [Run(2, 9)]
+    assert harness.stored_completions[-1] == [Run(2, 9)]
     sent = len(times)
 
     await asyncio.sleep(10.0)
 
-    assert len(desk.client.sent) == sent, "what was noted is not noted again"
+    assert len(harness.client.sent) == sent, "stored completions are not sent again"
 
 
-@with_desk
-async def test_completions_beyond_a_record_that_arrived_later_are_stored(desk: Desk) -> None:
-    epoch, _ = desk.epoch(records=0)
+@with_committer
+async def test_completions_beyond_a_record_that_arrived_later_are_stored(harness: Harness) -> None:
+    partition, _ = harness.partition(records=0)
     await asyncio.sleep(2.5)
     found = [Record("orders", 0, offset, b"k", b"", (), 0.0) for offset in range(5)]
-    deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in found]
-    epoch.take_in(FetchedBatch(epoch.topic_partition, found, [1] * 5, 5), deliveries)
-    epoch.complete(deliveries[1])
+    deliveries = [Delivery(record, partition, None, 1, 0.0) for record in found]
+    partition.take_in(FetchedBatch(partition.topic_partition, found, [1] * 5, 5), deliveries)
+    partition.complete(deliveries[1])
 
     await asyncio.sleep(2.5)
 
-    assert desk.noted == [[Run(1, 2)]]
+    assert harness.stored_completions == [[Run(1, 2)]]
 
 
-@with_desk
-async def test_completions_during_a_commit_are_stored_with_the_next(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=9)
-    desk.client.takes = 0.5
-    epoch.complete(deliveries[2])
-    await until(lambda: desk.client.under_way == 1)
-    epoch.complete(deliveries[4])
+@with_committer
+async def test_completions_during_a_commit_are_stored_with_the_next(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=9)
+    harness.client.takes = 0.5
+    partition.complete(deliveries[2])
+    await until(lambda: harness.client.under_way == 1)
+    partition.complete(deliveries[4])
     await asyncio.sleep(5.0)
 
-    assert desk.noted == [[Run(2, 3)], [Run(2, 3), Run(4, 5)]]
+    assert harness.stored_completions == [[Run(2, 3)], [Run(2, 3), Run(4, 5)]]
 
 
 @pytest.mark.slow
-@with_desk
-async def test_partitions_lost_in_between_are_not_sent_with_the_second_part(desk: Desk) -> None:
-    desk.client.takes = 0.5
-    epochs = []
-    for partition in range(70):
-        epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.finished_ahead = scattered(20_000)
-        epoch.complete(deliveries[0])
-        epochs.append(epoch)
-    await until(lambda: desk.client.under_way == 1)
-    sent = set(desk.offsets[0])
-    for epoch in epochs:
-        if epoch.topic_partition.partition not in sent:
-            desk.committer.disown(epoch)
+@with_committer
+async def test_partitions_lost_in_between_are_not_sent_with_the_second_part(harness: Harness) -> None:
+    harness.client.takes = 0.5
+    partitions = []
+    for number in range(70):
+        partition, deliveries = harness.partition(number, records=1)
+        partition.finished_ahead = scattered(20_000)
+        partition.complete(deliveries[0])
+        partitions.append(partition)
+    await until(lambda: harness.client.under_way == 1)
+    sent = set(harness.offsets[0])
+    for partition in partitions:
+        if partition.topic_partition.partition not in sent:
+            harness.committer.disown(partition)
     await asyncio.sleep(5.0)
 
     assert len(sent) < 70
-    assert {partition for commit in desk.offsets for partition in commit} == sent
+    assert {number for commit in harness.offsets for number in commit} == sent
 
 
-@with_desk
-async def test_completions_of_an_earlier_owner_stay_stored(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=5)
-    epoch.finished_ahead = (Run(5, 7), Run(20, 90))
-    epoch.complete(deliveries[1])
+@with_committer
+async def test_completions_of_an_earlier_owner_stay_stored(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=5)
+    partition.finished_ahead = (Run(5, 7), Run(20, 90))
+    partition.complete(deliveries[1])
     await asyncio.sleep(3.0)
-    assert desk.noted[-1] == [Run(1, 2), Run(5, 7), Run(20, 90)]
+    assert harness.stored_completions[-1] == [Run(1, 2), Run(5, 7), Run(20, 90)]
 
     for delivery in (deliveries[0], *deliveries[2:]):
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(3.0)
 
-    assert desk.offsets[-1] == {0: 5}
-    assert desk.noted[-1] == [Run(5, 7), Run(20, 90)]
+    assert harness.offsets[-1] == {0: 5}
+    assert harness.stored_completions[-1] == [Run(5, 7), Run(20, 90)]
 
 
-@with_desk
-async def test_rejected_metadata_never_holds_back_the_offset(desk: Desk) -> None:
-    epoch, deliveries = desk.epoch(records=9)
-    desk.client.answers = [MetadataRefusedError("too long") for _ in range(20)]
+@with_committer
+async def test_rejected_metadata_never_holds_back_the_offset(harness: Harness) -> None:
+    partition, deliveries = harness.partition(records=9)
+    harness.client.answers = [MetadataRefusedError("too long") for _ in range(20)]
     for delivery in (deliveries[0], deliveries[5]):
-        epoch.complete(delivery)
+        partition.complete(delivery)
     await asyncio.sleep(0.5)
 
-    with_text, without = (due.metadata for commit in desk.client.commits for due in commit.values())
+    with_text, without = (due.metadata for commit in harness.client.commits for due in commit.values())
     assert with_text
     assert not without
-    assert epoch.acknowledged == 0, "the broker had another reason, it seems"
-    desk.client.answers.clear()
+    assert partition.commits.acknowledged == 0, "the broker had another reason, it seems"
+    harness.client.answers.clear()
 
     await asyncio.sleep(3.0)
 
-    assert epoch.acknowledged == 1
-    assert desk.committer.metadata_limit == 0
+    assert partition.commits.acknowledged == 1
+    assert harness.committer.metadata_limit == 0
 
 
-@with_desk
-async def test_metadata_shrinks_until_the_broker_accepts_it(desk: Desk) -> None:
+@with_committer
+async def test_metadata_shrinks_until_the_broker_accepts_it(harness: Harness) -> None:
     chosen = random.Random(7).sample(range(1, 60_000), 30_000)
-    epoch, deliveries = desk.epoch(records=60_000)
-    for place in chosen:
-        epoch.complete(deliveries[place])
-    desk.client.answers = [MetadataRefusedError("too long")]
+    partition, deliveries = harness.partition(records=60_000)
+    for number in chosen:
+        partition.complete(deliveries[number])
+    harness.client.answers = [MetadataRefusedError("too long")]
     await asyncio.sleep(3.0)
 
-    lengths = [len(due.metadata) for commit in desk.client.commits for due in commit.values()]
+    lengths = [len(due.metadata) for commit in harness.client.commits for due in commit.values()]
     assert MOST_UNITS // 2 < lengths[0] <= MOST_UNITS
     assert 0 < lengths[1] <= MOST_UNITS // 2
-    assert epoch.committed_completions == len(chosen)
-    assert desk.committer.failure_durations.counts().count == 0
+    assert partition.commits.completed == len(chosen)
+    assert harness.committer.failure_durations.counts().count == 0
 
 
-@functools.cache
 @functools.cache
 def scattered(count: int) -> tuple[Run, ...]:
-    """Finished offsets without a pattern, whose text is as long as that of so many can be."""
+    """Finished offsets without a pattern, which have the longest text for that count."""
     return runs_of(random.Random(count).sample(range(2, 60_000), count))
 
 
 @pytest.mark.slow
-@with_desk
-async def test_oversized_commit_requests_are_split(desk: Desk) -> None:
+@with_committer
+async def test_oversized_commit_requests_are_split(harness: Harness) -> None:
     """96 partitions, each with as much as its text holds: 1.1 MiB, and brokers take less than 1 MiB."""
-    desk.buffer.bounds = Usage(10**9, 10**9)
-    epochs = []
-    for partition in range(96):
-        epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.finished_ahead = scattered(20_000)
-        epoch.complete(deliveries[0])
-        epochs.append(epoch)
+    harness.buffer.bounds = Usage(10**9, 10**9)
+    partitions = []
+    for number in range(96):
+        partition, deliveries = harness.partition(number, records=1)
+        partition.finished_ahead = scattered(20_000)
+        partition.complete(deliveries[0])
+        partitions.append(partition)
     await asyncio.sleep(5.0)
 
-    sizes = [sum(len(due.metadata.encode()) for due in commit.values()) for commit in desk.client.commits]
+    sizes = [sum(len(due.metadata.encode()) for due in commit.values()) for commit in harness.client.commits]
     assert sum(sizes) > 1 << 20
     assert max(sizes) <= 768 * 1024
-    assert {partition for commit in desk.offsets for partition in commit} == set(range(96))
-    assert all(epoch.acknowledged == 1 for epoch in epochs)
-    assert desk.client.most_under_way == 1
+    assert {number for commit in harness.offsets for number in commit} == set(range(96))
+    assert all(partition.commits.acknowledged == 1 for partition in partitions)
+    assert harness.client.most_under_way == 1
 
 
 # Transactions -----------------------------------------------------------------------------
 
 
-class ExactlyOnceDesk(Desk):
-    """Commits in transactions. A partition in one that fails begins again, and all its records complete at once."""
+class TransactionalHarness(Harness):
+    """Commits in transactions. A partition in one that fails begins again, and all its records complete immediately."""
+
+    transactional = True
 
     def __init__(self, interval: float) -> None:
-        super().__init__(interval, aborted=self.begin_again)
+        super().__init__(interval)
         self.failed: list[tuple[set[int], str]] = []
+        self.refused: list[dict[int, list[int]]] = []
+        """Offsets of the records with refused messages, by partition, of each failure."""
         self.current: dict[int, Partition] = {}
 
-    def begin_again(self, partitions: Collection[Partition], why: str) -> None:
-        self.failed.append(({partition.topic_partition.partition for partition in partitions}, why))
-        for partition in partitions:
-            self.committer.disown(partition)
-            partition.end()
-            self.begin(partition.topic_partition.partition)
+    def act_on(self, failure: CommitFailure) -> None:
+        if not failure.restarts:
+            return
+        self.refused.append(
+            {owned.topic_partition.partition: sorted(refused) for owned, refused in failure.restarts.items() if refused}
+        )
+        self.failed.append(({owned.topic_partition.partition for owned in failure.restarts}, failure.why))
+        for owned in failure.restarts:
+            self.committer.disown(owned)
+            owned.end()
+            failed = owned.commits.with_failed_transaction(failure.why)
+            self.begin(owned.topic_partition.partition, failed=failed)
 
-    def begin(self, partition: int, *, text: int = 0) -> Partition:
+    def begin(self, number: int, *, text: int = 0, failed: FailedTransactions | None = None) -> Partition:
         """Own a partition whose only record has completed and published; *text* makes its metadata long."""
-        epoch, (delivery,) = self.epoch(partition, records=1)
+        partition, (delivery,) = self.partition(number, records=1, failed=failed)
         if text:
-            epoch.finished_ahead = scattered(text)
-        epoch.complete(delivery)
-        epoch.send_later([Message("out", b"%d" % partition)])
-        self.current[partition] = epoch
-        return epoch
+            partition.finished_ahead = scattered(text)
+        partition.complete(delivery)
+        partition.send_later(unsent([Message("out", b"%d" % number)]))
+        self.current[number] = partition
+        return partition
 
     @property
     def published(self) -> list[list[bytes | None]]:
@@ -734,14 +772,14 @@ class ExactlyOnceDesk(Desk):
         return [time for time, _, _ in self.client.sent]
 
 
-def in_transactions(test: Callable[[ExactlyOnceDesk], Any], interval: float) -> None:
+def in_transactions(test: Callable[[TransactionalHarness], Any], interval: float) -> None:
     """Run a test with transactions under virtual time."""
 
     async def live() -> None:
-        desk = ExactlyOnceDesk(interval)
+        harness = TransactionalHarness(interval)
         await asyncio.sleep(0)
-        await test(desk)
-        await desk.close()
+        await test(harness)
+        await harness.close()
 
     run(live())
 
@@ -749,50 +787,50 @@ def in_transactions(test: Callable[[ExactlyOnceDesk], Any], interval: float) -> 
 def test_messages_without_new_offsets_start_a_transaction() -> None:
     """A parked record that runs again publishes, and its offset was committed long ago."""
 
-    async def test(desk: ExactlyOnceDesk) -> None:
-        epoch = desk.begin(0)
-        assert await desk.committer.flush([epoch], 5.0)
+    async def test(harness: TransactionalHarness) -> None:
+        partition = harness.begin(0)
+        assert await harness.committer.flush([partition], 5.0)
         await asyncio.sleep(5.0)
-        epoch.send_later([Message("out", b"replayed")])
-        assert await desk.committer.flush([epoch], 5.0)
-        assert (desk.offsets, desk.published) == ([{0: 1}, {0: 1}], [[b"0"], [b"replayed"]])
-        epoch.send_later([Message("out", b"again")])
+        partition.send_later(unsent([Message("out", b"replayed")]))
+        assert await harness.committer.flush([partition], 5.0)
+        assert (harness.offsets, harness.published) == ([{0: 1}, {0: 1}], [[b"0"], [b"replayed"]])
+        partition.send_later(unsent([Message("out", b"again")]))
         await asyncio.sleep(1.5)
-        assert desk.published[2:] == [[b"again"]]
+        assert harness.published[2:] == [[b"again"]]
 
     in_transactions(test, 1.0)
 
 
 def test_messages_hold_their_bytes_until_their_transaction_ends() -> None:
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.client.takes = 1.0
-        epoch = desk.begin(0)
-        held = desk.buffer.bytes
-        flushed = asyncio.create_task(desk.committer.flush([epoch], 5.0))
+    async def test(harness: TransactionalHarness) -> None:
+        harness.client.takes = 1.0
+        partition = harness.begin(0)
+        held = harness.buffer.bytes
+        flushed = asyncio.create_task(harness.committer.flush([partition], 5.0))
         await asyncio.sleep(0.5)
-        epoch.send_later([Message("out", b"x")])
-        assert desk.buffer.bytes == 2 * held
+        partition.send_later(unsent([Message("out", b"x")]))
+        assert harness.buffer.bytes == 2 * held
         await asyncio.sleep(0.6)
-        assert desk.buffer.bytes == held
+        assert harness.buffer.bytes == held
         assert await flushed
-        assert (desk.published, desk.buffer.bytes) == ([[b"0"], [b"x"]], 0)
+        assert (harness.published, harness.buffer.bytes) == ([[b"0"], [b"x"]], 0)
 
     in_transactions(test, 100.0)
 
 
 def test_repeated_transaction_failures_back_off() -> None:
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.client.answers = [CommitError("no")] * 8
-        desk.begin(0)
+    async def test(harness: TransactionalHarness) -> None:
+        harness.client.answers = [CommitError("no")] * 8
+        harness.begin(0)
         await asyncio.sleep(60.0)
-        gaps = [later - earlier for earlier, later in itertools.pairwise(desk.times)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(harness.times)]
         assert gaps == pytest.approx([0.3, 0.5, 0.9, 1.7, 3.3, 5.1, 5.1, 5.1])
-        assert desk.failed == [({0}, "its transaction failed: no")] * 8
-        assert desk.current[0].acknowledged == 1
-        desk.client.answers = [CommitError("no")]
-        desk.begin(1)
+        assert harness.failed == [({0}, "no")] * 8
+        assert harness.current[0].commits.acknowledged == 1
+        harness.client.answers = [CommitError("no")]
+        harness.begin(1)
         await asyncio.sleep(60.0)
-        assert desk.times[-1] - desk.times[-2] == pytest.approx(0.3), "a success resets the count"
+        assert harness.times[-1] - harness.times[-2] == pytest.approx(0.3), "a success resets the count"
 
     in_transactions(test, 0.1)
 
@@ -800,12 +838,12 @@ def test_repeated_transaction_failures_back_off() -> None:
 def test_a_flush_skips_the_backoff_after_failed_transactions() -> None:
     """The group waits for it."""
 
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.client.answers = [CommitError("no")] * 7
-        desk.begin(0)
-        await until(lambda: len(desk.failed) == 7)
+    async def test(harness: TransactionalHarness) -> None:
+        harness.client.answers = [CommitError("no")] * 7
+        harness.begin(0)
+        await until(lambda: len(harness.failed) == 7)
         began = asyncio.get_running_loop().time()
-        assert await desk.committer.flush([desk.current[0]], 5.0)
+        assert await harness.committer.flush([harness.current[0]], 5.0)
         assert asyncio.get_running_loop().time() - began < 0.2
 
     in_transactions(test, 0.1)
@@ -814,40 +852,40 @@ def test_a_flush_skips_the_backoff_after_failed_transactions() -> None:
 def test_a_full_output_buffer_does_not_shorten_the_backoff() -> None:
     """They fill it all the time while transactions fail: that must not make more of them."""
 
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.begin(0)
+    async def test(harness: TransactionalHarness) -> None:
+        harness.begin(0)
         await asyncio.sleep(10.0)
-        desk.begin(1)
+        harness.begin(1)
         await asyncio.sleep(1.0)
-        desk.committer.hurry()
+        crowd(harness.buffer)
         await asyncio.sleep(0.1)
-        assert desk.times == pytest.approx([0.0, 11.0], abs=0.05), "without a failure, it does not wait"
-        desk.client.answers = [CommitError("no")] * 4
-        desk.begin(2)
-        desk.committer.hurry()
+        assert harness.times == pytest.approx([0.0, 11.0], abs=0.05), "without a failure, it does not wait"
+        harness.client.answers = [CommitError("no")] * 4
+        harness.begin(2)
+        crowd(harness.buffer)
         await asyncio.sleep(0.1)
         for _ in range(2_000):
-            desk.committer.hurry()
+            crowd(harness.buffer)
             await asyncio.sleep(0.1)
-        gaps = [later - earlier for earlier, later in itertools.pairwise(desk.times[2:])]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(harness.times[2:])]
         assert gaps == pytest.approx([30.2, 30.4, 30.8, 31.6])
 
     in_transactions(test, 30.0)
 
 
 def test_a_transaction_with_refused_metadata_is_retried_with_a_shorter_one() -> None:
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.client.answers = [MetadataRefusedError("too long")]
-        desk.buffer.bounds = Usage(10**9, 10**9)
-        desk.begin(0, text=6_000)
-        await until(lambda: desk.failed)
-        (partition,) = desk.current.values()
+    async def test(harness: TransactionalHarness) -> None:
+        harness.client.answers = [MetadataRefusedError("too long")]
+        harness.buffer.bounds = Usage(10**9, 10**9)
+        harness.begin(0, text=6_000)
+        await until(lambda: harness.failed)
+        (partition,) = harness.current.values()
         partition.finished_ahead = runs_of(random.Random(0).sample(range(2, 60_000), 6_000))
-        await until(lambda: partition.acknowledged == 1)
-        first, second = (len(due.metadata) for commit in desk.client.commits for due in commit.values())
+        await until(lambda: partition.commits.acknowledged == 1)
+        first, second = (len(due.metadata) for commit in harness.client.commits for due in commit.values())
         assert 0 < second <= first // 2
-        assert desk.committer.metadata_limit == first // 2
-        assert desk.committer.failure_durations.counts().count == 1
+        assert harness.committer.metadata_limit == first // 2
+        assert harness.committer.failure_durations.counts().count == 1
 
     in_transactions(test, 1.0)
 
@@ -857,16 +895,16 @@ def test_partitions_that_do_not_fit_move_to_the_next_transaction(
 ) -> None:
     monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 1_000)
 
-    async def test(desk: ExactlyOnceDesk) -> None:
+    async def test(harness: TransactionalHarness) -> None:
         for number in range(20):
-            desk.begin(number)
-        assert await desk.committer.flush(list(desk.current.values()), 30.0)
-        assert 2 < len(desk.offsets) < 6
-        for offsets, messages in zip(desk.offsets, desk.published, strict=True):
+            harness.begin(number)
+        assert await harness.committer.flush(list(harness.current.values()), 30.0)
+        assert 2 < len(harness.offsets) < 6
+        for offsets, messages in zip(harness.offsets, harness.published, strict=True):
             assert messages == [b"%d" % partition for partition in offsets]
             assert len(offsets) * (len("orders") + 100) <= 1_000
-        assert sorted(partition for offsets in desk.offsets for partition in offsets) == list(range(20))
-        assert desk.buffer.bytes == 0
+        assert sorted(partition for offsets in harness.offsets for partition in offsets) == list(range(20))
+        assert harness.buffer.bytes == 0
 
     in_transactions(test, 1.0)
 
@@ -874,11 +912,11 @@ def test_partitions_that_do_not_fit_move_to_the_next_transaction(
 def test_a_partition_too_large_for_a_request_is_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 10)
 
-    async def test(desk: ExactlyOnceDesk) -> None:
+    async def test(harness: TransactionalHarness) -> None:
         for number in range(3):
-            desk.begin(number)
-        assert await desk.committer.flush(list(desk.current.values()), 30.0)
-        assert (desk.offsets, desk.published) == ([{0: 1}, {1: 1}, {2: 1}], [[b"0"], [b"1"], [b"2"]])
+            harness.begin(number)
+        assert await harness.committer.flush(list(harness.current.values()), 30.0)
+        assert (harness.offsets, harness.published) == ([{0: 1}, {1: 1}, {2: 1}], [[b"0"], [b"1"], [b"2"]])
 
     in_transactions(test, 1.0)
 
@@ -886,14 +924,14 @@ def test_a_partition_too_large_for_a_request_is_sent_alone(monkeypatch: pytest.M
 def test_only_partitions_of_a_failed_transaction_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 10)
 
-    async def test(desk: ExactlyOnceDesk) -> None:
-        first, second = desk.begin(0), desk.begin(1)
-        desk.client.answers = [CommitError("the coordinator has moved")]
-        assert await desk.committer.flush([second], 30.0)
-        assert desk.failed == [({0}, "its transaction failed: the coordinator has moved")]
-        assert first is not desk.current[0]
-        assert second is desk.current[1]
-        statistics = desk.committer.transactions()
+    async def test(harness: TransactionalHarness) -> None:
+        first, second = harness.begin(0), harness.begin(1)
+        harness.client.answers = [CommitError("the coordinator has moved")]
+        assert await harness.committer.flush([second], 30.0)
+        assert harness.failed == [({0}, "the coordinator has moved")]
+        assert first is not harness.current[0]
+        assert second is harness.current[1]
+        statistics = harness.committer.transactions()
         assert statistics is not None
         assert (statistics.fenced, statistics.open_seconds) == (0, None)
 
@@ -903,33 +941,82 @@ def test_only_partitions_of_a_failed_transaction_start_over(monkeypatch: pytest.
 def test_a_refused_transaction_is_resent_in_order_and_keeps_its_bytes() -> None:
     """Messages of the same key would otherwise change places."""
 
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.client.takes, desk.client.answers = 1.0, [CommitRefusedError("the group has moved on")]
-        epoch = desk.begin(0)
-        held = desk.buffer.bytes
+    async def test(harness: TransactionalHarness) -> None:
+        harness.client.takes, harness.client.answers = 1.0, [CommitRefusedError("the group has moved on")]
+        partition = harness.begin(0)
+        held = harness.buffer.bytes
         await asyncio.sleep(0.5)
-        epoch.send_later([Message("out", b"x")])
+        partition.send_later(unsent([Message("out", b"x")]))
         await asyncio.sleep(0.6)
-        assert (desk.buffer.bytes, desk.failed) == (2 * held, [])
-        statistics = desk.committer.transactions()
+        assert (harness.buffer.bytes, harness.failed) == (2 * held, [])
+        statistics = harness.committer.transactions()
         assert statistics is not None
         assert (statistics.fenced, statistics.messages) == (1, 0)
-        assert await desk.committer.flush([epoch], 5.0)
-        assert (desk.published, desk.buffer.bytes) == ([[b"0"], [b"0", b"x"]], 0)
+        assert await harness.committer.flush([partition], 5.0)
+        assert (harness.published, harness.buffer.bytes) == ([[b"0"], [b"0", b"x"]], 0)
 
     in_transactions(test, 100.0)
 
 
+def test_a_transaction_is_resent_without_the_records_of_refused_messages() -> None:
+    async def test(harness: TransactionalHarness) -> None:
+        first, second = harness.begin(0), harness.begin(1)
+        first.send_later(unsent([Message("out", b"x"), Message("out", b"poison")], 7))
+        first.send_later(unsent([Message("out", b"y")], 8, 9))
+        harness.client.answers = [
+            MessagesRefusedError({index: MessageRefusedError("no such partition") for index in (2, 3)})
+        ]
+        assert await harness.committer.flush([second], 5.0)
+        assert harness.refused == [{0: [7, 8, 9]}]
+        assert second is harness.current[1]
+        assert harness.published == [[b"0", b"x", b"poison", b"y", b"1"], [b"1", b"0"]]
+        assert harness.committer.trouble.why is None
+
+    in_transactions(test, 0.1)
+
+
+def test_a_transaction_whose_batches_become_smaller_is_resent_as_it_is() -> None:
+    async def test(harness: TransactionalHarness) -> None:
+        partition = harness.begin(0)
+        harness.client.answers = [MessagesRefusedError({})]
+        assert await harness.committer.flush([partition], 5.0)
+        assert (harness.failed, harness.published) == ([], [[b"0"], [b"0"]])
+
+    in_transactions(test, 0.1)
+
+
+def test_the_trouble_of_failing_transactions_lasts_until_one_succeeds() -> None:
+    """The epochs end with each of them, so that nothing is due until records have completed again."""
+
+    async def test(harness: TransactionalHarness) -> None:
+        partition = harness.begin(0)
+        harness.committer.trouble.report("the coordinator is away")
+        began = harness.committer.trouble.since
+        harness.client.answers = [CommitError("no"), CommitError("no")]
+        await until(lambda: len(harness.failed) == 1)
+        partition = harness.current[0]
+        harness.committer.disown(partition)
+        await asyncio.sleep(10.0)
+        assert (harness.committer.trouble.why, harness.committer.trouble.since) == ("no", began)
+        harness.committer.own(partition)
+        await until(lambda: len(harness.failed) == 2)
+        assert harness.committer.trouble.since == began
+        await until(lambda: harness.committer.trouble.why is None)
+        assert harness.current[0].commits.acknowledged == 1
+
+    in_transactions(test, 0.1)
+
+
 def test_a_transaction_that_times_out_has_failed() -> None:
-    async def test(desk: ExactlyOnceDesk) -> None:
-        desk.client.takes = 60.0
-        desk.begin(0)
+    async def test(harness: TransactionalHarness) -> None:
+        harness.client.takes = 60.0
+        harness.begin(0)
         await asyncio.sleep(2.0)
-        statistics = desk.committer.transactions()
+        statistics = harness.committer.transactions()
         assert statistics is not None
         assert statistics.open_seconds == pytest.approx(2.0, abs=0.2)
         await asyncio.sleep(3.5)
-        ((partitions, why),) = desk.failed
+        ((partitions, why),) = harness.failed
         assert partitions == {0}
         assert "commit_timeout" in why
 

@@ -11,7 +11,6 @@ import pytest
 from aioshard import App, Park, Record, Retry
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
 from aioshard.core.finished_offsets import Run, records_with_room
-from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.partition import Partition
@@ -20,8 +19,8 @@ from aioshard.ports import FetchedBatch
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, release
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport, run
-from tests.engine.deliveries import make_intake, make_partition
-from tests.engine.running import until
+from tests.engine.deliveries import make_buffer, make_intake, make_partition
+from tests.engine.live_apps import until
 from tests.support.offsets import runs_of
 
 TP = TopicPartition("orders", 0)
@@ -57,7 +56,7 @@ class Deployment:
         return found.offset, CommitMetadata.read(found.metadata, found.offset)
 
     async def crash_when(self, processed: int) -> None:
-        """Run a process until so many records were run and their end was noted, and take it away."""
+        """Run a process until that number of records were run and their end was committed, and take it away."""
         app = self.app()
         transports: list[InMemoryTransport] = []
 
@@ -69,8 +68,8 @@ class Deployment:
             async with app.started(transport):
                 await until(lambda: self.runs.total() >= processed)
                 await asyncio.sleep(2.0)
-                for one in transports:
-                    one.crash()
+                for client in transports:
+                    client.crash()
         except Exception as error:  # noqa: BLE001 - it cannot stop cleanly, and nobody expects it to
             assert transports, error  # noqa: PT017
         self.broker.group("group").lose()
@@ -89,8 +88,8 @@ def test_a_crash_repeats_only_records_that_were_running() -> None:
     async def test() -> None:
         world = Deployment(hanging=(3, 70))
         await world.crash_when(100)
-        offset, noted = world.committed
-        assert (offset, noted.finished) == (3, (Run(4, 70), Run(71, 100)))
+        offset, metadata = world.committed
+        assert (offset, metadata.finished) == (3, (Run(4, 70), Run(71, 100)))
 
         await world.finish()
 
@@ -264,7 +263,7 @@ def _partition(buffer: Buffer, span: int, incomplete: list[int]) -> Partition:
     ids=["full", "some-room", "nearly-dense", "almost-nothing"],
 )
 def test_intake_is_limited_to_what_metadata_can_store(span: int, incomplete: range, most: int) -> None:
-    buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
+    buffer = make_buffer(10_000_000, 1 << 40)
     partition = _partition(buffer, span, list(incomplete))
     intake = make_intake(partition, buffer=buffer)
 
@@ -279,7 +278,7 @@ def test_intake_is_limited_to_what_metadata_can_store(span: int, incomplete: ran
 
 def test_records_missing_in_full_metadata_are_still_admitted() -> None:
     """Otherwise the owner of full metadata would be stuck forever."""
-    buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
+    buffer = make_buffer(10_000_000, 1 << 40)
     partition = _partition(buffer, 0, [])
     partition.finished_ahead = runs_of(range(1, 58_900, 2))
     intake = make_intake(partition, buffer=buffer)

@@ -4,7 +4,9 @@ import asyncio
 import gc
 
 from aioshard import App, Record
+from aioshard.core.finished_offsets import LAST_OFFSET
 from aioshard.core.flow import Usage
+from aioshard.core.publishing import Coverage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery
@@ -13,11 +15,14 @@ from aioshard.engine.partition import ObservedPartition
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.deliveries import add, make_buffer, make_epoch, make_feed
+from tests.engine.deliveries import WokenClient, add, make_buffer, make_epoch, make_sharder, unsent
+
+WHOLE = Coverage(0, "", (), LAST_OFFSET)
+"""Covers everything."""
 
 
 def test_a_run_that_outlives_its_epoch_retains_only_its_own_record() -> None:
-    """Else each time that the group drops us the whole buffer stays in memory, uncounted (I6)."""
+    """Otherwise the whole buffer stays in memory, uncounted, each time that the group drops us (I6)."""
     app = App("memory", auto_offset_reset="earliest", max_buffered_records=1000, shutdown_timeout=2.0)
     release = asyncio.Event()
 
@@ -42,9 +47,9 @@ def test_a_run_that_outlives_its_epoch_retains_only_its_own_record() -> None:
             assert "Record orders/0/0 was cancelled" in app.explain()
             gc.collect()
             alive = [
-                one
-                for one in gc.get_objects()
-                if isinstance(one, Delivery) and one.epoch.topic_partition[0] == "orders"
+                found
+                for found in gc.get_objects()
+                if isinstance(found, Delivery) and found.epoch.topic_partition[0] == "orders"
             ]
             release.set()
             await asyncio.sleep(1.0)
@@ -54,16 +59,16 @@ def test_a_run_that_outlives_its_epoch_retains_only_its_own_record() -> None:
 
 
 def test_only_records_that_had_started_count_as_replayed() -> None:
-    epoch, (complete, waiting, running) = make_epoch(["a", "b", "c"])
+    epoch, (complete, waiting, in_flight) = make_epoch(["a", "b", "c"])
     (beyond,) = add(epoch, ["d"])
-    for delivery in (complete, running):
+    for delivery in (complete, in_flight):
         delivery.starts = 1
         epoch.highest_started = delivery.offset
     epoch.complete(complete)
 
     rerun = epoch.end()
 
-    assert [rerun.counts(delivery.record) for delivery in (complete, waiting, running, beyond)] == [
+    assert [rerun.counts(delivery.record) for delivery in (complete, waiting, in_flight, beyond)] == [
         True,
         False,
         True,
@@ -76,11 +81,11 @@ def test_messages_of_an_ended_epoch_leave_the_buffer_once() -> None:
     buffer = make_buffer()
     epoch, _ = make_epoch([], buffer=buffer)
     other, _ = make_epoch([], partition=1, buffer=buffer)
-    for one in (epoch, other):
-        one.send_later([Message("out", b"x" * 100)])
+    for each in (epoch, other):
+        each.send_later(unsent([Message("out", b"x" * 100)]))
     held, in_transaction = other.unsent_bytes, epoch.unsent_bytes
-    epoch.take_unsent()
-    epoch.send_later([Message("out", b"y" * 100)])
+    epoch.take_unsent(WHOLE)
+    epoch.send_later(unsent([Message("out", b"y" * 100)]))
     assert (buffer.bytes, buffer.unsent) == (3 * held, 3 * held)
 
     epoch.end()
@@ -88,35 +93,41 @@ def test_messages_of_an_ended_epoch_leave_the_buffer_once() -> None:
     assert (buffer.bytes, buffer.unsent, epoch.unsent, epoch.unsent_bytes) == (held, held, [], 0)
     epoch.sent(in_transaction)
     assert (buffer.bytes, buffer.unsent, epoch.unsent_bytes) == (held, held, 0)
-    other.take_unsent()
+    other.take_unsent(WHOLE)
     other.sent(held)
     assert (buffer.bytes, buffer.unsent, buffer.records) == (0, 0, 0)
 
 
 def test_an_ended_epoch_accepts_no_returned_messages() -> None:
     epoch, _ = make_epoch([])
-    epoch.send_later([Message("out", b"")])
-    messages, _ = epoch.take_unsent()
+    epoch.send_later(unsent([Message("out", b"")]))
+    taken = epoch.take_unsent(WHOLE)
     epoch.end()
-    epoch.put_back(messages)
+    epoch.put_back(taken)
     assert epoch.unsent == []
 
 
 def test_a_run_that_outlives_its_epoch_publishes_nothing() -> None:
     """Its record runs again in the next epoch, and publishes there."""
     buffer = make_buffer()
-    epoch = ObservedPartition(
-        TopicPartition("orders", 0), 1, 0, buffer=buffer, counts=TopicCounts(), feed=make_feed(), clock=lambda: 0.0
+    partition = ObservedPartition(
+        TopicPartition("orders", 0),
+        1,
+        0,
+        buffer=buffer,
+        counts=TopicCounts(),
+        sharder=make_sharder(),
+        clock=lambda: 0.0,
+        completed=None,
     )
-    epoch.completed = None
-    epoch.open()
-    first, second = add(epoch, ["a", "b"])
+    partition.open()
+    first, second = add(partition, ["a", "b"])
     first.outgoing = second.outgoing = [Message("out", b"")]
-    assert epoch.complete(first)
-    assert len(epoch.unsent) == 1
-    epoch.end()
-    assert not epoch.complete(second)
-    assert (epoch.unsent, buffer.bytes) == ([], 0)
+    assert partition.complete(first)
+    assert len(partition.unsent) == 1
+    partition.end()
+    assert not partition.complete(second)
+    assert (partition.unsent, buffer.bytes) == ([], 0)
 
 
 def test_a_replay_of_an_ended_partition_publishes_nothing() -> None:
@@ -134,15 +145,17 @@ def test_a_replay_of_an_ended_partition_publishes_nothing() -> None:
     assert len(source.unsent) == 1
 
 
-def test_messages_filling_a_quarter_of_the_buffer_start_a_transaction() -> None:
-    asked: list[str] = []
-    buffer = Buffer(Usage(10, 400), lambda: asked.append("room"))
-    buffer.hurry = lambda: asked.append("hurry")
+async def test_messages_filling_a_quarter_of_the_buffer_start_a_transaction() -> None:
+    client = WokenClient()
+    buffer = Buffer(Usage(10, 400), client)
+    crowding = buffer.crowding()
     buffer.hold(100)
-    assert asked == []
+    assert not crowding.done()
     buffer.hold(1)
-    assert asked == ["hurry"]
+    assert crowding.done()
+    assert client.wakes == 0
     buffer.let_go(100)
-    assert (asked, buffer.bytes, buffer.unsent) == (["hurry", "room"], 1, 1)
+    assert (client.wakes, buffer.bytes, buffer.unsent) == (1, 1, 1)
+    crowding = buffer.crowding()
     buffer.hold(99)
-    assert asked == ["hurry", "room"], "what has ended does not count"
+    assert not crowding.done(), "what has ended does not count"

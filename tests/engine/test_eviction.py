@@ -3,15 +3,14 @@
 import asyncio
 
 from aioshard.core.flow import Usage
-from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.feed import Feed
 from aioshard.engine.outcomes import Block
+from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
-from tests.engine.deliveries import make_buffer, make_epoch, make_feed, make_intake, make_partition, never, start
+from tests.engine.deliveries import halting, make_buffer, make_epoch, make_intake, make_partition, make_sharder, start
 
 HALTED = Block(halted=True, error="ValueError", since=0.0)
 
@@ -55,25 +54,25 @@ def test_a_partition_whose_oldest_record_was_evicted_is_not_stuck() -> None:
 
 
 def test_refetched_records_are_delivered_once() -> None:
-    """Fetched together with what is: each is delivered once."""
+    """Fetched together with records that are not: each is delivered once."""
 
     async def test() -> None:
         buffer = make_buffer()
         shards = Shards()
-        epoch, deliveries = make_partition(
-            ["a", "a", "b", "a"], buffer=buffer, feed=make_feed(shards), clock=lambda: 9.0
+        partition, deliveries = make_partition(
+            ["a", "a", "b", "a"], buffer=buffer, sharder=make_sharder(shards), clock=lambda: 9.0
         )
         await shards.put(deliveries)
         first = start(shards.take())
-        epoch.evict(shards.evict(epoch, 3))
-        epoch.fetching_again = True
+        partition.evict(shards.evict(partition, 3))
+        partition.fetching_again = True
         again = [delivery.record for delivery in deliveries[2:]]
         new = again[-1]._replace(offset=5)
 
-        assert epoch.accept(FetchedBatch(epoch.topic_partition, [*again, new], [10, 10, 10], 6)) == 0
+        partition.accept(FetchedBatch(partition.topic_partition, [*again, new], [10, 10, 10], 6))
 
-        assert [delivery.offset for delivery in epoch.tracker.values()] == [0, 1, 2, 3, 5]
-        assert (epoch.tracker.position, len(epoch.evicted), epoch.fetching_again) == (6, 0, False)
+        assert [delivery.offset for delivery in partition.tracker.values()] == [0, 1, 2, 3, 5]
+        assert (partition.tracker.position, len(partition.evicted), partition.fetching_again) == (6, 0, False)
         assert buffer.records == 5
         assert first is deliveries[0]
 
@@ -86,16 +85,16 @@ def test_a_revoked_partition_neither_refetches_nor_evicts_during_its_drain() -> 
     async def test() -> None:
         buffer = make_buffer(records=100)
         shards = Shards()
-        feed = make_feed(shards)
-        halted, deliveries = make_partition(["a"] * 50, buffer=buffer, feed=feed)
-        released, others = make_partition(["b"] * 50, partition=1, buffer=buffer, feed=feed)
+        sharder = make_sharder(shards)
+        halted, deliveries = make_partition(["a"] * 50, buffer=buffer, sharder=sharder)
+        released, others = make_partition(["b"] * 50, partition=1, buffer=buffer, sharder=sharder)
         released.evict(others[10:])
         await shards.put(deliveries)
         shards.block(start(shards.take()), HALTED)
         intake = make_intake(halted, released, buffer=buffer)
         client = Client()
-        for epoch in (halted, released):
-            feed.close(epoch)
+        for partition in (halted, released):
+            sharder.close(partition)
 
         halted.pending = {1: deliveries[1]}
         intake.make_room(client)  # type: ignore[arg-type]
@@ -106,8 +105,8 @@ def test_a_revoked_partition_neither_refetches_nor_evicts_during_its_drain() -> 
         intake.make_room(client)  # type: ignore[arg-type]
         assert (client.sought, len(halted.evicted)) == ([], 49)
 
-        for epoch in (halted, released):
-            epoch.open()
+        for partition in (halted, released):
+            partition.open()
         intake._evict_at = 0.0
         intake.make_room(client)  # type: ignore[arg-type]
         assert (client.sought, len(halted.evicted)) == ([(released.topic_partition, 10)], 49)
@@ -129,19 +128,21 @@ def test_records_evicted_during_a_refetch_are_refetched_from_their_start() -> No
 def test_a_fetch_task_continues_after_an_eviction_and_can_be_cancelled() -> None:
     async def test() -> None:
         shards = Shards(1)
-        epoch, _ = make_partition(feed=Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never))
-        epoch.task = task = asyncio.create_task(epoch.run(), name="fetch")
-        records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(4)]
-        epoch.accept(FetchedBatch(epoch.topic_partition, records, [10] * 4, 4))
+        partition, _ = make_partition(
+            sharder=Sharder(lambda _: 0, [shards], fixed=True, workers=1, failures=halting([shards]))
+        )
+        partition.task = task = asyncio.create_task(partition.run(), name="shard")
+        records = [Record(*partition.topic_partition, offset, None, b"", (), 0.0) for offset in range(4)]
+        partition.accept(FetchedBatch(partition.topic_partition, records, [10] * 4, 4))
         await asyncio.sleep(1.0)
-        assert epoch.evict_beyond(Usage(1, 1_000)) == 3
+        assert partition.evict_beyond(Usage(1, 1_000)) == 3
         await asyncio.sleep(1.0)
         assert not task.done()
 
-        epoch.fetching_again = True
-        epoch.accept(FetchedBatch(epoch.topic_partition, records[1:], [10] * 3, 4))
+        partition.fetching_again = True
+        partition.accept(FetchedBatch(partition.topic_partition, records[1:], [10] * 3, 4))
         await asyncio.sleep(1.0)
-        assert epoch.evict_beyond(Usage(1, 1_000)) == 3
+        assert partition.evict_beyond(Usage(1, 1_000)) == 3
         task.cancel()
         await asyncio.sleep(1.0)
         assert task.cancelled()
@@ -154,16 +155,18 @@ def test_batches_waiting_for_the_fetch_task_are_evicted_too() -> None:
 
     async def test() -> None:
         shards = Shards(1)
-        epoch, _ = make_partition(feed=Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never))
-        epoch.task = task = asyncio.create_task(epoch.run(), name="fetch")
-        records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(6)]
-        epoch.accept(FetchedBatch(epoch.topic_partition, records[:4], [10] * 4, 4))
+        partition, _ = make_partition(
+            sharder=Sharder(lambda _: 0, [shards], fixed=True, workers=1, failures=halting([shards]))
+        )
+        partition.task = task = asyncio.create_task(partition.run(), name="shard")
+        records = [Record(*partition.topic_partition, offset, None, b"", (), 0.0) for offset in range(6)]
+        partition.accept(FetchedBatch(partition.topic_partition, records[:4], [10] * 4, 4))
         await asyncio.sleep(1.0)
-        epoch.accept(FetchedBatch(epoch.topic_partition, records[4:], [10] * 2, 6))
+        partition.accept(FetchedBatch(partition.topic_partition, records[4:], [10] * 2, 6))
 
-        assert epoch.evict_beyond(Usage(1, 1_000)) == 5
+        assert partition.evict_beyond(Usage(1, 1_000)) == 5
 
-        assert list(epoch.evicted) == [1, 2, 3, 4, 5]
+        assert list(partition.evicted) == [1, 2, 3, 4, 5]
         task.cancel()
         await asyncio.wait([task])
 
@@ -171,35 +174,37 @@ def test_batches_waiting_for_the_fetch_task_are_evicted_too() -> None:
 
 
 def test_records_the_client_cannot_refetch_are_not_evicted() -> None:
-    """Records that come with places of their own, in place of the offsets of one log."""
+    """Records that come with positions of their own instead of the offsets of one log."""
 
     async def test() -> None:
         buffer = make_buffer(records=100)
-        epoch, _ = make_partition(buffer=buffer)
-        records = [Record(*epoch.topic_partition, 99 - offset, b"k", b"", (), 0.0) for offset in range(50)]
-        epoch.accept(FetchedBatch(epoch.topic_partition, records, [10] * 50, 50, places=range(50)))
-        intake = make_intake(epoch, buffer=buffer, now=100.0)
+        partition, _ = make_partition(buffer=buffer)
+        records = [Record(*partition.topic_partition, 99 - offset, b"k", b"", (), 0.0) for offset in range(50)]
+        partition.accept(FetchedBatch(partition.topic_partition, records, [10] * 50, 50, positions=range(50)))
+        intake = make_intake(partition, buffer=buffer, now=100.0)
         client = Client()
 
         intake.make_room(client)  # type: ignore[arg-type]
 
-        assert epoch.stuck(100.0, 60.0)
-        assert (client.sought, len(epoch.evicted)) == ([], 0)
-        assert [(one.offset, one.record.offset) for one in epoch.tracker.values()] == [(n, 99 - n) for n in range(50)]
+        assert partition.stuck(100.0, 60.0)
+        assert (client.sought, len(partition.evicted)) == ([], 0)
+        assert [(delivery.offset, delivery.record.offset) for delivery in partition.tracker.values()] == [
+            (n, 99 - n) for n in range(50)
+        ]
 
     run(test())
 
 
 def test_an_evicted_probe_is_followed_by_another() -> None:
     """Nothing would try its paused partition any more (found by a seed)."""
-    epoch = Epoch(TopicPartition("orders", 0), 1, 0, Buffer(Usage(100, 10_000), lambda: None))
+    epoch = Epoch(TopicPartition("orders", 0), 1, 0, make_buffer(100, 10_000))
     records = [Record("orders", 0, offset, b"k", b"", (), 0.0) for offset in range(3)]
     deliveries = [Delivery(record, epoch, None, 10, 0.0) for record in records]
     epoch.take_in(FetchedBatch(epoch.topic_partition, records, [10] * 3, 3), deliveries)
-    told: list[bool] = []
-    epoch.probe, epoch.probed = deliveries[2], told.append
+    outcomes: list[bool] = []
+    epoch.probe, epoch.probed = deliveries[2], outcomes.append
 
     epoch.evict(deliveries[1:])
 
     assert epoch.probe is None
-    assert told == [False]
+    assert outcomes == [False]

@@ -2,18 +2,20 @@
 
 import asyncio
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
-from aioshard import App, CircuitBreaker, Context, DeadLetter, Record, Retry
+from aioshard import App, Batch, CircuitBreaker, Context, DeadLetter, Park, Record, Retry
 from aioshard.errors import MessageError, MessageTooLargeError, StateError
+from aioshard.observe import Workload
 from aioshard.serde.payloads import message
 from aioshard.serde.side_records import read_dead_letter
 from aioshard.testing import TestClient, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 ONCE = Retry(attempts=1)
 
@@ -23,12 +25,18 @@ async def publish_numbered(client: TestClient, count: int, keys: int = 10, parti
         await client.publish("orders", str(number), key=f"k{number % keys}", partition=partition)
 
 
+def workload_of(app: App) -> Workload:
+    workload = app.workload()
+    assert workload is not None
+    return workload
+
+
 def handler_statistics(app: App) -> Any:
     return app.statistics().handlers[0]
 
 
 def test_a_skipped_record_is_complete_and_counted() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     seen: list[int] = []
 
     @app.consume("orders", retry=Retry(attempts=3, initial=0.01), on_failure="skip")
@@ -50,7 +58,7 @@ def test_a_skipped_record_is_complete_and_counted() -> None:
 
 
 def test_a_dead_letter_has_the_record_and_the_reason() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
 
     @app.consume("orders", retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter("orders.dlt"))
     async def handle(record: Record) -> None:
@@ -67,14 +75,21 @@ def test_a_dead_letter_has_the_record_and_the_reason() -> None:
             read = read_dead_letter(letter)
             assert read is not None
             assert read.original == sent
-            assert read.failure._replace(failed_at=0.0) == ("recourse", "handle", 2, "ValueError", "no such order", 0.0)
+            assert read.failure._replace(failed_at=0.0) == (
+                "failure-policy",
+                "handle",
+                2,
+                "ValueError",
+                "no such order",
+                0.0,
+            )
             assert handler_statistics(app).dead_lettered == 1
 
     run(test())
 
 
 def test_nothing_is_committed_past_an_unacknowledged_dead_letter() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
 
     @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
     async def handle(record: Record) -> None:
@@ -102,8 +117,8 @@ def test_nothing_is_committed_past_an_unacknowledged_dead_letter() -> None:
 
 
 def test_the_records_of_a_key_wait_for_its_dead_letter() -> None:
-    """Order: what comes after the failed record runs when it is settled, not before."""
-    app = App("recourse")
+    """Order: what comes after the failed record runs when it is complete, not before."""
+    app = App("failure-policy")
     log: list[str] = []
 
     @app.consume("orders", retry=Retry(attempts=3, initial=1.0, jitter=0.0), on_failure=DeadLetter("orders.dlt"))
@@ -123,7 +138,7 @@ def test_the_records_of_a_key_wait_for_its_dead_letter() -> None:
 
 def test_a_revoke_waits_for_a_dead_letter_in_flight() -> None:
     """The worker that had the record sends its dead letter, so a drain waits for it: no second letter."""
-    app = App("recourse", drain_timeout=5.0)
+    app = App("failure-policy", drain_timeout=5.0)
 
     @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
     async def handle(record: Record) -> None:
@@ -147,7 +162,7 @@ def test_a_revoke_waits_for_a_dead_letter_in_flight() -> None:
 
 
 def test_an_outage_diverts_few_records_and_recovers_by_itself() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     down = True
     done: list[int] = []
 
@@ -186,7 +201,7 @@ def test_an_outage_diverts_few_records_and_recovers_by_itself() -> None:
 
 
 def test_a_partition_probes_with_one_record_at_a_time() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     at_once: list[int] = []
     running = 0
 
@@ -221,7 +236,7 @@ def test_poison_messages_among_good_records_go_to_the_dead_letters(
     every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its retries end long after the good records, which are quick: then nothing but failures ends."""
-    app = App("recourse")
+    app = App("failure-policy")
     done: set[int] = set()
 
     @app.consume("orders", retry=Retry(attempts=3, initial=1.0), on_failure=DeadLetter("d"))
@@ -244,7 +259,7 @@ def test_poison_messages_among_good_records_go_to_the_dead_letters(
 
 
 def test_a_wrong_schema_opens_the_circuit_breaker_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    app = App("recourse")
+    app = App("failure-policy")
 
     @app.consume("orders", on_failure=DeadLetter("d"))
     async def handle(number: int) -> None: ...
@@ -261,8 +276,8 @@ def test_a_wrong_schema_opens_the_circuit_breaker_and_is_logged_once(caplog: pyt
             app.stop()
 
     run(test())
-    told = [getattr(record, "event", "") for record in caplog.records if record.levelname == "WARNING"]
-    assert told.count("breaker_opened") == 1
+    events = [getattr(record, "event", "") for record in caplog.records if record.levelname == "WARNING"]
+    assert events.count("breaker_opened") == 1
 
 
 def test_fast_failures_do_not_open_the_circuit_breaker(
@@ -289,7 +304,7 @@ def test_fast_failures_do_not_open_the_circuit_breaker(
 
 
 def test_one_success_closes_the_circuit_breaker_for_all_partitions(caplog: pytest.LogCaptureFixture) -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     down = True
 
     @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d"))
@@ -308,12 +323,12 @@ def test_one_success_closes_the_circuit_breaker_for_all_partitions(caplog: pytes
             assert len(client.records("d")) == 19
 
     run(test())
-    told = [getattr(record, "event", "") for record in caplog.records]
-    assert (told.count("breaker_opened"), told.count("breaker_closed")) == (1, 1)
+    events = [getattr(record, "event", "") for record in caplog.records]
+    assert (events.count("breaker_opened"), events.count("breaker_closed")) == (1, 1)
 
 
 def test_a_circuit_breaker_pause_survives_rebalances() -> None:
-    app = App("recourse", drain_timeout=2.0)
+    app = App("failure-policy", drain_timeout=2.0)
     down = True
     done: Counter[int] = Counter()
 
@@ -345,7 +360,7 @@ def test_a_circuit_breaker_pause_survives_rebalances() -> None:
 
 
 def halting_app(broken: set[int], log: list[int]) -> App:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
 
     @app.consume("orders", retry=ONCE)
     async def handle(record: Record) -> None:
@@ -354,6 +369,20 @@ def halting_app(broken: set[int], log: list[int]) -> App:
             raise ValueError("poison")
 
     return app
+
+
+def test_a_stop_says_which_failed_records_stay_uncommitted(caplog: pytest.LogCaptureFixture) -> None:
+    app = halting_app({1}, [])
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish_numbered(client, 4, keys=1)
+            await until(lambda: handler_statistics(app).halted == 1)
+
+    run(test())
+    (left,) = (record for record in caplog.records if getattr(record, "event", "") == "failed_uncommitted")
+    assert left.records == 1  # type: ignore[attr-defined]
+    assert "orders/0/1" in left.getMessage()
 
 
 def test_a_halted_record_is_released_by_retrying_it() -> None:
@@ -403,7 +432,7 @@ def test_a_halted_record_is_released_by_skipping_it_from_a_thread() -> None:
 
 
 def test_an_attempt_that_times_out_fails_and_its_worker_continues() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     deadlines: list[float] = []
     slow = {(0, 1), (0, 2)}
     log: list[tuple[int, int]] = []
@@ -429,7 +458,7 @@ def test_an_attempt_that_times_out_fails_and_its_worker_continues() -> None:
 
 
 def test_a_timeout_uses_up_attempts_like_any_failure() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
 
     @app.consume("orders", timeout=0.5, retry=Retry(attempts=2, initial=0.1), on_failure=DeadLetter("d"))
     async def handle(record: Record) -> None:  # noqa: ARG001 - hangs whatever comes
@@ -448,7 +477,7 @@ def test_a_timeout_uses_up_attempts_like_any_failure() -> None:
 
 
 def test_a_handler_that_swallows_its_timeout_is_reported_and_halts(caplog: pytest.LogCaptureFixture) -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     go_on = asyncio.Event
     release: list[asyncio.Event] = []
     log: list[int] = []
@@ -485,8 +514,91 @@ def test_a_handler_that_swallows_its_timeout_is_reported_and_halts(caplog: pytes
 # Pausing -----------------------------------------------------------------------------------------
 
 
+MISNAMED = b"\xff\xfe".decode("utf-8", "surrogateescape")
+
+
+async def publish_with_a_misnamed_header(client: TestClient, keys: Sequence[bytes] = (b"a", b"a", b"a")) -> None:
+    """Three records, the second of which has a header name that is not UTF-8."""
+    for number, key in enumerate(keys):
+        headers = ((MISNAMED, b"1"), ("trace", b"2")) if number == 1 else ()
+        client.broker.log("orders", 0).append(Record("orders", 0, number, key, b"%d" % number, headers, 0.0))
+
+
+@pytest.mark.parametrize("policy", ["skip", DeadLetter("dead", breaker=None), Park("parked", delay=3600.0)])
+@pytest.mark.parametrize("batch", [None, Batch(max_records=10, linger=0.0)])
+@pytest.mark.parametrize("takes", [Record, bytes])
+def test_a_record_whose_header_name_is_not_utf_8_fails_alone(policy: Any, batch: Batch | None, takes: Any) -> None:
+    app = App("policies")
+    seen: list[bytes | None] = []
+
+    async def on_order(order: Any) -> None:
+        orders = order if isinstance(order, list) else [order]
+        seen.extend(order.value if isinstance(order, Record) else order for order in orders)
+
+    on_order.__annotations__["order"] = takes if batch is None else list[takes]
+    app.consume("orders", on_failure=policy, batch=batch)(on_order)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish_with_a_misnamed_header(client, (b"a", b"b", b"c"))
+            await client.settle()
+            assert client.committed("orders", 0) == 3
+            statistics = handler_statistics(app)
+            outcomes = statistics.skipped, statistics.dead_lettered, statistics.parked
+            assert (statistics.processed, statistics.retried, sum(outcomes)) == (2, 0, 1)
+            for letter in client.records("dead"):
+                read = read_dead_letter(letter)
+                assert read is not None
+                assert (read.failure.error, read.failure.attempts) == ("DecodeError", 1)
+                assert read.original.headers == (("\\xff\\xfe", b"1"), ("trace", b"2"))
+
+    run(test())
+    assert sorted(map(bytes, filter(None, seen))) == [b"0", b"2"]
+
+
+def test_a_record_with_a_header_name_that_is_not_utf_8_halts_however_often_it_is_retried() -> None:
+    app = App("policies")
+    seen: list[int] = []
+
+    @app.consume("orders")
+    async def on_order(record: Record) -> None:
+        seen.append(record.offset)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish_with_a_misnamed_header(client)
+            await until(lambda: handler_statistics(app).halted == 1)
+            app.retry_now("orders", 0, 1)
+            await until(lambda: handler_statistics(app).halted == 1)
+            assert (client.committed("orders", 0), seen) == (1, [0])
+            assert "DecodeError" in app.explain()
+            app.skip("orders", 0, 1)
+            await client.settle()
+            assert client.committed("orders", 0) == 3
+
+    run(test())
+    assert seen == [0, 2]
+
+
+def test_a_parked_record_with_a_header_name_that_is_not_utf_8_fails_again() -> None:
+    app = App("policies")
+    seen: list[int] = []
+
+    @app.consume("orders", on_failure=Park("parked", delay=1.0, attempts=2))
+    async def on_order(record: Record) -> None:
+        seen.append(record.offset)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish_with_a_misnamed_header(client, (b"a", b"b", b"c"))
+            await until(lambda: [key.retries for key in workload_of(app).parked] == [2])
+            assert sorted(seen) == [0, 2]
+
+    run(test())
+
+
 def test_the_application_pauses_and_resumes_a_partition() -> None:
-    app = App("recourse", drain_timeout=2.0)
+    app = App("failure-policy", drain_timeout=2.0)
     log: list[tuple[int, int]] = []
 
     @app.consume("orders")
@@ -516,7 +628,7 @@ def test_the_application_pauses_and_resumes_a_partition() -> None:
 
 
 def test_the_application_pauses_and_resumes_a_handler() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     log: list[str] = []
 
     @app.consume("orders", "returns")
@@ -549,7 +661,7 @@ def test_the_application_pauses_and_resumes_a_handler() -> None:
 
 
 def test_a_running_record_continues_while_its_partition_is_paused() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     finish: list[asyncio.Event] = []
     log: list[int] = []
 
@@ -582,7 +694,7 @@ def test_a_running_record_continues_while_its_partition_is_paused() -> None:
 
 @pytest.mark.parametrize("shards", [None, 3])
 def test_a_sharding_function_that_raises_diverts_its_record(shards: int | None) -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     log: list[int] = []
 
     def shard_by(record: Record) -> bytes | None:
@@ -608,7 +720,7 @@ def test_a_sharding_function_that_raises_diverts_its_record(shards: int | None) 
 
 
 def publishing(publish: Callable[[App, Context], Coroutine[Any, Any, int]]) -> Sequence[Record]:
-    app = App("recourse")
+    app = App("failure-policy")
 
     @app.consume("orders")
     async def handle(record: Record, context: Context) -> None:  # noqa: ARG001 - the context is what is tested
@@ -638,7 +750,16 @@ def test_a_handler_publishes_through_its_app() -> None:
     [
         ({"topic": 3}, "3 is not a topic name"),
         ({"topic": ""}, "'' is not a topic name"),
-        ({"topic": "invoices", "headers": {"trace": "7"}}, "headers={'trace': '7'} was refused"),
+        ({"topic": "invoices", "headers": ["trace"]}, re.escape("headers=['trace'] was refused")),
+        ({"topic": "invoices", "headers": ["id"]}, re.escape("headers=['id'] was refused")),
+        ({"topic": "invoices", "headers": [("a", "b", "c")]}, "was refused: expected a mapping, or pairs"),
+        ({"topic": "invoices", "headers": 7}, "headers=7 was refused"),
+        ({"topic": "invoices", "headers": {7: "b"}}, "header name of type int was refused"),
+        ({"topic": "invoices", "headers": [("x-\ud83d", "1")]}, "Kafka stores names in UTF-8"),
+        ({"topic": "invoices", "headers": [(b"\xff", "1")]}, "Kafka stores names in UTF-8"),
+        ({"topic": "invoices", "headers": {"trace": 7}}, "'trace' with a content of type int was refused"),
+        ({"topic": "invoices", "headers": {"trace": "\ud83d"}}, "expected text that UTF-8 can represent"),
+        ({"topic": "invoices", "key": "\ud83d"}, "expected text that UTF-8 can represent"),
     ],
 )
 def test_an_invalid_message_is_refused(arguments: dict[str, Any], said: str) -> None:
@@ -647,6 +768,6 @@ def test_an_invalid_message_is_refused(arguments: dict[str, Any], said: str) -> 
 
 
 async def test_publishing_is_refused_while_the_app_is_not_running() -> None:
-    app = App("recourse")
+    app = App("failure-policy")
     with pytest.raises(StateError, match="is not running"):
         await app.publish("invoices", b"")

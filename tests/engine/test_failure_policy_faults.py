@@ -1,23 +1,24 @@
-"""Failure policies with several faults at once, and with operator actions in between."""
+"""Failure policies with several faults at the same time, and with operator actions in between."""
 
 import asyncio
 
 from aioshard import App, CircuitBreaker, DeadLetter, Park, RateLimit, Record, Retry
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failures import FailureHandler, skipping
+from aioshard.engine.failures import FailureHandler
 from aioshard.engine.outcomes import Outcome, Recovery
+from aioshard.engine.recoveries import skipping
 from aioshard.engine.shards import Shards
 from aioshard.errors import TransportError
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport, TestClient, run
 from tests.engine.deliveries import make_epoch
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 ONCE = Retry(attempts=1)
 
 
 def test_a_record_without_a_shard_key_never_runs_with_an_open_circuit_breaker() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     ran: list[int] = []
 
     def shard_by(record: Record) -> bytes | None:
@@ -46,8 +47,28 @@ def test_a_record_without_a_shard_key_never_runs_with_an_open_circuit_breaker() 
     assert ran == list(range(3, 10))
 
 
+def test_a_record_that_waits_for_the_circuit_breaker_does_not_make_a_stop_fail() -> None:
+    """Nothing has failed to be written: it runs at the next start."""
+    app = App("failure-policy", commit_interval=0.1)
+
+    def shard_by(_: Record) -> bytes | None:
+        raise KeyError("no tenant")
+
+    @app.consume("orders", shard_by=shard_by, retry=ONCE, on_failure=DeadLetter("d", breaker=CircuitBreaker(minimum=1)))
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: "the circuit breaker" in app.explain())
+            await asyncio.sleep(5.0)
+            assert not client.records("d")
+
+    run(test())
+
+
 def test_a_record_without_a_shard_key_has_one_dead_letter_after_failed_writes() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
 
     def shard_by(record: Record) -> bytes | None:
         if record.offset < 2:
@@ -74,7 +95,7 @@ def test_a_record_without_a_shard_key_has_one_dead_letter_after_failed_writes() 
 
 
 def test_a_probe_does_not_run_in_a_partition_paused_by_the_application() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     ran: list[int] = []
     down = True
 
@@ -103,7 +124,7 @@ def test_a_probe_does_not_run_in_a_partition_paused_by_the_application() -> None
 
 
 def test_a_released_record_gets_all_its_attempts_again() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     ran: list[int] = []
 
     @app.consume("orders", retry=Retry(attempts=3, initial=0.1))
@@ -125,7 +146,7 @@ def test_a_released_record_gets_all_its_attempts_again() -> None:
 
 def test_a_hanging_replay_of_a_parked_record_is_released_by_its_offset() -> None:
     """It swallows its timeout, so it halts; skipping it takes it out of the side topic."""
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     phase = "broken"
     done: list[int] = []
 
@@ -162,7 +183,7 @@ def test_a_hanging_replay_of_a_parked_record_is_released_by_its_offset() -> None
 
 
 def test_a_slow_dead_letter_write_is_not_a_timed_out_attempt() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     ran: list[int] = []
 
     async def test() -> None:
@@ -187,7 +208,7 @@ def test_a_slow_dead_letter_write_is_not_a_timed_out_attempt() -> None:
 
 
 def test_a_retried_dead_letter_uses_no_rate_limit_token() -> None:
-    app = App("recourse", commit_interval=0.1)
+    app = App("failure-policy", commit_interval=0.1)
     started: list[float] = []
 
     @app.consume("orders", rate_limit=RateLimit(1.0, burst=1), retry=ONCE, on_failure=DeadLetter("d"))
@@ -202,6 +223,8 @@ def test_a_retried_dead_letter_uses_no_rate_limit_token() -> None:
             for number in range(21):
                 await client.publish("orders", b"", key=f"{number}", partition=0)
             await until(lambda: len(started) == 21)
+            client.broker.fail_publishes("d", None)
+            await client.settle(timeout=60.0)
 
     run(test())
     assert started[-1] - started[0] < 20.5
@@ -219,12 +242,12 @@ def test_failing_or_slow_recoveries_get_half_of_the_workers() -> None:
         failures = FailureHandler(ONCE, None, shards=[shards], counters=Counters(), clock=now, workers=4)
         _, (failing, good, *hanging) = make_epoch([None] * 4)
         hang = Recovery("it hangs", _hang)
-        running = [asyncio.create_task(failures.recover(one, hang), name=f"{one}") for one in hanging]
+        running = [asyncio.create_task(failures.recover(delivery, hang), name=f"{delivery}") for delivery in hanging]
         await asyncio.sleep(0.5)
         assert failures.may_recover(), "they are not slow yet"
 
         failing.divert(hang)
-        assert not failures.failed(failing, TransportError("no"), shards)
+        failures.handle_failed(failing, TransportError("no"), shards)
         assert not failures.may_recover(), "one has failed"
 
         await failures.recover(good, skipping("the test says so"))
@@ -240,8 +263,28 @@ def test_failing_or_slow_recoveries_get_half_of_the_workers() -> None:
     run(test())
 
 
+def test_a_recovery_that_is_held_back_keeps_its_own_error() -> None:
+    async def test() -> None:
+        shards = Shards()
+        now = asyncio.get_running_loop().time
+        failures = FailureHandler(ONCE, None, shards=[shards], counters=Counters(), clock=now, workers=4)
+        _, (tried, new) = make_epoch([None] * 2)
+        hang = Recovery("it hangs", _hang)
+        for delivery in (tried, new):
+            delivery.divert(hang)
+        failures.handle_failed(tried, TransportError("no such topic"), shards)
+
+        for delivery in (tried, new):
+            failures.hold_back(delivery, hang, shards)
+
+        assert tried.recovery_error == "no such topic"
+        assert new.recovery_error is not None
+
+    run(test())
+
+
 def test_hanging_dead_letters_leave_workers_for_good_records() -> None:
-    app = App("recourse", commit_interval=0.1, auto_offset_reset="earliest", shutdown_timeout=2.0)
+    app = App("failure-policy", commit_interval=0.1, auto_offset_reset="earliest", shutdown_timeout=2.0)
     done: list[int] = []
 
     @app.consume("orders", concurrency=4, retry=ONCE, on_failure=DeadLetter("d"))
@@ -254,7 +297,7 @@ def test_hanging_dead_letters_leave_workers_for_good_records() -> None:
         broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
         stored_after = 20.0
         async with app.started(
-            lambda: InMemoryTransport(broker, "recourse"),
+            lambda: InMemoryTransport(broker, "failure-policy"),
             lambda: InMemoryProducer(broker, latency=lambda: stored_after),
         ):
             broker.publish("orders", b"bad", key=b"first")
@@ -265,6 +308,6 @@ def test_hanging_dead_letters_leave_workers_for_good_records() -> None:
                 broker.publish("orders", b"", key=b"good %d" % number)
             await until(lambda: len(done) == 10, timeout=5.0)
             stored_after = 0.0
-            await until(lambda: broker.committed("recourse", "orders", 0) == 21)
+            await until(lambda: broker.committed("failure-policy", "orders", 0) == 21)
 
     run(test())

@@ -43,7 +43,7 @@ def test_replacing_metadata_of_another_program_logs_a_warning(caplog: pytest.Log
     assert group.offsets == [4, 5, 6, 7, 8, 9]
     (said,) = [record.message for record in caplog.records if "will be replaced" in record.message]
     assert "orders/0 at offset 4" in said
-    assert "secret" not in caplog.text, "what it noted is its own"
+    assert "secret" not in caplog.text, "its metadata is private"
 
 
 def test_damaged_metadata_is_ignored_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:

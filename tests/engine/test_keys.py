@@ -59,7 +59,7 @@ def test_a_key_that_cannot_be_compared_fails_its_own_record(on_failure: OnFailur
     assert sorted(log) == [0, 2, 3, 5, 6, 8, 9, 11]
 
 
-def test_a_parked_record_without_a_fixed_shard_is_replayed_alone() -> None:
+def test_a_parked_record_without_a_fixed_shard_is_retried_alone() -> None:
     log: list[int] = []
     app = app_with(lambda: 1.5, Park(PARKED, delay=5.0), 3, log)
 
@@ -69,7 +69,7 @@ def test_a_parked_record_without_a_fixed_shard_is_replayed_alone() -> None:
                 await client.publish("orders", b"odd" if number % 2 else b"", key=b"k", partition=0)
             await client.settle(timeout=30.0)
             parked = [read_parked(record) for record in client.records(PARKED)]
-            assert sorted(one.coordinates.offset for one in parked if isinstance(one, ParkedRecord)) == [1, 3]
+            assert sorted(record.coordinates.offset for record in parked if isinstance(record, ParkedRecord)) == [1, 3]
             async with asyncio.timeout(60.0):
                 while len(log) < 4:  # noqa: ASYNC110 - virtual time, and nothing tells
                     await asyncio.sleep(0.1)

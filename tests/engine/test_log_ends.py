@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
+from aioshard.engine.partition import LogEnd
 from aioshard.engine.runtime import Engine
 from aioshard.errors import TransportError
 from aioshard.observe import PartitionStatistics
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 NEVER_OLDER = 15.0
 
@@ -165,12 +166,16 @@ class Asking:
 
     def __init__(self) -> None:
         self.client = Client()
-        self.epoch: Any = SimpleNamespace(topic_partition=ORDERS, tracker=SimpleNamespace(position=0), log_end=None)
-        self.engine: Any = SimpleNamespace(transport=self.client, rebalance=SimpleNamespace(epochs=[self.epoch]))
+        self.partition: Any = SimpleNamespace(
+            topic_partition=ORDERS, tracker=SimpleNamespace(position=0), log_end=LogEnd(lambda: 0.0)
+        )
+        self.engine: Any = SimpleNamespace(
+            client=SimpleNamespace(transport=self.client), rebalance=SimpleNamespace(partitions=[self.partition])
+        )
 
     @property
     def end(self) -> int | None:
-        return Engine.log_end(self.engine, self.epoch)
+        return Engine.log_end(self.engine, self.partition)
 
     async def run(self) -> None:
         await Engine._query_log_ends(self.engine)
@@ -189,9 +194,9 @@ def test_the_highest_known_offset_is_the_end() -> None:
             assert asking.end == 10
             client.fetched = 12
             assert asking.end == 12
-            asking.epoch.tracker.position = 13
+            asking.partition.tracker.position = 13
             assert asking.end == 13
-            asking.engine.transport = None  # it was lost
+            asking.engine.client.transport = None  # it was lost
             assert asking.end == 13
             task.cancel()
 

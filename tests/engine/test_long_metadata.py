@@ -11,12 +11,12 @@ from aioshard import App, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.rebalance import _read
+from aioshard.engine.positions import _read
 from aioshard.ports import Committed, FetchedBatch, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
-from tests.engine.deliveries import make_partition
-from tests.engine.running import until
+from tests.engine.deliveries import make_buffer, make_partition
+from tests.engine.live_apps import until
 from tests.support.offsets import runs_of
 
 pytestmark = pytest.mark.slow
@@ -72,20 +72,22 @@ async def test_other_tasks_run_while_metadata_is_written() -> None:
             messages: object = None,
         ) -> None: ...
 
-    committer = Committer(1.0, 5.0, lambda: 0.0)
+    committer = Committer(make_buffer(), lambda: 0.0, interval=1.0, timeout=5.0)
     client: Any = Client()
-    epochs = []
+    partitions = []
     for name in NAMES:
-        epoch, _ = make_partition(partition=name.partition)
+        partition, _ = make_partition(partition=name.partition)
         records = [Record(*name, offset, b"k", b"", (), 0.0) for offset in range(2)]
-        deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in records]
-        epoch.take_in(FetchedBatch(name, records, [1, 1], 2), deliveries)
-        epoch.complete(deliveries[1])
-        epoch.finished_ahead = FINISHED
-        committer.own(epoch)
-        epochs.append(epoch)
+        deliveries = [Delivery(record, partition, None, 1, 0.0) for record in records]
+        partition.take_in(FetchedBatch(name, records, [1, 1], 2), deliveries)
+        partition.complete(deliveries[1])
+        partition.finished_ahead = FINISHED
+        committer.own(partition)
+        partitions.append(partition)
 
-    assert await loop_iterations_during(lambda: committer._send_all(client, epochs, client.membership())) >= PARTITIONS
+    assert (
+        await loop_iterations_during(lambda: committer._send_all(client, partitions, client.membership())) >= PARTITIONS
+    )
 
 
 async def test_reading_metadata_does_not_use_the_brokers_timeout() -> None:

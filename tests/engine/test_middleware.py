@@ -10,7 +10,7 @@ import pytest
 from aioshard import App, Batch, BatchContext, Context, DeadLetter, Record, Retry, Router
 from aioshard.errors import HandlerError, StateError
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 Next = Callable[[Any, Any], Awaitable[object]]
 
@@ -159,7 +159,7 @@ def test_batch_middleware_can_change_records_before_decoding() -> None:
     @world.app.middleware
     async def around(records: list[Record], context: BatchContext, call_next: Next) -> object:
         world.seen.append(len(records))
-        return await call_next([one._replace(value=b'{"number": 1}') for one in records], context)
+        return await call_next([record._replace(value=b'{"number": 1}') for record in records], context)
 
     @world.app.consume("orders", batch=Batch(max_records=10, linger=0.1))
     async def handle(orders: list[Order]) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from aioshard import App, Record
 from aioshard.ports import NOT_A_MEMBER
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.running import engine_of
+from tests.engine.live_apps import engine_of
 
 PARTITIONS = 250
 AT_MOST = 100
@@ -28,11 +28,11 @@ def open_partitions(*, lose_after: int = PARTITIONS) -> list[int]:
         transport = InMemoryTransport(broker, "group")
         async with app.started(lambda: transport):
             rebalance = engine_of(app).rebalance
-            while not rebalance._settling:  # noqa: ASYNC110 - nothing tells
+            while not rebalance._opening:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0)
-            while not rebalance._settling.done():
+            while not rebalance._opening.done():
                 await asyncio.sleep(0)
-                opened.append(sum(epoch.is_open for epoch in rebalance.epochs))
+                opened.append(sum(partition.is_open for partition in rebalance.partitions))
                 if opened[-1] >= lose_after:
                     transport._membership = NOT_A_MEMBER
 

@@ -1,6 +1,7 @@
-"""Async calls belong to the app's event loop; calls from another loop are refused."""
+"""Async calls belong to the app's event loop, of any kind; calls from another loop are refused."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -39,3 +40,21 @@ async def test_a_call_from_another_event_loop_is_refused_and_does_nothing(
             await asyncio.to_thread(elsewhere)
         assert client.records("orders") == []
         await call(app)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks are new in Python 3.12")
+async def test_an_app_runs_in_a_loop_with_eager_tasks() -> None:
+    app = App("orders")
+    handled: list[int] = []
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        handled.append(record.offset)
+
+    asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
+    async with TestClient(app) as client:
+        for _ in range(3):
+            await client.publish("orders", b"x", partition=0)
+        await client.settle()
+
+    assert handled == [0, 1, 2]

@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import random
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
 from aioshard import App, Batch, RateLimit, Record, Retry
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import publish
+from tests.engine.live_apps import publish
 
 
 class Starts:
@@ -190,3 +191,25 @@ def test_an_impossible_rate_limit_is_refused() -> None:
 
     with pytest.raises(HandlerError, match=r"rate_limit=100 was refused: expected RateLimit"):
         app.consume("orders", rate_limit=100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [None, Batch(max_records=1)], ids=["records", "batches"])
+def test_recoveries_spend_no_tokens(batch: Batch | None) -> None:
+    app = App("paced", auto_offset_reset="earliest")
+    starts: list[float] = []
+
+    @app.consume("orders", batch=batch, rate_limit=RateLimit(0.1, burst=2), retry=Retry(attempts=1), on_failure="skip")
+    async def handle(_: Any) -> None:
+        starts.append(asyncio.get_running_loop().time())
+        if len(starts) == 1:
+            raise ValueError("bad")
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+
+    run(test())
+    assert starts[1] - starts[0] < 5.0, "the next token would have come after 10 s"

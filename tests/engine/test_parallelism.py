@@ -11,7 +11,7 @@ from aioshard.core.sharding import shard_number
 from aioshard.testing import InMemoryBroker, TestClient, run
 
 SLACK = 0.05
-"""Seconds that the first poll and the wake-ups of workers take, beside the handlers."""
+"""Seconds that the first poll and the wake-ups of workers take, in addition to the handlers."""
 
 
 def seconds_of(app: App, topic: str, *, partitions: int, records: int) -> float:
@@ -57,7 +57,7 @@ def test_ten_times_the_concurrency_takes_a_tenth_of_the_time(shards: int) -> Non
 
 @pytest.mark.parametrize("concurrency", [1, 10, 100])
 def test_sleeping_records_take_their_sum_per_worker_or_the_longest_sleep(concurrency: int) -> None:
-    """One at a time takes the sum, 7.5 minutes; ten at once a tenth of it; all at once as long as the longest."""
+    """One at a time takes the sum, 7.5 minutes; ten in parallel a tenth of it; all in parallel take the longest one."""
     app, work = App("tasks"), []
 
     @app.consume("tasks", concurrency=concurrency)

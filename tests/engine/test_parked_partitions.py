@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from aioshard.core.flow import Usage
 from aioshard.core.parking import NEVER
-from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.parking import ParkedPartition
 from aioshard.ports import FetchedBatch, Message
@@ -14,13 +12,14 @@ from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
     Failure,
-    Place,
     Removed,
+    StorageKey,
     park,
     read_parked,
     release,
     tombstone,
 )
+from tests.engine.deliveries import make_buffer
 
 ORDERS = TopicPartition("orders", 0)
 STORED_IN = TopicPartition("parked", 0)
@@ -39,14 +38,14 @@ def parked(
     *,
     failure: Failure = FAILURE,
     due: float = 60.0,
-    replays: int = 0,
+    retries: int = 0,
 ) -> Record:
-    message = park("parked", original(offset, key), failure, generation=generation, due=due, replays=replays)
+    message = park("parked", original(offset, key), failure, generation=generation, due=due, retries=retries)
     return stored(message, at)
 
 
 def removed(offset: int, at: int, generation: int) -> Record:
-    return stored(tombstone("parked", Place(Coordinates("orders", 0, offset), generation)), at)
+    return stored(tombstone("parked", StorageKey(Coordinates("orders", 0, offset), generation)), at)
 
 
 def stored(message: Message, at: int) -> Record:
@@ -56,8 +55,8 @@ def stored(message: Message, at: int) -> Record:
 def restored(
     *before: Record, start: int = 100, generation: int = 7, exactly_once: bool = False
 ) -> tuple[ParkedPartition, list[Message]]:
-    """The parked records of a partition that became ours; *before* is what was in its side topic."""
-    buffer = Buffer(Usage(1_000, 1 << 20), lambda: None)
+    """The parked records of an assigned partition; *before* are the records in its side topic."""
+    buffer = make_buffer(1_000, 1 << 20)
     epoch = Epoch(ORDERS, 1, start, buffer)
     made = ParkedPartition(
         epoch,
@@ -87,15 +86,15 @@ def arrive(at: ParkedPartition, offset: int) -> Delivery:
 
 
 def acknowledged(at: ParkedPartition, offset: int, stored_at: int) -> None:
-    at.add(at.entry(original(offset), at.generation, stored_at, 60.0, 0), FAILURE)
+    at.add(at.entry(original(offset), generation=at.generation, stored_at=stored_at, due=60.0, retries=0), FAILURE)
 
 
 def test_redelivered_records_are_removed_from_the_park_topic() -> None:
     made, answers = restored(parked(3, 0, 5), parked(4, 1, 5), parked(5, 2, 6), start=4)
     assert offsets(made) == [3]
     assert [read_parked(stored(answer, 9)) for answer in reversed(answers)] == [
-        Removed(Place(Coordinates("orders", 0, 4), 5), by=7),
-        Removed(Place(Coordinates("orders", 0, 5), 6), by=7),
+        Removed(StorageKey(Coordinates("orders", 0, 4), 5), by=7),
+        Removed(StorageKey(Coordinates("orders", 0, 5), 6), by=7),
     ]
 
 
@@ -110,10 +109,10 @@ def test_a_tombstone_of_another_generation_removes_nothing() -> None:
 def test_a_removal_by_a_later_owner_is_ignored_here() -> None:
     """A stale member must not continue with the key: the owner runs the record first."""
     made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
-    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=8), 2))
+    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=8), 2))
     assert offsets(made) == [3, 4]
-    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6), 3))
-    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 4), 5)), 4))
+    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=6), 3))
+    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 4), 5)), 4))
     assert offsets(made) == []
 
 
@@ -182,7 +181,7 @@ def test_all_copies_of_a_redelivered_record_are_removed() -> None:
 
 @pytest.mark.parametrize("gone", [4, 5, 6])
 def test_after_one_removal_the_latest_remaining_copy_counts(gone: int) -> None:
-    """Nobody knows whether the others are only traces of it: twice is better than not at all."""
+    """The others may be only traces of it, or not: twice is better than not at all."""
     made, answers = restored(EARLIER, LATER, parked(3, 2, 4), removed(3, 3, gone))
     kept, *others = sorted({4, 5, 6} - {gone}, reverse=True)
     assert [entry.generation for entry in made.keys] == [kept]
@@ -193,8 +192,8 @@ def test_after_one_removal_the_latest_remaining_copy_counts(gone: int) -> None:
 def test_a_record_parked_again_is_due_as_last_written() -> None:
     """Else a key that has used up its attempts would have them again after each restart."""
     again = FAILURE._replace(message="again")
-    made, answers = restored(parked(3, 0, 5), parked(4, 1, 5), parked(3, 2, 5, failure=again, due=NEVER, replays=2))
-    assert [(entry.offset, entry.due, entry.replays, entry.stored_at) for entry in made.keys] == [
+    made, answers = restored(parked(3, 0, 5), parked(4, 1, 5), parked(3, 2, 5, failure=again, due=NEVER, retries=2))
+    assert [(entry.offset, entry.due, entry.retries, entry.stored_at) for entry in made.keys] == [
         (3, NEVER, 2, 2),
         (4, 60.0, 0, 1),
     ]
@@ -281,7 +280,7 @@ def test_a_release_stays_unanswered_until_its_key_can_run() -> None:
 
 def test_the_next_owner_continues_a_started_release() -> None:
     asked = release("parked", Coordinates("orders", 0, 3))
-    removed = tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6)
+    removed = tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=6)
     made, _ = restored(parked(3, 0, 5), parked(4, 1, 5), stored(asked, 2), stored(removed, 3))
     assert made.outgoing() == [], "the record that it names has run, the one behind it has not"
     entry = made.keys.take_due(0.0)
@@ -292,7 +291,8 @@ def test_the_next_owner_continues_a_started_release() -> None:
 def test_a_key_parked_again_has_a_new_reason() -> None:
     made, _ = restored(parked(3, 0, 5))
     made.remove(3)
-    made.add(made.entry(original(101), 7, 1, 60.0, 0), FAILURE._replace(message="another"))
+    entry = made.entry(original(101), generation=7, stored_at=1, due=60.0, retries=0)
+    made.add(entry, FAILURE._replace(message="another"))
     assert made.failures[b"k"].message == "another"
 
 

@@ -20,7 +20,7 @@ from aioshard.serde.side_records import (
     tombstone,
 )
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 PARKED = "orders.parked"
 
@@ -45,7 +45,7 @@ class Ledger:
         )
         async def handle(record: Record) -> None:
             key = record.key or b"-"
-            assert key == b"-" or key not in self.running, "two of one key at once"
+            assert key == b"-" or key not in self.running, "two of one key concurrently"
             self.running.add(key)
             self.runs[key] += 1
             try:
@@ -116,8 +116,8 @@ def test_a_parked_key_has_its_reason_and_time() -> None:
             await client.settle()
             (found,) = parked_now(client.broker).values()
             assert found.original == sent
-            assert (found.failure.error, found.failure.attempts, found.replays) == ("ConnectionError", 2, 0)
-            await until(lambda: parked_now(client.broker)[found.coordinates].replays == 2)
+            assert (found.failure.error, found.failure.attempts, found.retries) == ("ConnectionError", 2, 0)
+            await until(lambda: parked_now(client.broker)[found.coordinates].retries == 2)
             assert client.records(PARKED)[0].partition == 2
 
     run(test())
@@ -156,7 +156,7 @@ def test_a_dropped_record_is_gone_and_the_next_one_is_tried() -> None:
             ledger.broken.clear()
             producer = InMemoryProducer(client.broker)
             first = parked_now(client.broker)[Coordinates("orders", 0, 0)]
-            await producer.publish(tombstone(PARKED, first.place))
+            await producer.publish(tombstone(PARKED, first.storage_key))
             await until(lambda: ledger.done[b"k0"] == [1, 2])
             await producer.close()
 
@@ -382,8 +382,8 @@ def test_two_topics_share_a_park_topic() -> None:
             await until(lambda: not parked_now(client.broker))
 
     run(test())
-    assert [one for one in done if "orders" in one] == ["orders/0", "orders/1", "orders/2"]
-    assert [one for one in done if "returns" in one] == ["returns/0", "returns/1", "returns/2"]
+    assert [line for line in done if "orders" in line] == ["orders/0", "orders/1", "orders/2"]
+    assert [line for line in done if "returns" in line] == ["returns/0", "returns/1", "returns/2"]
 
 
 def test_many_parked_keys_resume() -> None:
@@ -443,7 +443,7 @@ def test_a_deleted_parked_record_is_named() -> None:
             assert "parked record orders/0/0 is not in orders.parked/0" in app.explain()
             assert not ledger.done
             producer = InMemoryProducer(client.broker)
-            await producer.publish(tombstone(PARKED, first.place))
+            await producer.publish(tombstone(PARKED, first.storage_key))
             await until(lambda: ledger.done[b"k0"] == [1, 2])
             await asyncio.sleep(5.0)
             assert "is not in orders.parked/0" not in app.explain()

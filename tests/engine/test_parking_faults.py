@@ -9,12 +9,12 @@ import pytest
 
 from aioshard import App, Park, Record, Retry
 from aioshard.engine import parking
-from aioshard.errors import TransportError
+from aioshard.errors import NotDrainedError, TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, release, tombstone
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 PARKED = "orders.parked"
 ONCE = Retry(attempts=1)
@@ -41,23 +41,23 @@ class Ledger:
             self.done[key].append(record.offset)
 
 
-def places(broker: InMemoryBroker) -> set[str]:
+def storage_keys(broker: InMemoryBroker) -> set[str]:
     """Under which keys of the side topic something is parked."""
     found: dict[str, bool] = {}
     for record in sorted(broker.records(PARKED), key=lambda r: (r.partition, r.offset)):
         if not (record.key or b"").startswith(b"release"):
             found[(record.key or b"").decode()] = isinstance(read_parked(record), ParkedRecord)
-    return {place for place, there in found.items() if there}
+    return {storage_key for storage_key, there in found.items() if there}
 
 
 def drop(broker: InMemoryBroker, offset: int) -> None:
     """As an operator does it."""
-    (place,) = [
-        parked.place
+    (storage_key,) = [
+        parked.storage_key
         for record in broker.records(PARKED)
         if isinstance(parked := read_parked(record), ParkedRecord) and parked.coordinates.offset == offset
     ][-1:]
-    message = tombstone(PARKED, place)
+    message = tombstone(PARKED, storage_key)
     broker.publish(PARKED, message.value, key=message.key, partition=message.partition)
 
 
@@ -76,7 +76,7 @@ def test_a_record_dropped_during_its_replay_is_not_parked_again() -> None:
             drop(client.broker, 0)
             await asyncio.sleep(60.0)
             assert len(ledger.runs) == 2
-            assert places(client.broker) == set()
+            assert storage_keys(client.broker) == set()
             assert sum(record.value is not None for record in client.records(PARKED)) == 1
 
     run(test())
@@ -120,7 +120,7 @@ def test_a_record_stored_under_two_generations_runs_once(generations: tuple[int,
             async with TestClient(ledger.app, broker=broker) as client:
                 await client.settle()
                 await asyncio.sleep(60.0)
-                assert places(broker) == set()
+                assert storage_keys(broker) == set()
             broker.log(PARKED, 0).compact()
         assert ledger.done[b"k"] == [0, 1, 2]
 
@@ -139,7 +139,7 @@ def test_exhausted_attempts_stay_exhausted_after_a_restart() -> None:
                 await client.settle()
                 await asyncio.sleep(100.0)
                 assert len(ledger.runs) == 1 + 2
-        assert places(broker) == {"orders/0/0@1"}
+        assert storage_keys(broker) == {"orders/0/0@1"}
 
     run(test())
 
@@ -233,7 +233,7 @@ def test_a_revoke_waits_for_replays_and_none_runs_twice() -> None:
             await until(lambda: len(ledger.runs) == 2)
             await client.revoke("orders", 0)
             assert ledger.done[b"k"] == [0]
-            assert places(client.broker) == set()
+            assert storage_keys(client.broker) == set()
             await client.assign("orders", 0)
             await asyncio.sleep(30.0)
             assert len(ledger.runs) == 2
@@ -312,7 +312,7 @@ def test_a_key_released_during_its_fetch_runs_once(monkeypatch: pytest.MonkeyPat
             request(client.broker, 0)
             await asyncio.sleep(60.0)
             assert ledger.done[b"k"] == [0]
-            assert places(client.broker) == set()
+            assert storage_keys(client.broker) == set()
 
     run(test())
 
@@ -342,7 +342,7 @@ def test_an_unwritable_side_partition_does_not_delay_releases_of_others(
             await client.settle()
             ledger.broken.clear()
             monkeypatch.setattr(OneUnwritable, "unwritable", True)
-            for offset in (0, 7):  # what is not parked is answered at once
+            for offset in (0, 7):  # a record that is not parked gets an answer immediately
                 request(client.broker, offset)
             await asyncio.sleep(5.0)
             engine = ledger.app._engine
@@ -353,7 +353,7 @@ def test_an_unwritable_side_partition_does_not_delay_releases_of_others(
             request(client.broker, 0, partition=1)
             await until(lambda: ledger.done[b"k1"] == [0], timeout=5.0)
             monkeypatch.setattr(OneUnwritable, "unwritable", False)
-            await until(lambda: places(client.broker) == set(), timeout=60.0)
+            await until(lambda: storage_keys(client.broker) == set(), timeout=60.0)
             await until(lambda: parked.trouble is None, timeout=5.0)
 
     run(test())
@@ -434,5 +434,27 @@ def test_parking_stops_at_the_limit_of_tracked_records(monkeypatch: pytest.Monke
             assert "release or drop some" in ledger.app.explain()
             drop(client.broker, 0)
             await until(lambda: client.committed("orders", 0) == 4)
+            drop(client.broker, 1)
+            await until(lambda: client.committed("orders", 0) == 5)
 
     run(test())
+
+
+def test_a_stop_names_a_parked_record_that_succeeded_and_could_not_be_removed() -> None:
+    """It stays in the side topic, so the next start runs it again."""
+    ledger = Ledger(delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: bool(storage_keys(client.broker)))
+            ledger.broken.clear()
+            client.broker.fail_publishes(PARKED, TransportError("the topic is gone"))
+            await until(lambda: ledger.done[b"k"] == [0])
+            await until(lambda: "the topic is gone" in ledger.app.explain())
+
+    with pytest.raises(NotDrainedError) as error:
+        run(test())
+    assert error.value.uncommitted == {}
+    assert list(error.value.unrecovered) == ["orders/0/0"]
+    assert "the topic is gone" in error.value.unrecovered["orders/0/0"]

@@ -9,7 +9,7 @@ from aioshard.engine.shards import Shards
 from aioshard.errors import TransportError
 from aioshard.testing import TestClient, run
 from tests.engine.deliveries import add, make_epoch, start
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 
 def test_a_pause_ends_when_every_owner_has_resumed() -> None:
@@ -92,3 +92,37 @@ def test_a_pending_dead_letter_is_written_during_a_pause(caplog: pytest.LogCaptu
             assert app.statistics().partitions[0].paused is not None
 
     run(test())
+
+
+@pytest.mark.parametrize("why", ["", "the ledger is being moved"])
+@pytest.mark.parametrize("whole_handler", [False, True], ids=["partition", "handler"])
+async def test_a_pause_outlasts_a_rebalance_whatever_its_reason(why: str, whole_handler: bool) -> None:
+    app = App("pauses")
+    ran: list[int] = []
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        ran.append(record.partition)
+
+    async with TestClient(app) as client:
+        if whole_handler:
+            app.pause_handler("handle", why=why)
+        else:
+            app.pause("orders", 0, why=why)
+        await client.publish("orders", b"", partition=0)
+        before = app.statistics().rebalances
+        await client.revoke("orders", 0)
+        await client.assign("orders", 0)
+        await until(lambda: app.statistics().rebalances > before and len(app.assignment()) == 4)
+        (row,) = (row for row in app.statistics().partitions if row.partition == 0)
+        assert row.paused == (why or "no reason was given")
+        (pause,) = (finding for finding in app.diagnose().partitions[0].findings if finding.kind == "paused")
+        assert pause.sentence.endswith(row.paused)
+        assert ran == []
+        if whole_handler:
+            app.resume_handler("handle")
+        else:
+            app.resume("orders", 0)
+        await client.settle()
+
+    assert ran == [0]

@@ -10,7 +10,7 @@ import pytest
 from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Park, Record, Retry
 from aioshard.errors import DecodeError
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 
 @dataclasses.dataclass
@@ -23,7 +23,7 @@ BAD = b"no order"
 
 
 class World:
-    """An app, and what its handler was given."""
+    """An app, and the payloads that its handler received."""
 
     def __init__(self, **settings: Any) -> None:
         self.broker = InMemoryBroker(partitions=1)
@@ -67,13 +67,13 @@ def test_a_handler_gets_objects_and_undecodable_records_are_not_retried() -> Non
         assert context.attempt == 1
         world.given.append(order)
 
-    letters = consume(world, bad={3, 8})
+    dead_letters = consume(world, bad={3, 8})
 
     assert sorted(world.numbers()) == [number for number in range(20) if number not in {3, 8}]
     assert world.of_key("k3") == [13, 18]
-    assert [letter.value for letter in letters] == [BAD, BAD]
-    assert dict(letters[0].headers)["aioshard.error"] == b"DecodeError"
-    assert dict(letters[0].headers)["aioshard.attempts"] == b"1"
+    assert [dead_letter.value for dead_letter in dead_letters] == [BAD, BAD]
+    assert dict(dead_letters[0].headers)["aioshard.error"] == b"DecodeError"
+    assert dict(dead_letters[0].headers)["aioshard.attempts"] == b"1"
 
 
 def test_handlers_without_context_and_in_threads_get_objects_too() -> None:
@@ -116,12 +116,12 @@ def test_only_the_undecodable_record_of_a_batch_fails(bad: set[int], linger: flo
         assert orders
         world.given.extend(orders)
 
-    letters = consume(world, bad=bad)
+    dead_letters = consume(world, bad=bad)
 
     assert sorted(world.numbers()) == [number for number in range(20) if number not in bad]
     for key in range(5):
         assert world.of_key(f"k{key}") == sorted(world.of_key(f"k{key}"))
-    assert len(letters) == len(bad)
+    assert len(dead_letters) == len(bad)
     assert attempts <= {1}
 
 
@@ -143,8 +143,8 @@ def test_a_batch_handler_names_failed_objects_and_knows_the_keys() -> None:
         async with TestClient(world.app, broker=world.broker) as client:
             await world.publish(client, bad={3})
             await client.settle(60.0)
-            letters = {dict(letter.headers)["aioshard.error"] for letter in client.records("orders.dlt")}
-            assert letters == {b"DecodeError", b"PermissionError"}
+            dead_letters = {dict(dead_letter.headers)["aioshard.error"] for dead_letter in client.records("orders.dlt")}
+            assert dead_letters == {b"DecodeError", b"PermissionError"}
 
     run(test())
     assert sorted(world.numbers()) == [number for number in range(20) if number not in {3, 9}]
@@ -175,9 +175,9 @@ def test_any_decoder_exception_fails_only_its_record_of_a_batch(error: type[Base
     async def handle(orders: list[Order]) -> None:
         world.given.extend(orders)
 
-    (letter,) = consume(world, bad={7})
+    (dead_letter,) = consume(world, bad={7})
 
-    assert dict(letter.headers)["aioshard.error"] == name
+    assert dict(dead_letter.headers)["aioshard.error"] == name
     assert sorted(world.numbers()) == [number for number in range(20) if number != 7]
 
 
@@ -217,9 +217,9 @@ def test_a_slow_async_decoder_is_cancelled_with_its_attempt() -> None:
         async with TestClient(world.app, broker=world.broker) as client:
             await world.publish(client, bad=set(), count=3, keys=1)
             await client.settle(60.0)
-            (letter,) = client.records("orders.dlt")
-            assert dict(letter.headers)["aioshard.error"] == b"AttemptTimeoutError"
-            assert dict(letter.headers)["aioshard.attempts"] == b"2"
+            (dead_letter,) = client.records("orders.dlt")
+            assert dict(dead_letter.headers)["aioshard.error"] == b"AttemptTimeoutError"
+            assert dict(dead_letter.headers)["aioshard.attempts"] == b"2"
 
     run(test())
     assert world.numbers() == [0, 2]
@@ -340,7 +340,7 @@ def test_an_unresponsive_schema_registry_is_asked_again() -> None:
 def test_an_undecodable_payload_is_logged_without_internal_traceback(
     on_failure: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No line of it would be the user's; where a function of theirs has decoded, it is shown."""
+    """No line of it would be the user's; if the user's function has decoded, it is shown."""
     world = World()
 
     def decode(_: Record) -> Order:

@@ -4,25 +4,44 @@ import asyncio
 import contextlib
 import copy
 import ctypes
+import dataclasses
+import json
+import multiprocessing
 import os
 import pickle
 import re
 import select
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Record, Retry
+from aioshard import (
+    App,
+    Batch,
+    BatchContext,
+    BatchError,
+    Context,
+    DeadLetter,
+    Message,
+    RateLimit,
+    Record,
+    Retry,
+    processes,
+)
 from aioshard.errors import DecodeError, NotDrainedError, StartError, StateError
 from aioshard.processes import Processes
-from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.support.running import PROJECT
+from aioshard.testing import InMemoryBroker, InMemoryProducer, TestClient, run
+from tests.engine.live_apps import until
+from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +51,8 @@ PATIENCE = 30.0
 # Reports from the handlers ---------------------------------------------------------
 
 
-class Told(asyncio.DatagramProtocol):
-    """Receives what handlers tell, in the order in which they do."""
+class Reports(asyncio.DatagramProtocol):
+    """Receives the reports of handlers in the order in which they send them."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -51,13 +70,15 @@ class Told(asyncio.DatagramProtocol):
 
 
 @pytest.fixture
-async def told(tmp_path: Path) -> AsyncIterator[Told]:
-    path = str(tmp_path / "told")
+async def reports(tmp_path: Path) -> AsyncIterator[Reports]:
+    path = str(tmp_path / "reports")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
         bound.bind(path)
         bound.settimeout(0)
-        transport, told = await asyncio.get_running_loop().create_datagram_endpoint(lambda: Told(path), sock=bound)
-        yield told
+        transport, reports = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: Reports(path), sock=bound
+        )
+        yield reports
         transport.close()
 
 
@@ -109,13 +130,13 @@ def numbered(record: Record) -> None:
     tell(record, os.getpid(), "ends", (record.key or b"").decode(), record.offset)
 
 
-async def test_keys_stay_in_order_and_spread_over_all_processes(told: Told) -> None:
+async def test_keys_stay_in_order_and_spread_over_all_processes(reports: Reports) -> None:
     app = make_app()
     app.consume("orders", run_in="process")(numbered)
     async with TestClient(app) as client:
         for number in range(60):
-            await client.publish("orders", told.path, key=f"k{number % 5}", partition=0)
-        steps = await told.take(120)
+            await client.publish("orders", reports.path, key=f"k{number % 5}", partition=0)
+        steps = await reports.take(120)
         await client.settle(PATIENCE)
         assert app.statistics().handlers[0].concurrency == 2
 
@@ -127,13 +148,13 @@ async def test_keys_stay_in_order_and_spread_over_all_processes(told: Told) -> N
     assert str(os.getpid()) not in {pid for pid, *_ in steps}
 
 
-async def test_fixed_shards_share_the_processes(told: Told) -> None:
+async def test_fixed_shards_share_the_processes(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", shards=4, run_in="process", timeout=PATIENCE)(numbered)
     async with TestClient(app) as client:
         for number in range(12):
-            await client.publish("orders", told.path, key=f"k{number}")
-        steps = await told.take(24)
+            await client.publish("orders", reports.path, key=f"k{number}")
+        steps = await reports.take(24)
         await client.settle(PATIENCE)
 
     assert [what for _, what, *_ in steps] == ["begins", "ends"] * 12
@@ -147,10 +168,76 @@ class PaymentError(Exception):
 
 
 class OddError(Exception):
-    """Pickle refuses it: it cannot be made from its message alone."""
+    """It cannot be made from its message alone."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{text} ({code})")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """It refuses to be changed, and so a note too."""
+
+    code: int
+
+
+class SlotsError(Exception):
+    __slots__ = ("code",)
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        self.code = code
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.reason}"
+
+
+class LockError(Exception):
+    """It holds something that cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class RefusingError(Exception):
+    """It refuses a note, to be pickled and to be shown."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuntimeError("nothing may be set")
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not pickled")
+
+    def __str__(self) -> str:
+        raise RuntimeError("not shown")
+
+
+class LosingError(Exception):
+    """Unpickling it makes something else."""
+
+    def __reduce__(self) -> Any:
+        return str, ("not an exception",)
+
+
+class NotInTheAppError(Exception):
+    """Only the process that raised it can make it."""
+
+    def __reduce__(self) -> Any:
+        return _make_in_a_worker_process, (NotInTheAppError, *self.args)
+
+
+class NotInTheApp:
+    """A result that cannot reach the app."""
+
+    def __reduce__(self) -> Any:
+        return _make_in_a_worker_process, (NotInTheApp,)
+
+
+def _make_in_a_worker_process(kind: Callable[..., object], *arguments: object) -> object:
+    if os.getpid() == int(os.environ["PID_OF_THE_APP"]):
+        raise RuntimeError("not here")
+    return kind(*arguments)
 
 
 def declines(record: Record, context: Context) -> None:
@@ -159,24 +246,47 @@ def declines(record: Record, context: Context) -> None:
         raise PaymentError("declined")
 
 
-async def test_a_failed_attempt_is_retried_as_its_exception_asks(told: Told) -> None:
+async def test_a_failed_attempt_is_retried_as_its_exception_asks(reports: Reports) -> None:
     app = make_app()
     app.consume("orders", run_in="process", retry=Retry(initial=0.01, retry_on=(PaymentError,)))(declines)
     async with TestClient(app) as client:
-        await client.publish("orders", told.path)
-        assert await told.take(3) == [["attempt", str(attempt)] for attempt in (1, 2, 3)]
+        await client.publish("orders", reports.path)
+        assert await reports.take(3) == [["attempt", str(attempt)] for attempt in (1, 2, 3)]
         await client.settle(PATIENCE)
         assert app.statistics().handlers[0].retried == 2
+
+
+def _with_a_note(error: FrozenError) -> FrozenError:
+    object.__setattr__(error, "__notes__", ["a note"])
+    return error
+
+
+ODD: dict[str, Callable[[], Exception]] = {
+    "odd": lambda: OddError(7, "odd"),
+    "frozen": lambda: FrozenError(code=7),
+    "frozen with a note": lambda: _with_a_note(FrozenError(7)),
+    "slots": lambda: SlotsError(7, reason="gone"),
+    "group": lambda: ExceptionGroup("several", [OddError(7, "odd"), FrozenError(8)]),
+    "lock": lambda: LockError("locked"),
+    "refuses": RefusingError,
+    "loses": lambda: LosingError("text"),
+    "not in the app": lambda: NotInTheAppError("text"),
+}
+
+
+KILLED = {"crashes": signal.SIGSEGV, "real-time signal": signal.SIGRTMIN + 1}
 
 
 def raises(record: Record) -> Any:
     match (record.value or b"").decode():
         case "payment":
             raise PaymentError("declined")
-        case "odd":
-            raise OddError(7, "odd")
+        case odd if odd in ODD:
+            raise ODD[odd]()  # noqa: RSE102 - it makes the exception
         case "cancelled":
             raise asyncio.CancelledError
+        case "result not in the app":
+            return NotInTheApp()
         case "generator":
             return (number for number in range(3))
         case "coroutine":
@@ -185,8 +295,8 @@ def raises(record: Record) -> Any:
             os._exit(3)
         case "sys.exit":
             raise SystemExit(4)
-        case "crashes":
-            os.kill(os.getpid(), signal.SIGSEGV)
+        case killed if killed in KILLED:
+            os.kill(os.getpid(), KILLED[killed])
     return None
 
 
@@ -194,16 +304,29 @@ def raises(record: Record) -> Any:
     ("value", "error", "message"),
     [
         ("payment", "PaymentError", "declined"),
-        ("odd", "ProcessError", r"the handler raised \S*OddError: odd \(7\)"),
+        ("odd", "OddError", r"odd \(7\)$"),
+        ("frozen", "FrozenError", ""),
+        ("frozen with a note", "FrozenError", "7"),
+        ("slots", "SlotsError", "7: gone"),
+        ("group", "ExceptionGroup", r"several \(2 sub-exceptions\)"),
+        ("lock", "ProcessError", r"the handler raised \S*LockError: locked"),
+        ("refuses", "RefusingError", "its message cannot be shown"),
+        ("loses", "LosingError", "text"),
+        ("not in the app", "ProcessError", r"the handler raised \S*NotInTheAppError: text"),
+        ("result not in the app", "ProcessError", "the app cannot unpickle what the handler returned"),
         ("cancelled", "CancelledRunError", "the handler raised CancelledError by itself"),
         ("generator", "TypeError", "cannot pickle 'generator' object"),
-        ("coroutine", "HandlerError", "the handler is a plain function and returned coroutine, which is never awaited"),
+        ("coroutine", "HandlerError", "the handler returned coroutine, which is never awaited"),
         ("exits", "ProcessError", r"the worker process \d+ ended with exit code 3 during the run"),
         ("sys.exit", "ProcessError", r"the worker process \d+ ended with exit code 4 during the run"),
         ("crashes", "ProcessError", r"the worker process \d+ was killed by SIGSEGV during the run"),
+        ("real-time signal", "ProcessError", r"the worker process \d+ was killed by signal \d+ during the run"),
     ],
 )
-async def test_a_failure_in_a_process_is_the_error_of_the_attempt(value: str, error: str, message: str) -> None:
+async def test_a_failure_in_a_process_is_the_error_of_the_attempt(
+    value: str, error: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_OF_THE_APP", str(os.getpid()))
     app = make_app(1)
     app.consume("orders", run_in="process", retry=Retry(attempts=1), on_failure=DeadLetter("dead"))(raises)
     async with TestClient(app) as client:
@@ -235,21 +358,89 @@ def loops(record: Record) -> None:
             pass
 
 
-async def test_a_run_that_loops_forever_is_killed_at_its_timeout(told: Told) -> None:
+async def test_a_run_that_loops_forever_is_killed_at_its_timeout(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.2, retry=Retry(attempts=1), on_failure=DeadLetter("dead"))(loops)
     async with TestClient(app) as client:
-        await client.publish("orders", f"{told.path}|loops")
-        (first,) = await told.next()
+        await client.publish("orders", f"{reports.path}|loops")
+        (first,) = await reports.next()
         await client.settle(PATIENCE)
         await ended(int(first))
-        await client.publish("orders", told.path)
-        (second,) = await told.next()
+        await client.publish("orders", reports.path)
+        (second,) = await reports.next()
         await client.settle(PATIENCE)
         (letter,) = client.records("dead")
 
     assert second != first
     assert ("aioshard.error", b"AttemptTimeoutError") in letter.headers
+
+
+def ends_a_program(record: Record) -> None:
+    """Report the signal that ended a program, or a forked process, that the handler has started and terminated."""
+    _, kind, name = (record.value or b"").decode().split("|")
+    number = signal.Signals[name]
+    match kind:
+        case "program":
+            code = _end_a_program(number)
+        case "asyncio":
+            code = asyncio.run(_end_in_a_loop(number))
+        case _:
+            code = _end_a_fork()
+    tell(record, signal.Signals(-code).name)
+
+
+def _end_a_program(number: signal.Signals) -> int:
+    program = subprocess.Popen(["/bin/sleep", "600"])
+    program.send_signal(number)
+    try:
+        return program.wait(PATIENCE / 3)
+    finally:
+        program.kill()
+
+
+async def _end_in_a_loop(number: signal.Signals) -> int:
+    program = await asyncio.create_subprocess_exec("/bin/sleep", "600")
+    program.send_signal(number)
+    try:
+        async with asyncio.timeout(PATIENCE / 3):
+            return await program.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            program.kill()
+
+
+def _end_a_fork() -> int:
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe()
+    process = fork.Process(target=_begin_and_wait, args=(sender,))
+    process.start()
+    assert receiver.recv() == "begun"
+    process.terminate()
+    try:
+        process.join(PATIENCE / 3)
+        return process.exitcode or 0
+    finally:
+        process.kill()
+
+
+def _begin_and_wait(sender: Any) -> None:
+    sender.send("begun")
+    signal.pause()
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("program", "SIGTERM"), ("program", "SIGINT"), ("asyncio", "SIGTERM"), ("asyncio", "SIGINT"), ("fork", "SIGTERM")],
+)
+async def test_signals_end_the_programs_that_a_handler_starts(reports: Reports, kind: str, name: str) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1), on_failure="skip")(ends_a_program)
+    async with TestClient(app) as client:
+        await client.publish("orders", f"{reports.path}|{kind}|{name}")
+        await client.settle(PATIENCE)
+        assert app.statistics().handlers[0].processed == 1
+        assert await reports.next() == [name]
 
 
 def waits(record: Record) -> None:
@@ -258,23 +449,23 @@ def waits(record: Record) -> None:
         time.sleep(PATIENCE)
 
 
-async def test_waiting_for_a_process_does_not_count_towards_the_timeout(told: Told) -> None:
+async def test_waiting_for_a_process_does_not_count_towards_the_timeout(reports: Reports) -> None:
     app = make_app(1)
     app.consume("slow", run_in="process", retry=Retry(attempts=1), on_failure="skip")(waits)
     app.consume("quick", run_in="process", timeout=0.2, retry=Retry(attempts=1))(loops)
     async with TestClient(app) as client:
-        await client.publish("slow", f"{told.path}|waits")
-        (slow,) = await told.next()
-        await client.publish("quick", told.path)
+        await client.publish("slow", f"{reports.path}|waits")
+        (slow,) = await reports.next()
+        await client.publish("quick", reports.path)
         await asyncio.sleep(0.5)  # longer than the timeout: nothing may happen
         assert app.statistics().handlers[1].halted == 0
         os.kill(int(slow), signal.SIGKILL)
-        await told.next()
+        await reports.next()
         await client.settle(PATIENCE)
         assert app.statistics().handlers[1].retried == 0
 
 
-async def test_a_killed_process_fails_its_attempt_and_no_other(told: Told) -> None:
+async def test_a_killed_process_fails_its_attempt_and_no_other(reports: Reports) -> None:
     app = make_app(2)
     failures: list[str] = []
 
@@ -289,10 +480,10 @@ async def test_a_killed_process_fails_its_attempt_and_no_other(told: Told) -> No
     app.consume("orders", run_in="process", retry=Retry(initial=0.01))(until_released)
     async with TestClient(app) as client:
         for key in ("a", "b"):
-            await client.publish("orders", told.path, key=key, partition=0)
-        pids = {key: pid for key, _, pid in await told.take(2)}
+            await client.publish("orders", reports.path, key=key, partition=0)
+        pids = {key: pid for key, _, pid in await reports.take(2)}
         os.kill(int(pids["a"]), signal.SIGKILL)
-        key, attempt, pid = await told.next()
+        key, attempt, pid = await reports.next()
         assert (key, attempt) == ("a", "2")
         assert pid not in pids.values()
         for number in (pid, pids["b"]):
@@ -317,12 +508,12 @@ def forking(record: Record) -> None:
 
 
 @pytest.mark.chaos
-async def test_a_process_forked_by_a_handler_does_not_keep_its_run_alive(told: Told) -> None:
+async def test_a_process_forked_by_a_handler_does_not_keep_its_run_alive(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.5, retry=Retry(attempts=1), on_failure="skip")(forking)
     async with TestClient(app) as client:
-        await client.publish("orders", f"{told.path}|")
-        (child,) = await told.next()
+        await client.publish("orders", f"{reports.path}|")
+        (child,) = await reports.next()
         try:
             await client.settle(PATIENCE)
         finally:
@@ -330,35 +521,225 @@ async def test_a_process_forked_by_a_handler_does_not_keep_its_run_alive(told: T
         assert app.statistics().handlers[0].skipped == 1
 
 
-async def test_a_killed_idle_process_is_replaced_without_a_failure(told: Told) -> None:
+async def test_a_killed_idle_process_is_replaced_without_a_failure(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", retry=Retry(attempts=1))(loops)
     async with TestClient(app) as client:
-        await client.publish("orders", told.path)
-        (first,) = await told.next()
+        await client.publish("orders", reports.path)
+        (first,) = await reports.next()
         await client.settle(PATIENCE)
         os.kill(int(first), signal.SIGKILL)
         await ended(int(first))
-        await client.publish("orders", told.path)
-        assert await told.next() != [first]
+        await client.publish("orders", reports.path)
+        assert await reports.next() != [first]
         await client.settle(PATIENCE)
         assert app.statistics().handlers[0].retried == 0
 
 
-async def test_a_run_that_outlasts_a_rebalance_is_killed_and_rerun_elsewhere(told: Told) -> None:
+async def test_a_run_that_outlasts_a_rebalance_is_killed_and_rerun_elsewhere(reports: Reports) -> None:
     app, broker = make_app(1, drain_timeout=0.1, shutdown_timeout=0.5), InMemoryBroker(partitions=1)
     app.consume("orders", run_in="process")(loops)
     with pytest.raises(NotDrainedError):  # noqa: PT012 - leaving the client raises
         async with TestClient(app, broker=broker) as client:
-            await client.publish("orders", f"{told.path}|loops", partition=0)
-            (pid,) = await told.next()
+            await client.publish("orders", f"{reports.path}|loops", partition=0)
+            (pid,) = await reports.next()
             await client.revoke("orders", 0)
             await ended(int(pid))
             await client.assign("orders", 0)
-            (again,) = await told.next()
+            (again,) = await reports.next()
             assert again != pid
     await ended(int(again))
     assert broker.committed("computing", "orders", 0) in (None, 0)
+
+
+# Results that are published ----------------------------------------------------------------
+
+
+def doubles(record: Record) -> dict[str, int]:
+    tell(record, record.offset)
+    return {"offset": record.offset}
+
+
+def reads_pipe(record: Record) -> str:
+    tell(record, (record.key or b"").decode())
+    return Path((record.value or b"").decode().split("|")[1]).read_text()
+
+
+class Acknowledgements:
+    """Holds the acknowledgements of the topic `paid` until the test sends them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting: asyncio.Queue[int] = asyncio.Queue()
+        """The offsets whose results wait for their acknowledgement."""
+        self._sent: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        publish = InMemoryProducer.publish
+
+        async def held(producer: InMemoryProducer, outgoing: Message) -> int:
+            if outgoing.topic == "paid":
+                offset = json.loads(outgoing.value or b"")["offset"]
+                self.waiting.put_nowait(offset)
+                await self._sent[offset].wait()
+            return await publish(producer, outgoing)
+
+        monkeypatch.setattr(InMemoryProducer, "publish", held)
+
+    def send(self, *offsets: int) -> None:
+        for offset in offsets:
+            self._sent[offset].set()
+
+
+@pytest.fixture
+def acknowledgements(monkeypatch: pytest.MonkeyPatch) -> Acknowledgements:
+    return Acknowledgements(monkeypatch)
+
+
+async def test_a_process_takes_the_next_record_before_a_result_is_acknowledged(
+    reports: Reports, acknowledgements: Acknowledgements
+) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", publish_to="paid")(doubles)
+    async with TestClient(app) as client:
+        await client.publish("orders", reports.path, key="a", partition=0)
+        assert await reports.next() == ["0"]
+        assert await acknowledgements.waiting.get() == 0
+        await client.publish("orders", reports.path, key="b", partition=0)
+        assert await reports.next() == ["1"]
+        assert await acknowledgements.waiting.get() == 1
+        acknowledgements.send(0, 1)
+        await client.settle(PATIENCE)
+        assert client.committed("orders", 0) == 2
+
+
+async def test_the_next_record_of_a_key_waits_for_the_acknowledgement(
+    reports: Reports, acknowledgements: Acknowledgements
+) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", publish_to="paid")(doubles)
+    async with TestClient(app) as client:
+        for key in ("a", "a", "b"):
+            await client.publish("orders", reports.path, key=key, partition=0)
+        assert await reports.take(2) == [["0"], ["2"]]
+        acknowledgements.send(0)
+        assert await reports.next() == ["1"]
+        acknowledgements.send(1, 2)
+        await client.settle(PATIENCE)
+
+
+async def test_concurrency_bounds_the_records_whose_results_are_not_acknowledged(
+    reports: Reports, acknowledgements: Acknowledgements
+) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", publish_to="paid", concurrency=2)(doubles)
+    async with TestClient(app) as client:
+        for key in ("a", "b", "c"):
+            await client.publish("orders", reports.path, key=key, partition=0)
+        assert await reports.take(2) == [["0"], ["1"]]
+        assert [await acknowledgements.waiting.get() for _ in range(2)] == [0, 1]
+        handler = app.statistics().handlers[0]
+        assert (handler.busy, handler.queued) == (2, 1)
+        acknowledgements.send(1)
+        assert await reports.next() == ["2"]
+        acknowledgements.send(0, 2)
+        await client.settle(PATIENCE)
+
+
+@pytest.mark.parametrize("limit", [None, RateLimit(1_000.0)])
+async def test_records_that_wait_for_a_process_are_not_in_flight(reports: Reports, limit: RateLimit | None) -> None:
+    app, pipe = make_app(1), Path(reports.path).with_name("pipe")
+    os.mkfifo(pipe)
+    app.consume("orders", run_in="process", publish_to="paid", rate_limit=limit)(reads_pipe)
+    async with TestClient(app, broker=InMemoryBroker(partitions=2)) as client:
+        await client.publish("orders", f"{reports.path}|{pipe}", key="a", partition=0)
+        assert await reports.next() == ["a"]
+        for key in ("b", "c"):
+            await client.publish("orders", f"{reports.path}|{pipe}", key=key, partition=1)
+        await until(lambda: app.statistics().handlers[0].queued == 2)
+        assert app.statistics().handlers[0].busy == 1
+        head = app.diagnose().partitions[1].head
+        assert head is not None
+        assert head.state == "queued"
+        assert "processes=" in (head.what_to_do or "")
+
+        for key in ("b", "c"):
+            await asyncio.to_thread(pipe.write_text, "go")
+            assert await reports.next() == [key]
+        await asyncio.to_thread(pipe.write_text, "go")
+        await client.settle(PATIENCE)
+
+
+async def test_a_middleware_that_waits_after_the_run_keeps_no_process(reports: Reports) -> None:
+    app, stored = make_app(1), asyncio.Event()
+
+    @app.middleware
+    async def stores(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+        await call_next(record, context)
+        await stored.wait()
+        return None
+
+    app.consume("orders", run_in="process")(doubles)
+    async with TestClient(app) as client:
+        for key in ("a", "b"):
+            await client.publish("orders", reports.path, key=key, partition=0)
+        assert await reports.take(2) == [["0"], ["1"]]
+        stored.set()
+        await client.settle(PATIENCE)
+
+
+def doubles_all(records: list[Record]) -> None:
+    for record in records:
+        tell(record, record.offset)
+
+
+async def test_batches_take_the_next_process_while_a_middleware_waits(reports: Reports) -> None:
+    app, stored = make_app(1), asyncio.Event()
+
+    @app.middleware
+    async def stores(records: list[Record], context: BatchContext, call_next: Callable[..., Any]) -> object:
+        await call_next(records, context)
+        await stored.wait()
+        return None
+
+    app.consume("orders", run_in="process", batch=Batch(max_records=2, linger=PATIENCE))(doubles_all)
+    async with TestClient(app) as client:
+        for key in ("a", "b", "c", "d"):
+            await client.publish("orders", reports.path, key=key, partition=0)
+        assert await reports.take(4) == [["0"], ["1"], ["2"], ["3"]]
+        stored.set()
+        await client.settle(PATIENCE)
+
+
+def fails_first(record: Record) -> dict[str, int]:
+    if record.offset < 2:
+        raise PaymentError("no money")
+    return doubles(record)
+
+
+async def test_a_failed_run_frees_its_process(reports: Reports, acknowledgements: Acknowledgements) -> None:
+    app = make_app(1)
+    once = Retry(attempts=1)
+    app.consume("orders", run_in="process", publish_to="paid", retry=once, on_failure="skip")(fails_first)
+    async with TestClient(app) as client:
+        for key in ("a", "b", "c"):
+            await client.publish("orders", reports.path, key=key, partition=0)
+        assert await reports.next() == ["2"]
+        acknowledgements.send(2)
+        await client.settle(PATIENCE)
+        assert app.statistics().handlers[0].skipped == 2
+
+
+async def test_a_middleware_that_does_not_call_the_handler_frees_its_place(reports: Reports) -> None:
+    app = make_app(1)
+
+    @app.middleware
+    async def skips(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+        return await call_next(record, context) if record.key == b"b" else None
+
+    app.consume("orders", run_in="process")(doubles)
+    async with TestClient(app) as client:
+        for key in ("a", "a", "b"):
+            await client.publish("orders", reports.path, key=key, partition=0)
+        assert await reports.next() == ["2"]
+        await client.settle(PATIENCE)
 
 
 # The context, payloads and batches -----------------------------------------------------------
@@ -375,13 +756,13 @@ def shows(record: Record, context: Context) -> None:
             tell(record, error)
 
 
-async def test_the_context_works_in_a_process(told: Told) -> None:
+async def test_the_context_works_in_a_process(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=20.0)(shows)
     async with TestClient(app) as client:
-        await client.publish("orders", told.path, partition=2)
-        assert await told.next() == ["1", "orders/2/0", "False", "True", "False"]
-        for words in await told.take(3):
+        await client.publish("orders", reports.path, partition=2)
+        assert await reports.next() == ["1", "orders/2/0", "False", "True", "False"]
+        for words in await reports.take(3):
             assert "belong to the process of the app" in " ".join(words)
         await client.settle(PATIENCE)
 
@@ -397,13 +778,108 @@ def make_double() -> Callable[[int, object], int]:
     return lambda number, _: 2 * number
 
 
+@pytest.mark.parametrize("program", ["/does/not/exist", "/bin/false"], ids=["cannot be started", "ends at once"])
+async def test_a_process_that_cannot_start_is_not_the_failure_of_a_record(
+    reports: Reports, program: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1))(loops)
+    async with TestClient(app) as client:
+        await client.publish("orders", reports.path)
+        (first,) = await reports.next()
+        await client.settle(PATIENCE)
+        python = sys.executable
+        monkeypatch.setattr(sys, "executable", program)
+        os.kill(int(first), signal.SIGKILL)
+        await ended(int(first))
+        for key in ("a", "b"):
+            await client.publish("orders", reports.path, key=key)
+        await until(lambda: app.statistics().trouble, PATIENCE)
+        trouble = app.statistics().trouble
+        explanation = app.explain()
+        kinds = [finding.kind for finding in app.diagnose().findings]
+        assert app.statistics().restart_cures == ()
+
+        monkeypatch.setattr(sys, "executable", python)
+        assert first not in {pid for (pid,) in await reports.take(2)}
+        await client.settle(PATIENCE)
+        statistics = app.statistics()
+
+    assert "1 of 1 worker processes do not start" in (trouble or "")
+    assert "worker processes do not start" in explanation
+    assert "processes" in kinds
+    assert statistics.trouble is None
+    (handler,) = statistics.handlers
+    assert (handler.processed, handler.retried, handler.halted) == (3, 0, 0)
+    events = [record.event for record in caplog.records if record.name == "aioshard.processes"]  # type: ignore[attr-defined]
+    assert (events[0], events[-1]) == ("process_not_started", "process_started")
+
+
+async def test_a_record_takes_another_process_while_one_does_not_start(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(2)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1))(loops)
+    async with TestClient(app) as client:
+        await client.publish("orders", reports.path)
+        (first,) = await reports.next()
+        await client.settle(PATIENCE)
+        monkeypatch.setattr(sys, "executable", "/does/not/exist")
+        os.kill(int(first), signal.SIGKILL)
+        await ended(int(first))
+        await client.publish("orders", reports.path)
+        assert await reports.next() != [first]
+        await client.settle(PATIENCE)
+        assert "1 of 2 worker processes do not start" in (app.statistics().trouble or "")
+
+
+async def test_a_stop_leaves_a_record_without_a_process_incomplete(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(1, shutdown_timeout=0.5)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1))(loops)
+    client = TestClient(app)
+
+    async def stop_without_a_process() -> None:
+        async with client:
+            await client.publish("orders", reports.path, partition=0)
+            (first,) = await reports.next()
+            await client.settle(PATIENCE)
+            monkeypatch.setattr(sys, "executable", "/does/not/exist")
+            os.kill(int(first), signal.SIGKILL)
+            await ended(int(first))
+            await client.publish("orders", reports.path, partition=0)
+            await until(lambda: app.statistics().trouble, PATIENCE)
+
+    with pytest.raises(NotDrainedError):
+        await stop_without_a_process()
+    assert client.committed("orders", 0) == 1
+
+
 @pytest.mark.chaos
 async def test_a_process_with_an_interrupted_start_is_started_again() -> None:
     async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
         (process,) = pool._processes
         process.kill()
-        process.spawn()  # and no more: the run that did this was cancelled
+        process.spawn()  # and nothing else: the run that did this was cancelled
         assert await pool.run(0, 21, None, PATIENCE) == 42
+
+
+async def test_a_process_that_hangs_while_it_starts_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o700)
+    monkeypatch.setattr(processes, "_SLOW_START", 0.1)
+    async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
+        pool._processes[0].kill()
+        monkeypatch.setattr(sys, "executable", str(hanging))
+        running = asyncio.create_task(pool.run(0, 21, None, None), name="run")
+        await until(lambda: pool.trouble, PATIENCE)
+        assert "1 of 1 worker processes do not start" in (pool.trouble or "")
+        assert "they still import the handlers" in (pool.trouble or "")
+        running.cancel()
 
 
 async def test_a_copied_context_keeps_everything_on_the_event_loop() -> None:
@@ -413,7 +889,7 @@ async def test_a_copied_context_keeps_everything_on_the_event_loop() -> None:
     assert (copied, copied.state, copied.deadline, copied.revoked) == (context, "state", 2.0, context.revoked)
 
 
-async def test_a_batch_runs_in_a_process_and_names_the_records_that_failed(told: Told) -> None:
+async def test_a_batch_runs_in_a_process_and_names_the_records_that_failed(reports: Reports) -> None:
     app = make_app(1)
     batch = Batch(max_records=3, linger=5.0)
     app.consume("orders", run_in="process", batch=batch, shard_by="record", retry=Retry(attempts=1), on_failure="skip")(
@@ -421,8 +897,8 @@ async def test_a_batch_runs_in_a_process_and_names_the_records_that_failed(told:
     )
     async with TestClient(app) as client:
         for _ in range(3):
-            await client.publish("orders", told.path, partition=0)
-        assert await told.next() == ["3", "1", "orders/0/0", "orders/0/1", "orders/0/2"]
+            await client.publish("orders", reports.path, partition=0)
+        assert await reports.next() == ["3", "1", "orders/0/0", "orders/0/1", "orders/0/2"]
         await client.settle(PATIENCE)
         handler = app.statistics().handlers[0]
 
@@ -449,14 +925,14 @@ def decodes_batch(orders: list[Order]) -> None:
         decodes(order)
 
 
-async def test_a_typed_payload_is_decoded_in_the_process(told: Told) -> None:
+async def test_a_typed_payload_is_decoded_in_the_process(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", on_failure=DeadLetter("dead"))(decodes)
     async with TestClient(app) as client:
-        await client.publish("orders", [told.path, 7], key="a")
+        await client.publish("orders", [reports.path, 7], key="a")
         await client.publish("orders", None, key="a")
         await client.publish("orders", b"no json", key="a")
-        assert (await told.next())[1] == "7"
+        assert (await reports.next())[1] == "7"
         await client.settle(PATIENCE)
         (letter,) = client.records("dead")
 
@@ -464,18 +940,18 @@ async def test_a_typed_payload_is_decoded_in_the_process(told: Told) -> None:
     assert ("aioshard.attempts", b"1") in letter.headers
 
 
-async def test_a_decoder_function_runs_in_the_process(told: Told) -> None:
+async def test_a_decoder_function_runs_in_the_process(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", decode=decode_text)(decodes)
     async with TestClient(app) as client:
-        await client.publish("orders", f"{told.path}|0")
-        pid, total = await told.next()
+        await client.publish("orders", f"{reports.path}|0")
+        pid, total = await reports.next()
         await client.settle(PATIENCE)
 
     assert total == pid != str(os.getpid())
 
 
-async def test_a_record_that_cannot_be_decoded_fails_alone_in_its_batch(told: Told) -> None:
+async def test_a_record_that_cannot_be_decoded_fails_alone_in_its_batch(reports: Reports) -> None:
     app = make_app(1)
     app.consume(
         "orders",
@@ -485,9 +961,9 @@ async def test_a_record_that_cannot_be_decoded_fails_alone_in_its_batch(told: To
         on_failure=DeadLetter("dead"),
     )(decodes_batch)
     async with TestClient(app) as client:
-        for value in ([told.path, 1], "no json", [told.path, 2]):
+        for value in ([reports.path, 1], "no json", [reports.path, 2]):
             await client.publish("orders", value, partition=0)
-        assert {total for _, total in await told.take(2)} == {"1", "2"}
+        assert {total for _, total in await reports.take(2)} == {"1", "2"}
         await client.settle(PATIENCE)
         (letter,) = client.records("dead")
 
@@ -597,14 +1073,14 @@ def keeps_the_interpreter(record: Record) -> None:
     ctypes.PyDLL(None).pause()  # unlike CDLL it does not release the interpreter
 
 
-async def test_a_run_that_holds_the_gil_can_be_killed_too(told: Told) -> None:
+async def test_a_run_that_holds_the_gil_can_be_killed_too(reports: Reports) -> None:
     app = make_app(1)
     app.consume("orders", run_in="process", timeout=0.2, retry=Retry(attempts=1), on_failure="skip")(
         keeps_the_interpreter
     )
     async with TestClient(app) as client:
-        await client.publish("orders", told.path)
-        (pid,) = await told.next()
+        await client.publish("orders", reports.path)
+        (pid,) = await reports.next()
         await client.settle(PATIENCE)
         await ended(int(pid))
 

@@ -83,7 +83,7 @@ def test_a_returned_value_is_published_with_the_key_of_its_record() -> None:
         return Invoice(total) if total else None
 
     found = published(app, 3, 0, 4)
-    assert [(one.key, one.value) for one in found] == [(b"k", b'{"total":3}'), (b"k", b'{"total":4}')]
+    assert [(record.key, record.value) for record in found] == [(b"k", b'{"total":3}'), (b"k", b'{"total":4}')]
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -92,9 +92,12 @@ def test_several_messages_name_their_own_topics_and_keys(kind: type) -> None:
 
     @app.consume("orders", publish_to="elsewhere")
     def handle(total: int) -> object:
-        return kind([message("invoices", Invoice(one), key=str(one)) for one in range(total)])
+        return kind([message("invoices", Invoice(amount), key=str(amount)) for amount in range(total)])
 
-    assert [(one.key, one.value) for one in published(app, 2, 0)] == [(b"0", b'{"total":0}'), (b"1", b'{"total":1}')]
+    assert [(record.key, record.value) for record in published(app, 2, 0)] == [
+        (b"0", b'{"total":0}'),
+        (b"1", b'{"total":1}'),
+    ]
 
 
 def test_a_message_or_a_list_of_values_can_be_returned() -> None:
@@ -104,7 +107,7 @@ def test_a_message_or_a_list_of_values_can_be_returned() -> None:
     async def handle(total: int) -> Message | list[int]:
         return message("invoices", None, key="gone") if total == 1 else [total]
 
-    assert [(one.key, one.value) for one in published(app, 1, 2)] == [(b"gone", None), (b"k", b"[2]")]
+    assert [(record.key, record.value) for record in published(app, 1, 2)] == [(b"gone", None), (b"k", b"[2]")]
 
 
 def test_the_result_after_middleware_is_published() -> None:
@@ -118,7 +121,7 @@ def test_the_result_after_middleware_is_published() -> None:
     async def handle(total: int) -> int:
         return total
 
-    assert [one.value for one in published(app, 21)] == [b"42"]
+    assert [record.value for record in published(app, 21)] == [b"42"]
 
 
 def test_an_unpublishable_result_fails_its_record() -> None:
@@ -162,7 +165,7 @@ def test_with_exactly_once_the_result_is_visible_with_the_offset() -> None:
     async def handle(_: Record, context: Context) -> int:
         return context.attempt
 
-    assert [one.value for one in published(app, "x")] == [b"1"]
+    assert [record.value for record in published(app, "x")] == [b"1"]
 
 
 def test_messages_with_a_key_use_round_robin_on_request() -> None:
@@ -172,7 +175,7 @@ def test_messages_with_a_key_use_round_robin_on_request() -> None:
     async def handle(_: Record, context: Context) -> None:
         await context.publish("invoices", "x", key="k", partitioner="round_robin")
 
-    assert sorted(one.partition for one in published(app, *range(10))) == [0] * 5 + [1] * 5
+    assert sorted(record.partition for record in published(app, *range(10))) == [0] * 5 + [1] * 5
 
 
 @pytest.mark.parametrize("options", [{"publish_to": "or ders"}, {"publish_to": "orders"}, {"publish_to": 3}])

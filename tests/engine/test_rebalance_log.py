@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
-from aioshard.engine.rebalance import RebalanceLog
+from aioshard.engine.rebalance_log import RebalanceLog
 from aioshard.errors import NotDrainedError
 from aioshard.observe import RebalanceReport
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 TAKES = 0.5
 
@@ -62,7 +62,7 @@ class Member:
 
 
 class Incremental(InMemoryTransport):
-    """Takes away a part of what is assigned, as a client does whose rebalances are incremental."""
+    """Revoke some of the assigned partitions, as an incremental rebalance does."""
 
     async def take_away(self, *partitions: TopicPartition) -> None:
         whole = self.assigned
@@ -242,12 +242,12 @@ def test_a_rebalance_ends_when_the_app_stops() -> None:
 
 
 def test_the_latest_twenty_rebalances_are_kept() -> None:
-    log = RebalanceLog(lambda: 0.0, lambda: 0)
+    log = RebalanceLog(lambda: 0.0, [])
     for _ in range(50):
         log.revoked(1, 0, lost=False)
         log.enter("join")
         log.assigned(1, 0, 1)
-        log.settled()
+        log.resumed()
 
     assert [report.number for report in log.reports()] == list(range(31, 51))
     assert log.doing() is None

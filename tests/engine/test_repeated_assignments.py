@@ -5,7 +5,7 @@ import asyncio
 from aioshard import App, Record
 from aioshard.ports import NOT_A_MEMBER, Membership
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.running import engine_of, until
+from tests.engine.live_apps import engine_of, until
 
 TAKES = 1.0
 """Seconds that the broker takes to tell a committed offset."""
@@ -32,21 +32,21 @@ def test_a_repeated_assignment_opens_each_partition_once() -> None:
         transport = InMemoryTransport(broker, "group", latency=latency)
         async with app.started(lambda: transport):
             engine = engine_of(app)
-            await until(lambda: engine.rebalance._settling)
+            await until(lambda: engine.rebalance._opening)
             partitions = transport.assigned
             for _ in range(3):
                 await asyncio.sleep(TAKES / 2)
                 engine.rebalance.assigned(partitions, transport.membership())
-            await asyncio.wait_for(engine.rebalance.settled.wait(), 30)
+            await asyncio.wait_for(engine.rebalance.opened.wait(), 30)
             await until(lambda: len(handled) == 20)
-            assert [epoch.number for epoch in engine.rebalance.epochs] == [1, 2]
+            assert [owned.number for owned in engine.rebalance.partitions] == [1, 2]
 
     run(live())
     assert sorted(handled) == [(partition, offset) for partition in range(2) for offset in range(10)]
 
 
 class Lapsing(InMemoryTransport):
-    """A client that has left its generation before the engine is told."""
+    """A client that has left its generation before the engine learns of it."""
 
     lapsed = False
 
@@ -72,16 +72,16 @@ def test_an_assignment_with_a_lapsed_membership_does_not_settle() -> None:
         transport = Lapsing(broker, "group", latency=lambda operation: TAKES if operation == "committed" else 0.0)
         async with app.started(lambda: transport):
             engine = engine_of(app)
-            await until(lambda: engine.rebalance._settling)
+            await until(lambda: engine.rebalance._opening)
             transport.lapsed = True
             await asyncio.sleep(3 * TAKES)
-            assert not engine.rebalance.settled.is_set()
-            assert not engine.rebalance.in_place
+            assert not engine.rebalance.opened.is_set()
+            assert not engine.rebalance.all_resumed
             assert handled == []
 
             transport.lapsed = False
             engine.rebalance.assigned(transport.assigned, transport.membership())
-            await asyncio.wait_for(engine.rebalance.settled.wait(), 30)
+            await asyncio.wait_for(engine.rebalance.opened.wait(), 30)
             await until(lambda: len(handled) == 5)
 
     run(live())

@@ -25,9 +25,9 @@ def test_a_late_commit_does_not_overwrite_a_moved_offset() -> None:
                 await client.publish("orders", b"")
             await client.settle()
             assert app._engine is not None
-            (epoch,) = app._engine.rebalance.epochs
+            (partition,) = app._engine.rebalance.partitions
             client.broker.available = False
-            epoch.tracker.track([], [], 6)  # more is done than the broker can be told
+            partition.tracker.track([], [], 6)  # more is done than the client could commit
             for _ in range(5):
                 client.broker.publish("orders", b"")
             client.group.rebalance()
@@ -62,14 +62,14 @@ def test_a_partition_being_resolved_does_not_open_during_a_revoke() -> None:
             await client.publish("orders", b"", partition=0)
             await asyncio.sleep(0.5)
             slow[0] = 1.0
-            epoch = rebalance.partitions[TopicPartition("orders", 1)]
-            rebalance.restart(epoch, OffsetRegressionError(1, 2))
+            lost = rebalance.partitions[TopicPartition("orders", 1)]
+            rebalance.reset_position(lost, OffsetRegressionError(1, 2))
             await client.publish("orders", b"", partition=1)
             await asyncio.sleep(0.1)
             client.group.rebalance()
             await asyncio.sleep(2.5)
-            assert app._engine.transport is not None
-            assert [one.gate for one in rebalance.epochs] == [Gate.CLOSED]
+            assert app._engine.client.transport is not None
+            assert [owned.gate for owned in rebalance.partitions] == [Gate.CLOSED]
             assert [partition for partition, _ in runs] == [0], "the hand-over is under way"
             await client.settle(timeout=20.0)
             assert [partition for partition, _ in runs] == [0, 1]

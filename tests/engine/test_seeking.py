@@ -15,7 +15,7 @@ from aioshard.engine.control import caught_up
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import engine_of, until
+from tests.engine.live_apps import engine_of, until
 
 TP = TopicPartition("orders", 0)
 OTHER = TopicPartition("orders", 1)
@@ -81,7 +81,7 @@ class World:
         self.committed_at.clear()
 
     @property
-    def noted(self) -> CommitMetadata:
+    def commit_metadata(self) -> CommitMetadata:
         found = self.broker.group("group").committed(TP)
         assert found is not None
         return CommitMetadata.read(found.metadata, found.offset)
@@ -179,11 +179,11 @@ def test_a_seek_discards_stored_completions(to: int) -> None:
         world = World()
         world.hanging = {3}
         async with world.running() as client:
-            await until(lambda: bool(world.broker.committed("group", *TP)) and bool(world.noted.finished))
+            await until(lambda: bool(world.broker.committed("group", *TP)) and bool(world.commit_metadata.finished))
             await until(lambda: len(world.done) == 99)
             await asyncio.sleep(1.0)
             assert world.broker.committed("group", *TP) == 3
-            assert world.noted.finished
+            assert world.commit_metadata.finished
             world.forget()
             world.hanging = {to}
 
@@ -246,8 +246,8 @@ def test_an_incremental_assignment_does_not_cut_the_drain_of_a_seek_short() -> N
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
             await asyncio.sleep(0.1)
 
-            rebalance = engine_of(world.app).rebalance
-            rebalance.assigned([TP, OTHER], rebalance.client.membership())
+            engine = engine_of(world.app)
+            engine.rebalance.assigned([TP, OTHER], engine.client.get().membership())
             await asyncio.sleep(0.5)
             assert not seeking.done()
             world.release.set()
@@ -365,7 +365,9 @@ def test_an_invalid_seek_target_is_refused_without_effect(to: Any, why: str) -> 
             before = world.app.statistics().partitions
             with pytest.raises(StateError, match=why):
                 await world.app.seek("orders", 0, to)
-            assert [one.epoch for one in world.app.statistics().partitions] == [one.epoch for one in before]
+            assert [partition.epoch for partition in world.app.statistics().partitions] == [
+                partition.epoch for partition in before
+            ]
 
     run(test())
 
@@ -452,7 +454,7 @@ def test_seeks_hold_among_rebalances_losses_and_refused_commits(seed: int) -> No
                 try:
                     commits = await seeking
                 except (StateError, TransportError):
-                    continue  # it was being handed over, or there was no client, when it was asked for
+                    continue  # it was being handed over, or no client was running, when it was requested
                 world.hanging.clear()
                 world.release.set()
                 await world.settled(client)

@@ -6,11 +6,14 @@ import weakref
 from collections import deque
 from typing import Any
 
-from aioshard.engine.feed import Feed
+import pytest
+
+from aioshard.engine.epoch import Delivery
 from aioshard.engine.outcomes import Block
+from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
-from tests.engine.deliveries import add, make_epoch, never, start
+from tests.engine.deliveries import add, halting, make_epoch, start
 
 RETRY = Block(halted=False, error="ValueError", since=0.0)
 
@@ -105,8 +108,31 @@ def test_a_worker_cancelled_at_wake_up_passes_its_turn_on() -> None:
     run(test())
 
 
+def test_no_more_workers_wake_than_there_are_records() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, _ = make_epoch([])
+        found: list[Delivery | None] = []
+
+        async def work() -> None:
+            await shards.wait()
+            found.append(shards.take())
+
+        workers = [asyncio.create_task(work(), name=f"worker {number}") for number in range(64)]
+        await asyncio.sleep(0)
+        deliveries = add(epoch, [None] * 40)
+        await shards.put(deliveries)
+        await asyncio.sleep(1.0)
+        assert found == deliveries
+        for worker in workers:
+            worker.cancel()
+        await asyncio.wait(workers)
+
+    run(test())
+
+
 def test_a_fixed_shard_continues_when_a_retry_falls_due_in_a_closed_partition() -> None:
-    """Its one worker sleeps, and what it has queued is of another partition."""
+    """Its one worker sleeps, and its queued record is of another partition."""
 
     async def test() -> None:
         shards = Shards(4)
@@ -130,8 +156,10 @@ def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
     async def test() -> None:
         parts = [Shards(10) for _ in range(3)]
         _, deliveries = make_epoch([None] * 9)
-        await Feed(lambda record: record.key, parts, fixed=True, workers=3, unkeyed=never).put(deliveries, deque())
-        assert [sum(1 for one in deliveries if one.key == number) for number in range(3)] == [3, 3, 3]
+        await Sharder(lambda record: record.key, parts, fixed=True, workers=3, failures=halting(parts)).put(
+            deliveries, deque()
+        )
+        assert [sum(1 for delivery in deliveries if delivery.key == number) for number in range(3)] == [3, 3, 3]
         assert [part.take() is not None for part in parts] == [True] * 3
 
     run(test())
@@ -188,3 +216,25 @@ def test_held_records_of_a_key_resume_in_offset_order() -> None:
         assert shards.next_after(earlier) is later
 
     run(test())
+
+
+def test_a_retry_without_delay_has_a_due_time_on_uvloop_too() -> None:
+    """Its handle for a delay that rounds to 0 ms has no `when`."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def test() -> None:
+        shards = Shards()
+        _, (first, second) = make_epoch(["a", "b"])
+        await shards.put([first, second])
+        before = asyncio.get_running_loop().time()
+        for delivery, delay in ((start(shards.take()), 0.0), (start(shards.take()), 0.0001)):
+            shards.block(delivery, RETRY, delay)
+            due = shards.due(delivery)
+            assert due is not None
+            assert before <= due <= asyncio.get_running_loop().time() + delay
+        await asyncio.sleep(0.01)
+        assert shards.take() is first
+        assert shards.due(first) is None
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test())

@@ -33,10 +33,10 @@ def own_lines(stack: Stack) -> list[int]:
     return [frame.line for frame in stack.frames if frame.own]
 
 
-async def while_suspended(coroutine: Coroutine[Any, Any, object], turns: int = 5) -> Stack:
+async def while_suspended(coroutine: Coroutine[Any, Any, object], iterations: int = 5) -> Stack:
     """The stack of a coroutine that a task has run until it waits; it is ended then."""
     task = asyncio.ensure_future(coroutine)
-    for _ in range(turns):
+    for _ in range(iterations):
         await asyncio.sleep(0)
     assert not task.done()
     try:
@@ -240,22 +240,22 @@ def test_a_call_that_blocks_the_loop_is_seen_from_another_thread() -> None:
 
     def blocks() -> None:
         blocked.set()
-        looked.wait(10)  # blocks the loop
+        has_read.wait(10)  # blocks the loop
 
     async def handler() -> None:
         blocks()  # calls what blocks
 
-    def look() -> None:
+    def read_stacks() -> None:
         blocked.wait(10)
         seen.append(stack_of(coroutines[0]))
-        looked.set()
+        has_read.set()
 
     async def main() -> None:
         coroutines.append(handler())  # type: ignore[arg-type]
         await coroutines[0]
 
-    looked = threading.Event()
-    thread = threading.Thread(target=look)
+    has_read = threading.Event()
+    thread = threading.Thread(target=read_stacks)
     thread.start()
     asyncio.run(main())
     thread.join()
@@ -269,14 +269,14 @@ def test_a_call_that_blocks_the_loop_is_seen_from_another_thread() -> None:
 
 
 async def test_an_installed_application_is_recognized_by_its_package(tmp_path: Path) -> None:
-    """In an image, the application is often a package beside the libraries."""
-    places = {name: tmp_path / "site-packages" / name / "main.py" for name in ("shop", "library")}
+    """In an image, the application is often a package next to the libraries."""
+    files = {name: tmp_path / "site-packages" / name / "main.py" for name in ("shop", "library")}
     for name, call in (("library", "event.wait()"), ("shop", "library(event)")):
-        places[name].parent.mkdir(parents=True)
-        places[name].write_text(f"async def {name}(event, library=None):\n    await {call}\n")
+        files[name].parent.mkdir(parents=True)
+        files[name].write_text(f"async def {name}(event, library=None):\n    await {call}\n")
     functions: dict[str, Any] = {}
-    for place in places.values():
-        exec(compile(place.read_text(), str(place), "exec"), functions)
+    for file in files.values():
+        exec(compile(file.read_text(), str(file), "exec"), functions)
     shop = functools.partial(functions["shop"], library=functions["library"])
 
     stack = await while_suspended(shop(asyncio.Event()))
@@ -290,13 +290,13 @@ async def test_an_installed_application_is_recognized_by_its_package(tmp_path: P
 
 
 class _Touchy:
-    """An awaitable of the application that must not be asked for anything."""
+    """An awaitable of the application that must not be accessed."""
 
-    def __init__(self, asked: list[str]) -> None:
-        object.__setattr__(self, "asked", asked)
+    def __init__(self, accessed: list[str]) -> None:
+        object.__setattr__(self, "accessed", accessed)
 
     def __getattribute__(self, name: str) -> Any:
-        object.__getattribute__(self, "asked").append(name)
+        object.__getattribute__(self, "accessed").append(name)
         return object.__getattribute__(self, name)
 
     def __repr__(self) -> NoReturn:
@@ -319,21 +319,21 @@ class _Touchy:
 
 
 async def test_reading_a_stack_calls_no_application_code() -> None:
-    asked: list[str] = []
+    accessed: list[str] = []
 
     async def wait() -> None:
-        await _Touchy(asked)
+        await _Touchy(accessed)
 
     coroutine = wait()
     coroutine.send(None)
-    asked.clear()
+    accessed.clear()
 
     stack = stack_of(coroutine)
 
     coroutine.close()
     assert stack.place is not None
     assert stack.place.function.endswith("wait")
-    assert [name for name in asked if name != "close"] == []
+    assert [name for name in accessed if name != "close"] == []
 
 
 async def test_an_object_without_a_stack_has_an_empty_one() -> None:
@@ -355,7 +355,7 @@ def test_a_stack_can_be_read_while_everything_changes() -> None:
     """From a thread, without a pause, while the tasks it follows come and go."""
     current: list[Any] = [None]
     failures: list[BaseException] = []
-    looked = found = 0
+    reads = stacks = 0
     over = threading.Event()
 
     async def leaf(depth: int) -> None:
@@ -368,24 +368,24 @@ def test_a_stack_can_be_read_while_everything_changes() -> None:
 
     async def main() -> None:
         rounds = 0
-        while not failures and (rounds < 300 or looked <= 100 or found <= 10):
+        while not failures and (rounds < 300 or reads <= 100 or stacks <= 10):
             rounds += 1
             current[0] = coroutine = leaf(3)
             await coroutine
         over.set()
 
-    def look() -> None:
-        nonlocal looked, found
+    def read_stacks() -> None:
+        nonlocal reads, stacks
         try:
             while not over.is_set():
-                looked += 1
-                found += bool(stack_of(current[0]).frames)
+                reads += 1
+                stacks += bool(stack_of(current[0]).frames)
         except BaseException as error:  # noqa: BLE001 - shown by the test
             failures.append(error)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=read_stacks)
     thread.start()
     try:
         asyncio.run(main())
@@ -395,8 +395,8 @@ def test_a_stack_can_be_read_while_everything_changes() -> None:
         sys.setswitchinterval(interval)
 
     assert not failures
-    assert looked > 100
-    assert found > 10
+    assert reads > 100
+    assert stacks > 10
 
 
 def test_reading_a_stack_restores_the_garbage_collector() -> None:

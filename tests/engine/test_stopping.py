@@ -7,7 +7,7 @@ from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 
 def test_an_assignment_during_a_drain_starts_nothing() -> None:
-    """Nobody would wait for what it starts."""
+    """Nobody would wait for its tasks."""
     app = App("stopping", auto_offset_reset="earliest")
     broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
     started: list[tuple[int, int]] = []

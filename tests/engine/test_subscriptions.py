@@ -10,7 +10,7 @@ from aioshard.testing import TestClient
 
 
 class Shop:
-    """An app with two handlers, and the topic and value of what they have processed."""
+    """An app with two handlers, and the topic and value of each processed record."""
 
     def __init__(self) -> None:
         self.app = App("shop", drain_timeout=5.0)

@@ -22,7 +22,7 @@ def test_lag_concentrated_in_few_partitions_is_a_finding_with_an_estimate() -> N
                 await client.publish("orders", b"x", partition=0 if number % 100 else number // 100 % 8)
             await asyncio.sleep(70.0)
 
-            (finding,) = [one for one in app.diagnose().findings if one.kind == "tail"]
+            (finding,) = [finding for finding in app.diagnose().findings if finding.kind == "tail"]
             statistics = app.statistics()
             lag = sum(partition.lag or 0 for partition in statistics.partitions)
             assert "90% of the lag is in 1 of 8 partitions; the last is done in" in finding.sentence
@@ -31,6 +31,6 @@ def test_lag_concentrated_in_few_partitions_is_a_finding_with_an_estimate() -> N
             await asyncio.sleep(400.0)
 
             assert app.statistics().catch_up_seconds == 0.0
-            assert not [one for one in app.diagnose().findings if one.kind == "tail"]
+            assert not [finding for finding in app.diagnose().findings if finding.kind == "tail"]
 
     run(life())

@@ -4,12 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
+import pytest
+
 from aioshard import App, Record
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.running import until
+from tests.engine.live_apps import until
 
 TP = TopicPartition("orders", 0)
 
@@ -26,7 +28,7 @@ class Deployment:
             self.broker.publish("orders", b"", key=b"%d" % number)
 
     @asynccontextmanager
-    async def owner(self, policy: Literal["earliest", "latest"] = "earliest") -> AsyncIterator[App]:
+    async def owner(self, policy: Literal["earliest", "latest", "error"] = "earliest") -> AsyncIterator[App]:
         app = App("group", auto_offset_reset=policy, commit_interval=0.1)
 
         @app.consume("orders")
@@ -38,7 +40,7 @@ class Deployment:
             yield app
 
     @property
-    def noted(self) -> CommitMetadata:
+    def commit_metadata(self) -> CommitMetadata:
         found = self.broker.group("group").committed(TP)
         assert found is not None
         return CommitMetadata.read(found.metadata, found.offset)
@@ -51,13 +53,13 @@ def test_the_next_owner_keeps_the_first_commit_marker() -> None:
         world = Deployment()
         world.publish(5)
         async with world.owner("latest"):
-            first = world.noted
+            first = world.commit_metadata
         assert first.first is not None
         assert first.first.partitions == 1
         world.publish(5)
 
         async with world.owner("latest"):
-            assert world.noted == first
+            assert world.commit_metadata == first
         assert world.ran == [5, 6, 7, 8, 9]
 
     run(test())
@@ -77,6 +79,41 @@ def test_metadata_of_an_offset_outside_the_log_is_ignored() -> None:
 
         async with world.owner():
             assert sorted(world.ran) == list(range(10, 100))
+
+    run(test())
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest"])
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_recreated_topic_is_read_from_its_start_even_if_the_position_is_in_its_log(
+    policy: Literal["earliest", "latest"], *, forgotten: bool
+) -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(5)
+        async with world.owner(policy) as app:
+            await until(lambda: world.broker.committed("group", "orders", 0) is not None)
+            world.ran.clear()
+            world.broker.recreate("orders", forget_commits=forgotten)
+            world.publish(20)
+            await until(lambda: world.broker.committed("group", "orders", 0) == 20)
+            assert app.statistics().partitions[0].committed == 20
+        assert sorted(world.ran) == list(range(20))
+
+    run(test())
+
+
+def test_a_recreated_topic_ends_an_app_that_may_not_choose_a_position() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(5)
+        world.broker.group("group").commit_from_outside({TP: 0})
+        async with world.owner("error") as app:
+            world.broker.recreate("orders")
+            world.publish(20)
+            await until(lambda: app.statistics().state == "failed")
+            assert "deleted and created again" in app.explain()
+        assert sorted(world.ran) == [0, 1, 2, 3, 4]
 
     run(test())
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from aioshard import App, Batch, Context, DeadLetter, Park, Record, Retry
-from aioshard.engine.watch import LoopWatch
+from aioshard.engine.loop_watch import LoopWatch
 from aioshard.testing import TestClient
-from tests.engine.running import watch_of
+from tests.engine.live_apps import watch_of
 from tests.support.queries import Queries
 
 SECONDS = 4.0
@@ -42,7 +42,7 @@ def make_app() -> App:
 
 
 def _records_by_themselves(app: App) -> None:
-    @app.consume("on-demand", concurrency=32, retry=RETRY, on_failure=DeadLetter("letters"))
+    @app.consume("on-demand", concurrency=32, retry=RETRY, on_failure=DeadLetter("dead-letters"))
     async def on_demand(record: Record, context: Context) -> None:
         if record.offset % 7 == 0 and context.attempt == 1:
             raise ValueError("once")
@@ -81,7 +81,7 @@ TOPICS = ("on-demand", "fixed", "batches", "parked", "threads", "halts")
 
 
 async def use(app: App, client: TestClient) -> None:
-    """Have records come, partitions go and come back, and everything that can be told to an app be told."""
+    """Have records come, partitions go and come back, and call every control of an app."""
     end = asyncio.get_running_loop().time() + SECONDS
     number = 0
     while asyncio.get_running_loop().time() < end:
@@ -120,7 +120,7 @@ async def test_every_query_can_be_called_from_a_thread_at_any_time() -> None:
             lambda: json.dumps(app.diagnose().asdict()),
             app.explain,
             app.workload,
-            lambda: loop_watch_of(app).find_holder(),
+            lambda: loop_watch_of(app).find_code(),
         ) as queries,
     ):
         await use(app, client)

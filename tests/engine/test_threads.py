@@ -2,13 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+import anyio
 import anyio.to_thread
 import pytest
 
-from aioshard import App, Context, Record, Retry
-from aioshard.attempts import run_in_thread
+from aioshard import App, Batch, Context, Record, Retry
+from aioshard.attempts import run_in_thread, run_to_end
+from aioshard.errors import NotDrainedError
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 
 
@@ -41,7 +44,7 @@ async def test_a_plain_function_runs_beside_the_event_loop_up_to_its_concurrency
 
 
 async def test_a_thread_that_outlives_its_epoch_keeps_its_key_occupied() -> None:
-    """A thread cannot be cancelled: the next record of its key must not run beside it (I4)."""
+    """A thread cannot be cancelled: the next record of its key must not run concurrently (I4)."""
     app, broker = make_app(), InMemoryBroker(partitions=1)
     release, began = threading.Event(), threading.Event()
     running: set[bytes | None] = set()
@@ -76,6 +79,94 @@ async def test_a_thread_that_outlives_its_epoch_keeps_its_key_occupied() -> None
     assert runs == [0, 3, 0, 1, 2]
 
 
+Next = Callable[[Any, Any], Awaitable[object]]
+
+
+async def plain(argument: Any, context: Any, call_next: Next) -> object:
+    return await call_next(argument, context)
+
+
+async def in_a_task(argument: Any, context: Any, call_next: Next) -> object:
+    """Up to Python 3.11, a second cancellation leaves the inner task alone while it ends."""
+    return await asyncio.wait_for(call_next(argument, context), 60.0)
+
+
+async def with_an_anyio_timeout(argument: Any, context: Any, call_next: Next) -> object:
+    """anyio cancels again in each iteration of the event loop."""
+    with anyio.fail_after(0.1):
+        return await call_next(argument, context)
+
+
+async def that_fails_first(argument: Any, context: Any, call_next: Next) -> object:
+    async def fail() -> None:
+        await asyncio.sleep(0.1)
+        raise LookupError
+
+    return await asyncio.gather(call_next(argument, context), fail())
+
+
+@pytest.mark.parametrize("batch", [None, Batch(linger=0.0)], ids=["records", "batches"])
+@pytest.mark.parametrize("around", [plain, in_a_task, with_an_anyio_timeout, that_fails_first])
+async def test_a_thread_that_outlives_its_timeout_and_its_partition_keeps_its_key_occupied(
+    around: Any, batch: Batch | None
+) -> None:
+    """Its run is cancelled by the timeout, and again when the partition is revoked (I4)."""
+    app, broker = make_app(), InMemoryBroker(partitions=1)
+    release, began = threading.Event(), threading.Event()
+    running: set[bytes | None] = set()
+    overlaps: list[int] = []
+    runs: list[int] = []
+
+    app.middleware(around)
+
+    @app.consume("orders", concurrency=4, timeout=0.2, batch=batch, retry=Retry(attempts=10, initial=0.01))
+    def handle(given: Any) -> None:
+        for record in [given] if isinstance(given, Record) else given:
+            overlaps.extend([record.offset] if record.key in running else [])
+            running.add(record.key)
+            runs.append(record.offset)
+            if record.offset == 0 and not began.is_set():
+                began.set()
+                release.wait(30.0)
+            running.discard(record.key)
+
+    broker.publish("orders", b"", key=b"slow")
+    async with app.started(lambda: InMemoryTransport(broker, "threads")):
+        await wait_until(lambda: app.statistics().handlers[0].outliving == ("orders/0/0",))
+        for rebalances in (2, 3):
+            broker.group("threads").rebalance()
+            await wait_until(lambda: app.statistics().rebalances == rebalances)  # noqa: B023 - awaited at once
+        broker.publish("orders", b"", key=b"other")
+        await wait_until(lambda: 1 in runs)
+        assert runs.count(0) == 1, "the key of the thread waits, another one does not"
+        assert app.statistics().handlers[0].outliving == ("orders/0/0",)
+        release.set()
+        if around is not that_fails_first:
+            await wait_until(lambda: broker.committed("threads", "orders", 0) == 2)
+
+    assert overlaps == []
+
+
+async def test_an_app_ends_although_a_thread_outlives_two_cancellations() -> None:
+    app, broker = make_app(), InMemoryBroker(partitions=1)
+    release, began = threading.Event(), threading.Event()
+
+    @app.consume("orders", timeout=0.1)
+    def handle(_: Record) -> None:
+        began.set()
+        release.wait(30.0)
+
+    broker.publish("orders", b"", key=b"slow")
+    try:
+        with pytest.raises(NotDrainedError, match="orders/0/0"):
+            async with app.started(lambda: InMemoryTransport(broker, "threads")):
+                await wait_until(lambda: app.statistics().handlers[0].outliving)
+        workers = [task for task in asyncio.all_tasks() if "worker" in task.get_name()]
+        assert workers == [], "the event loop can close"
+    finally:
+        release.set()
+
+
 @pytest.mark.parametrize("swallow", [True, False])
 async def test_a_run_that_ends_after_its_cancellation_completes_nothing(swallow: bool) -> None:
     app, broker = make_app(), InMemoryBroker(partitions=1)
@@ -102,7 +193,7 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing(swallow:
 
 
 async def test_a_plain_function_that_only_makes_a_coroutine_has_processed_nothing() -> None:
-    """A wrapper that is no `async def` around a handler that is one: nobody would await it (I2)."""
+    """A plain wrapper around an `async def` handler: nobody would await it (I2)."""
     app, broker = make_app(), InMemoryBroker(partitions=1)
 
     async def handle(record: Record) -> None: ...
@@ -138,3 +229,21 @@ async def test_a_run_cancelled_before_its_thread_starts_ends_at_once(monkeypatch
 
     assert run.cancelled()
     assert ran == []
+
+
+async def test_a_run_to_the_end_outlasts_cancellations_before_its_thread_begins() -> None:
+    limiter, other = anyio.CapacityLimiter(1), object()
+    limiter.acquire_on_behalf_of_nowait(other)
+    ran: list[bool] = []
+
+    run = asyncio.create_task(run_to_end(lambda: ran.append(True), limiter), name="run")
+    for _ in range(3):
+        await asyncio.sleep(0)
+        run.cancel()
+    await asyncio.sleep(0)
+    assert not run.done()
+    limiter.release_on_behalf_of(other)
+    with pytest.raises(asyncio.CancelledError):
+        await run
+
+    assert ran == [True]

@@ -1,7 +1,9 @@
 """Durations of runs and waits: exact, although most are not sampled."""
 
 import asyncio
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import hypothesis
 import pytest
@@ -11,7 +13,8 @@ from aioshard.core.histogram import DURATION_BOUNDS, Histogram, HistogramCounts
 from aioshard.core.options import Retry
 from aioshard.engine.counts import Counters, TopicCounts
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failures import FailureHandler, skipping
+from aioshard.engine.failures import FailureHandler
+from aioshard.engine.recoveries import skipping
 from aioshard.engine.shards import Shards
 from aioshard.engine.timing import precise
 from aioshard.engine.worker import RecordWorker
@@ -137,6 +140,53 @@ async def test_a_retry_has_not_waited_in_the_queue() -> None:
     delivery.starts = 1
     await bench.run()
     assert bench.counts.waits.counts() == HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
+
+
+async def test_a_retry_among_slow_runs_has_not_waited_in_the_queue() -> None:
+    bench = Bench([SLOW] * 4)
+    bench.deliveries[2].starts = 1
+    await bench.run()
+    check(bench.counts.waits.counts(), [0.0, SLOW, SLOW * 3])
+    check(bench.counts.durations.counts(), [SLOW] * 4)
+
+
+async def test_slow_runs_and_their_waits_belong_to_the_topic_of_their_record() -> None:
+    durations = [SLOW, 0.7, 0.012, 20.0, SLOW]
+    bench = Bench(durations)
+    payments, others = make_epoch([None] * len(durations), partition=1, arrived=bench.now)
+    bench.deliveries = [delivery for pair in zip(others, bench.deliveries, strict=True) for delivery in pair]
+    await bench.run()
+
+    waits_of_payments = [2 * sum(durations[:number]) for number in range(len(durations))]
+    waits_of_orders = [waited + run for waited, run in zip(waits_of_payments, durations, strict=True)]
+    check(payments.counts.durations.counts(), durations)
+    check(bench.counts.durations.counts(), durations)
+    check(payments.counts.waits.counts(), waits_of_payments)
+    check(bench.counts.waits.counts(), waits_of_orders)
+
+
+async def test_slow_runs_are_measured_without_a_call_for_each() -> None:
+    runs = 300
+    slow = await calls_of(Bench([SLOW] * runs))
+    quick = await calls_of(Bench([0.0] * runs))
+    assert slow < quick + runs, "each slow run costs a call that a quick run does not cost"
+
+
+async def calls_of(bench: Bench) -> int:
+    """Run the bench, and return how many functions were called meanwhile."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_call"}
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        await bench.run()
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 async def test_run_times_are_not_taken_from_a_millisecond_clock() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from aioshard import App, DeadLetter, Park, Record, Retry
 from aioshard.core.options import OnFailure
-from aioshard.errors import TransportError
+from aioshard.errors import NotDrainedError, TransportError
 from aioshard.ports import Message
 from aioshard.testing import InMemoryProducer, TestClient, run
 
@@ -46,6 +46,8 @@ def test_healthy_keys_continue_while_many_failed_records_wait_to_be_written(
                 await client.publish("orders", b"", key=f"k{number}", partition=0)
             await asyncio.sleep(10 * PATIENCE)
 
-    run(test())
+    with pytest.raises(NotDrainedError) as error:
+        run(test())
+    assert len(error.value.unrecovered) == 40, "also those that were held back"
 
     assert len(done) == HEALTHY

@@ -9,7 +9,7 @@ from aioshard.engine.control import caught_up, nothing_moves
 from aioshard.errors import ClientLostError, HaltedError, OffsetRegressionError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
-from tests.engine.running import engine_of
+from tests.engine.live_apps import engine_of
 
 
 def test_the_target_ends_survive_a_rebalance() -> None:
@@ -115,8 +115,8 @@ def test_until_caught_up_continues_after_a_rewind() -> None:
             engine = engine_of(app)
             catching_up = asyncio.create_task(caught_up(engine))
             await asyncio.sleep(1.5)
-            (epoch,) = engine.rebalance.epochs
-            engine.rebalance.restart(epoch, OffsetRegressionError(1, 2))
+            (partition,) = engine.rebalance.partitions
+            engine.rebalance.reset_position(partition, OffsetRegressionError(1, 2))
             await catching_up
 
     run(scenario())

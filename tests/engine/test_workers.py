@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, Record, Retry
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.shards import Shards
+from aioshard.engine.worker import RecordWorker
+from aioshard.errors import NotDrainedError
+from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
-from tests.engine.running import publish
+from tests.engine.deliveries import halting, make_epoch
+from tests.engine.live_apps import publish
 
 
 async def time_out_as_older_libraries_do() -> None:
@@ -128,6 +134,32 @@ def test_a_handler_that_cancels_its_own_worker_ends_the_app_with_a_reason() -> N
     run(test())
 
 
+def test_a_worker_ends_if_it_is_cancelled_together_with_its_run() -> None:
+    """Otherwise a stop in the middle of a rebalance would wait for it."""
+
+    async def hang(_: Delivery) -> None:
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        shards = Shards()
+        _, (delivery,) = make_epoch(["k"])
+        clock = asyncio.get_running_loop().time
+        worker = RecordWorker("worker", shards, invoke=hang, failures=halting([shards]), clock=clock)
+        worker.task = asyncio.create_task(worker.run(), name="worker")
+        await shards.put([delivery])
+        await asyncio.sleep(1.0)
+        assert worker.deliveries == (delivery,)
+
+        worker.interrupt()
+        worker.task.cancel()
+
+        await asyncio.wait([worker.task], timeout=1.0)
+        assert worker.task.cancelled()
+        assert shards.take() is delivery, "another worker may run it again"
+
+    run(test())
+
+
 def test_an_exception_whose_str_raises_halts_only_its_record() -> None:
     app = App("workers")
 
@@ -167,7 +199,7 @@ def test_a_taken_record_does_not_start_if_its_epoch_ends_meanwhile() -> None:
 
     def end_it() -> None:
         engine = app._engine
-        if engine is not None and engine.handlers[0].feed.shards[0].yielding and not ended_after:
+        if engine is not None and engine.handlers[0].sharder.shards[0].yielding and not ended_after:
             engine.rebalance.end_all("the test says so")
             ended_after.append(len(runs))
 
@@ -175,7 +207,8 @@ def test_a_taken_record_does_not_start_if_its_epoch_ends_meanwhile() -> None:
         async with app.started(lambda: InMemoryTransport(broker, "workers")):
             await asyncio.sleep(5.0)
 
-    run(test(), on_step=end_it)
+    with pytest.raises(NotDrainedError):  # it has not committed what it ran
+        run(test(), on_step=end_it)
 
     assert ended_after == [len(runs)]
 
@@ -191,8 +224,7 @@ def test_a_readable_partition_clears_its_trouble() -> None:
             await client.publish("orders", b"", partition=0)
             await client.settle()
             assert app._engine is not None
-            epoch = next(one for one in app._engine.rebalance.epochs if one.topic_partition.partition == 0)
-            epoch.report_fault("it is broken")
+            app._engine.rebalance.partitions[TopicPartition("orders", 0)].fault.report("it is broken")
             assert "it is broken" in app.explain()
             await client.publish("orders", b"", partition=0)
             await client.settle()

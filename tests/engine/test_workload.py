@@ -10,7 +10,7 @@ from aioshard.core.sharding import shown
 from aioshard.errors import StateError
 from aioshard.observe import Workload
 from aioshard.testing import TestClient, run
-from tests.engine.running import engine_of, until
+from tests.engine.live_apps import engine_of, until
 
 
 def workload_of(app: App) -> Workload:
@@ -39,7 +39,7 @@ def test_a_worker_is_shown_with_its_record_and_its_await() -> None:
             (one,) = workload_of(app).workers
             assert (one.handler, one.topic, one.partition, one.offset, one.records) == ("on_order", "orders", 3, 0, 1)
             assert one.key == "b'a'"
-            assert one.state == "running"
+            assert one.state == "in_flight"
             assert one.since == pytest.approx(5, abs=0.2)
             assert one.stack is not None
             assert one.stack.place is not None
@@ -68,7 +68,7 @@ def test_the_deepest_shards_come_first_with_their_blocker() -> None:
             await until(lambda: workload_of(app).deep == 2 and workload_of(app).failing)
             hot, warm = workload_of(app).shards
             assert (hot.waiting, hot.state, hot.offset) == (5, "halted", 4)
-            assert (warm.waiting, warm.state, warm.offset) == (2, "running", 1)
+            assert (warm.waiting, warm.state, warm.offset) == (2, "in_flight", 1)
             assert hot.key != warm.key
             assert hot.key == workload_of(app).failed[0].key, "the same key has the same name"
             over.set()
@@ -90,7 +90,7 @@ def test_fixed_shards_are_shown_by_their_number() -> None:
                 await client.publish("orders", b"", key=str(number), partition=0)
             await until(lambda: workload_of(app).deep)
             (hot,) = workload_of(app).shards
-            assert (hot.shard, hot.waiting, hot.state) == ("0", 4, "running")
+            assert (hot.shard, hot.waiting, hot.state) == ("0", 4, "in_flight")
             (handler,) = app.statistics().handlers
             assert (handler.shards, handler.queued) == (1, 4)
             over.set()
@@ -182,7 +182,7 @@ def test_every_list_is_bounded_and_counted() -> None:
             for number in [*range(80), *range(80), 79]:
                 await client.publish("orders", b"", key=str(number), partition=0)
             await until(lambda: workload_of(app).deep == 80, timeout=10)
-            await until(lambda: [one.waiting for one in workload_of(app).shards[:2]] == [2, 1], timeout=10)
+            await until(lambda: [shard.waiting for shard in workload_of(app).shards[:2]] == [2, 1], timeout=10)
             found = workload_of(app)
             assert (found.busy, len(found.workers), len(found.shards)) == (80, 50, 50)
             over.set()
@@ -221,7 +221,7 @@ def test_a_parked_key_is_shown_and_runs_once_released(options: dict[str, Any]) -
             assert parked.stored_in == "orders.parked"
             assert parked.error == "ConnectionError: the account is locked"
             assert parked.key == shown(b"a", show_keys=False), "named as everywhere else"
-            assert not parked.running
+            assert not parked.in_flight
             assert workload_of(app).parked_keys == 1
             assert [handler.on_failure for handler in app.statistics().handlers] == ["parks in orders.parked"]
 
@@ -285,6 +285,6 @@ async def test_the_workload_can_be_read_while_the_event_loop_runs() -> None:
         stopped = True
         assert await looking > 20
         for partition in app.statistics().partitions:
-            for one in workload_of(app).failed:
-                if one.partition == partition.partition and one.state == "halted":
-                    app.skip("orders", one.partition, one.offset)
+            for failure in workload_of(app).failed:
+                if failure.partition == partition.partition and failure.state == "halted":
+                    app.skip("orders", failure.partition, failure.offset)

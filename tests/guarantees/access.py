@@ -6,8 +6,8 @@ from confluent_kafka.admin import AclOperation
 
 from tests.guarantees.scenario import Scenario
 from tests.support.access import allow, create_scram_user
+from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import Credentials
-from tests.support.shared_kafka import SharedKafka
 
 
 async def consuming_user(kafka: SharedKafka, scenario: Scenario) -> tuple[Credentials, dict[str, Any]]:

@@ -25,16 +25,16 @@ BAD = b"bad"
 HANGING = b"hangs"
 """Prefix of a key whose every attempt hangs until it is cancelled, until it is healed."""
 
-Recourse = Any
+Policy = Any
 """`on_failure` as JSON has it: "halt", "skip", or what `dead_letter` and `parking` make; see `Behaviour.policy`."""
 
 
-def dead_letter(topic: str, *, window: int | None = None) -> Recourse:
+def dead_letter(topic: str, *, window: int | None = None) -> Policy:
     """`on_failure=DeadLetter(topic)`; with a circuit breaker where *window* is given, else without."""
     return {"dead letters": topic, "breaker": None if window is None else {"window": window}}
 
 
-def parking(topic: str, *, delay: float, attempts: int | None = None) -> Recourse:
+def parking(topic: str, *, delay: float, attempts: int | None = None) -> Policy:
     """`on_failure=Park(topic)`."""
     return {"parked": topic, "delay": delay, "attempts": attempts}
 
@@ -81,7 +81,7 @@ class Behaviour:
     fails_once: float = 0.0
     report_intake: bool = False
     explains: bool = False
-    on_failure: Recourse = "halt"
+    on_failure: Policy = "halt"
     timeout: float | None = None
     retry: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_by: Literal["key", "raises", "cannot be hashed", "cannot be compared"] = "key"

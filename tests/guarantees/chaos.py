@@ -113,7 +113,7 @@ class Fleet:
     def without_progress(self) -> float:
         """The longest time in seconds in which nothing finished although a member lived."""
         seen = self._scenario.observations.refresh().seen
-        finished = sorted(one.at for one in seen if one.kind is Kind.FINISHED)
+        finished = sorted(observation.at for observation in seen if observation.kind is Kind.FINISHED)
         gaps = (
             after - before
             for before, after in itertools.pairwise(finished)

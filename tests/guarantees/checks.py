@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from aioshard.core.finished_offsets import Run, holds
-from tests.guarantees.observations import Kind, Place, Seen
+from tests.guarantees.observations import Kind, RecordId, Seen
 
 SHOWN = 5
 """Breaches that a message spells out."""
@@ -25,7 +25,7 @@ ENDS = (Kind.FINISHED, Kind.ENDED, Kind.EXHAUSTED)
 
 
 class CommitsAt(NamedTuple):
-    """The group's committed offsets as the broker told them."""
+    """The group's committed offsets as the broker reported them."""
 
     asked: int
     """Nanoseconds of the monotonic clock."""
@@ -33,7 +33,7 @@ class CommitsAt(NamedTuple):
     offsets: Mapping[int, int]
     side_ends: Mapping[int, int] = {}
     """The ends of the partitions of the side topic, where there is one; asked for after that."""
-    noted: Mapping[int, Sequence[Run]] = {}
+    completions: Mapping[int, Sequence[Run]] = {}
     """The completions stored beyond the committed offsets."""
 
 
@@ -56,7 +56,7 @@ class History:
 
     Attributes:
         produced: The key of each record from the group's first position on.
-        seen: What the members reported.
+        seen: The reports of the members.
         commits: Committed offsets, sampled from the broker during the run and at its end, in that order.
         ends: The end of each partition's log.
         passed: When it is known that a commit may pass a record that has not finished: it was skipped, or its dead
@@ -64,30 +64,30 @@ class History:
         let_go: From when on later records of the key of such a record may start; one that is parked is not let go.
     """
 
-    produced: Mapping[Place, str]
+    produced: Mapping[RecordId, str]
     seen: Sequence[Seen]
     commits: Sequence[CommitsAt]
     ends: Mapping[int, int]
-    passed: Mapping[Place, int] = field(default_factory=dict)
-    let_go: Mapping[Place, int] = field(default_factory=dict)
+    passed: Mapping[RecordId, int] = field(default_factory=dict)
+    let_go: Mapping[RecordId, int] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> list[Seen]:
         """The observations of one kind, in order of time."""
         return sorted(seen for seen in self.seen if seen.kind is kind)
 
-    def first_finished(self) -> dict[Place, int]:
+    def first_finished(self) -> dict[RecordId, int]:
         """When each record's first run that counts has finished."""
-        times: dict[Place, int] = {}
+        times: dict[RecordId, int] = {}
         for seen in self.of(Kind.FINISHED):
-            times.setdefault(seen.place, seen.at)
+            times.setdefault(seen.record_id, seen.at)
         return times
 
-    def first_terminal(self) -> dict[Place, int]:
-        """When each record has finished, or was let go, whichever was first."""
+    def first_terminal(self) -> dict[RecordId, int]:
+        """When each record has finished, or was let go: the first of both."""
         return _earliest(self.first_finished(), self.let_go)
 
-    def first_passable(self) -> dict[Place, int]:
-        """When each record has finished, or may be passed by a commit, whichever was first."""
+    def first_passable(self) -> dict[RecordId, int]:
+        """When each record has finished, or may be passed by a commit: the first of both."""
         return _earliest(self.first_finished(), self.passed)
 
     @functools.cached_property
@@ -100,8 +100,13 @@ class History:
         return f"+{(at - self.begin) / 1e9:.3f} s"
 
 
-def _earliest(one: Mapping[Place, int], other: Mapping[Place, int]) -> dict[Place, int]:
-    return {place: min(one.get(place, FOREVER), other.get(place, FOREVER)) for place in one.keys() | other.keys()}
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _earliest(first: Mapping[RecordId, int], second: Mapping[RecordId, int]) -> dict[RecordId, int]:
+    record_ids = first.keys() | second.keys()
+    return {record_id: min(first.get(record_id, FOREVER), second.get(record_id, FOREVER)) for record_id in record_ids}
 
 
 class Guarantee(Protocol):
@@ -118,7 +123,7 @@ def verify(history: History, *guarantees: Guarantee) -> None:
         breaches = list(guarantee.breaches(history))
         if breaches:
             name = type(guarantee).__name__
-            found += [f"{name} was broken {len(breaches)} time(s):", *(f"  - {text}" for text in breaches[:SHOWN])]
+            found += [f"{name} was broken {_times(len(breaches))}:", *(f"  - {text}" for text in breaches[:SHOWN])]
     if found:
         raise AssertionError("\n".join(found))
 
@@ -129,15 +134,17 @@ class NothingLost:
 
     def breaches(self, history: History) -> Iterator[str]:
         """Records that never finished, and observations of records that were not produced."""
-        for place in sorted(history.produced.keys() - history.first_terminal().keys()):
-            runs = sum(1 for seen in history.seen if seen.place == place and seen.kind is Kind.STARTED)
-            yield f"record {_name(place)} (key {history.produced[place]}) never finished; it was started {runs} time(s)"
+        for record_id in sorted(history.produced.keys() - history.first_terminal().keys()):
+            runs = sum(1 for seen in history.seen if seen.record_id == record_id and seen.kind is Kind.STARTED)
+            key = history.produced[record_id]
+            yield f"record {_name(record_id)} (key {key}) never finished; it was started {_times(runs)}"
         for seen in history.of(Kind.STARTED):
-            expected = history.produced.get(seen.place)
+            expected = history.produced.get(seen.record_id)
             if expected is None:
-                yield f"{seen.process} started {_name(seen.place)}, which is no record that it should have had"
+                yield f"{seen.process} started {_name(seen.record_id)}, a record that it should not have had"
             elif expected != seen.key:
-                yield f"{seen.process} started {_name(seen.place)} with key {seen.key}, produced with key {expected}"
+                started = f"{seen.process} started {_name(seen.record_id)}"
+                yield f"{started} with key {seen.key}, produced with key {expected}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class KeyOrder:
 
     Over all processes: no record starts before every earlier record of its key has finished at least once, or was
     skipped or dead-lettered.
-    So a skip breaks it, in whatever process, and so does a hand-over that leaves something behind:
+    So a skip breaks it, in any process, and so does a hand-over that leaves something behind:
 
         1 2 3 | 3 4     kept: 3 had not finished when the partition moved, and ran again
         1 3 2           broken
@@ -165,27 +172,29 @@ class KeyOrder:
 
     def _too_early(self, history: History) -> Iterator[str]:
         finished = history.first_terminal()
-        ready: dict[Place, tuple[int, Place | None]] = {}
+        ready: dict[RecordId, tuple[int, RecordId | None]] = {}
         """When all earlier records of the key had finished, and which was the last of them."""
-        latest: dict[tuple[int, str], tuple[int, Place | None]] = {}
-        for place in sorted(place for place, key in history.produced.items() if key):
-            lane = place[0], history.produced[place]
-            ready[place] = latest.get(lane, (0, None))
-            latest[lane] = max(ready[place], (finished.get(place, FOREVER), place), key=lambda entry: entry[0])
+        latest: dict[tuple[int, str], tuple[int, RecordId | None]] = {}
+        for record_id in sorted(record_id for record_id, key in history.produced.items() if key):
+            lane = record_id[0], history.produced[record_id]
+            ready[record_id] = latest.get(lane, (0, None))
+            latest[lane] = max(
+                ready[record_id], (finished.get(record_id, FOREVER), record_id), key=lambda entry: entry[0]
+            )
         for seen in history.of(Kind.STARTED):
-            at, before = ready.get(seen.place, (0, None))
+            at, before = ready.get(seen.record_id, (0, None))
             if before is not None and seen.at < at:
                 when = "has never finished" if at == FOREVER else f"finished at {history.after(at)}"
                 yield (
-                    f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {history.after(seen.at)} although "
-                    f"{_name(before)} of the same key {when}"
+                    f"{seen.process} started {_name(seen.record_id)} (key {seen.key}) at {history.after(seen.at)} "
+                    f"although {_name(before)} of the same key {when}"
                 )
 
     def _going_back(self, history: History) -> Iterator[str]:
         reached: dict[tuple[str, int, int, str], int] = {}
-        counted: set[tuple[str, int, Place]] = set()
+        counted: set[tuple[str, int, RecordId]] = set()
         for seen in sorted(history.seen):
-            ownership = seen.process, seen.epoch, seen.place
+            ownership = seen.process, seen.epoch, seen.record_id
             if seen.kind is Kind.FINISHED:
                 counted.add(ownership)
             if seen.kind is not Kind.STARTED or not seen.key:
@@ -194,14 +203,15 @@ class KeyOrder:
             before = reached.get(lane, -1)
             reached[lane] = max(before, seen.offset)
             if seen.offset < before:
-                yield f"{seen.process} started {_name(seen.place)} (key {seen.key}) after offset {before} of the key"
+                started = f"{seen.process} started {_name(seen.record_id)} (key {seen.key})"
+                yield f"{started} after offset {before} of the key"
             elif ownership in counted:
-                yield f"{seen.process} started {_name(seen.place)} again in the ownership in which it had finished"
+                yield f"{seen.process} started {_name(seen.record_id)} again in the ownership in which it had finished"
 
 
 @dataclass(frozen=True)
 class OneAtATimePerKey:
-    """I4: in a process never two runs of one key at once, also across ownerships and cancelled runs."""
+    """I4: in a process never two concurrent runs of one key, also across ownerships and cancelled runs."""
 
     def breaches(self, history: History) -> Iterator[str]:
         """Runs that began during another run of their key."""
@@ -213,17 +223,17 @@ class OneAtATimePerKey:
             if seen.kind is Kind.STARTED:
                 if (other := running.get(lane)) is not None:
                     yield (
-                        f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {history.after(seen.at)} "
-                        f"while {_name(other.place)} of the same key ran, since {history.after(other.at)}"
+                        f"{seen.process} started {_name(seen.record_id)} (key {seen.key}) at {history.after(seen.at)} "
+                        f"while {_name(other.record_id)} of the same key ran, since {history.after(other.at)}"
                     )
                 running[lane] = seen
-            elif seen.kind in ENDS and running.get(lane, seen).place == seen.place:
+            elif seen.kind in ENDS and running.get(lane, seen).record_id == seen.record_id:
                 running.pop(lane, None)
 
 
 @dataclass(frozen=True)
 class OneProcessPerKey:
-    """I4: a key of a partition never runs in two processes at once; runs that a kill ended are not looked at.
+    """I4: a key of a partition never runs in two processes concurrently; runs that a kill ended are not looked at.
 
     Attributes:
         apart: Processes that do not know yet that a partition is another's.
@@ -233,37 +243,37 @@ class OneProcessPerKey:
 
     def breaches(self, history: History) -> Iterator[str]:
         """Runs that began while another process ran the key."""
-        running: dict[tuple[str, Place], int] = {}
-        runs: dict[tuple[int, str], list[tuple[int, int, str, Place]]] = defaultdict(list)
+        running: dict[tuple[str, RecordId], int] = {}
+        runs: dict[tuple[int, str], list[tuple[int, int, str, RecordId]]] = defaultdict(list)
         for seen in sorted(history.seen):
             if seen.kind is Kind.STARTED:
-                running[seen.process, seen.place] = seen.at
+                running[seen.process, seen.record_id] = seen.at
             elif seen.kind in ENDS and seen.key:
-                began = running.pop((seen.process, seen.place), seen.at)
-                runs[seen.partition, seen.key].append((began, seen.at, seen.process, seen.place))
+                began = running.pop((seen.process, seen.record_id), seen.at)
+                runs[seen.partition, seen.key].append((began, seen.at, seen.process, seen.record_id))
         for lane in runs.values():
-            last: dict[str, tuple[int, int, str, Place]] = {}
+            last: dict[str, tuple[int, int, str, RecordId]] = {}
             for run in sorted(lane):
-                began, ended, process, place = run
+                began, ended, process, record_id = run
                 for _, until, other, before in last.values():
                     until = min(until, ended)  # noqa: PLW2901
                     if process != other and began < until and not self._excuse(process, other, began, until):
                         yield (
-                            f"{process} started {_name(place)} at {history.after(began)} while {other} ran "
+                            f"{process} started {_name(record_id)} at {history.after(began)} while {other} ran "
                             f"{_name(before)} of the same key, until {history.after(until)}"
                         )
                 last[process] = run
 
     def _excuse(self, process: str, other: str, since: int, until: int) -> bool:
-        return any(one.excuses(each, since, until) for one in self.apart for each in (process, other))
+        return any(exception.excuses(each, since, until) for exception in self.apart for each in (process, other))
 
 
 @dataclass(frozen=True)
 class NeverAhead:
     """I1, I2: at the moment of each sample every record below the committed offset had a terminal outcome.
 
-    It had finished, or was skipped, or its dead letter or parked copy had been in the side topic. The same for what
-    was noted as finished beyond it.
+    It had finished, or was skipped, or its dead letter or parked copy had been in the side topic. The same for the
+    completions stored beyond it.
     """
 
     def breaches(self, history: History) -> Iterator[str]:
@@ -277,13 +287,13 @@ class NeverAhead:
             latest = slowest[partition][-1:] or [(0, -1)]
             offsets[partition].append(offset)
             slowest[partition].append(max(*latest, (finished.get((partition, offset), FOREVER), offset)))
-        told: set[tuple[int, int]] = set()
+        reported: set[tuple[int, int]] = set()
         for commits in history.commits:
             for partition, committed in commits.offsets.items():
                 below = bisect_left(offsets[partition], committed)
                 at, offset = slowest[partition][below - 1] if below else (0, -1)
-                if at > commits.answered and (partition, committed) not in told:
-                    told.add((partition, committed))
+                if at > commits.answered and (partition, committed) not in reported:
+                    reported.add((partition, committed))
                     when = "never finished" if at == FOREVER else f"finished only at {history.after(at)}"
                     yield (
                         f"partition {partition} was committed at {committed} by {history.after(commits.answered)}, and "
@@ -291,19 +301,19 @@ class NeverAhead:
                     )
 
 
-def _stored_ahead(history: History, finished: Mapping[Place, int]) -> Iterator[str]:
+def _stored_ahead(history: History, finished: Mapping[RecordId, int]) -> Iterator[str]:
     looked_at: set[tuple[int, Run]] = set()
     for commits in history.commits:
-        for partition, runs in commits.noted.items():
+        for partition, runs in commits.completions.items():
             for run in runs:
                 if (partition, run) in looked_at:
                     continue
                 looked_at.add((partition, run))
                 for offset in range(*run):
-                    place = (partition, offset)
-                    if place in history.produced and finished.get(place, FOREVER) > commits.answered:
+                    record_id = (partition, offset)
+                    if record_id in history.produced and finished.get(record_id, FOREVER) > commits.answered:
                         yield (
-                            f"record {_name(place)} was noted as finished by "
+                            f"record {_name(record_id)} was stored as finished by "
                             f"{history.after(commits.answered)}, too early"
                         )
 
@@ -326,38 +336,40 @@ class CommitsOnlyAdvance:
 
 @dataclass(frozen=True)
 class OnlyUncommittedAgain:
-    """I12: nothing starts that the broker had already told to be committed, or noted as finished beyond that.
+    """I12: nothing starts that was already committed, or stored as finished beyond the commit.
 
     Attributes:
         apart_from: Records that were parked: they are run again after they were committed.
         apart: Processes that do not know yet what others have committed since.
     """
 
-    apart_from: Collection[Place] = ()
+    apart_from: Collection[RecordId] = ()
     apart: Collection[Apart] = ()
 
     def breaches(self, history: History) -> Iterator[str]:
-        """Starts below an offset that was committed before them, or noted with it."""
+        """Starts below an offset that was committed before them, or that was stored with the offset."""
         known: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        noted: dict[int, list[Sequence[Run]]] = defaultdict(list)
+        completions: dict[int, list[Sequence[Run]]] = defaultdict(list)
         for commits in history.commits:
             for partition, offset in commits.offsets.items():
                 known[partition].append((commits.answered, offset))
-                noted[partition].append(commits.noted.get(partition, ()))
+                completions[partition].append(commits.completions.get(partition, ()))
         for seen in history.of(Kind.STARTED):
-            if seen.place in self.apart_from or any(one.excuses(seen.process, seen.at, seen.at) for one in self.apart):
+            if seen.record_id in self.apart_from or any(
+                exception.excuses(seen.process, seen.at, seen.at) for exception in self.apart
+            ):
                 continue
-            told = known[seen.partition]
-            before = bisect_left(told, (seen.at, -1)) - 1
-            if before >= 0 and seen.offset < told[before][1]:
+            known_commits = known[seen.partition]
+            before = bisect_left(known_commits, (seen.at, -1)) - 1
+            if before >= 0 and seen.offset < known_commits[before][1]:
                 yield (
-                    f"{seen.process} started {_name(seen.place)} at {history.after(seen.at)}, after the commit of "
-                    f"{told[before][1]} at {history.after(told[before][0])}"
+                    f"{seen.process} started {_name(seen.record_id)} at {history.after(seen.at)}, after the commit of "
+                    f"{known_commits[before][1]} at {history.after(known_commits[before][0])}"
                 )
-            elif before >= 0 and holds(noted[seen.partition][before], seen.offset):
+            elif before >= 0 and holds(completions[seen.partition][before], seen.offset):
                 yield (
-                    f"{seen.process} started {_name(seen.place)} at {history.after(seen.at)}, after it was noted as "
-                    f"finished at {history.after(told[before][0])}"
+                    f"{seen.process} started {_name(seen.record_id)} at {history.after(seen.at)}, after it was stored "
+                    f"as finished at {history.after(known_commits[before][0])}"
                 )
 
 
@@ -371,17 +383,17 @@ class NoDuplicates:
     """
 
     budget: int = 0
-    apart_from: Collection[Place] = ()
+    apart_from: Collection[RecordId] = ()
 
     def breaches(self, history: History) -> Iterator[str]:
         """All starts beyond the first, when there are more than the budget allows."""
-        first: dict[Place, Seen] = {}
+        first: dict[RecordId, Seen] = {}
         again: list[str] = []
         for seen in history.of(Kind.STARTED):
-            before = first.setdefault(seen.place, seen)
-            if before is not seen and seen.place not in self.apart_from:
+            before = first.setdefault(seen.record_id, seen)
+            if before is not seen and seen.record_id not in self.apart_from:
                 again.append(
-                    f"{_name(seen.place)} (key {seen.key}) was started in {before.process} "
+                    f"{_name(seen.record_id)} (key {seen.key}) was started in {before.process} "
                     f"at {history.after(before.at)} and again in {seen.process} at {history.after(seen.at)}"
                 )
         if len(again) > self.budget:
@@ -393,7 +405,7 @@ class TakenInOnce:
     """I5: the engine of a process was given nothing twice, of partitions that stayed with it.
 
     Attributes:
-        process: Whose observations.
+        process: The process of the observations.
         partitions: Those that stayed.
     """
 
@@ -409,7 +421,7 @@ class TakenInOnce:
             before = reached.get(seen.partition, -1)
             reached[seen.partition] = max(before, seen.offset)
             if seen.offset <= before:
-                yield f"{seen.process} took in {_name(seen.place)} after offset {before}"
+                yield f"{seen.process} took in {_name(seen.record_id)} after offset {before}"
         for partition in sorted(set(self.partitions) - reached.keys()):
             yield f"{self.process} took in nothing of partition {partition}: this shows nothing"
 
@@ -427,13 +439,13 @@ class LagZero:
                 yield f"partition {partition} ends at {end} and is committed at {committed}"
 
 
-def _name(place: Place) -> str:
-    return "/".join(map(str, place))
+def _name(record_id: RecordId) -> str:
+    return "/".join(map(str, record_id))
 
 
-def names(places: Iterable[Place]) -> str:
-    """Places as messages name them."""
-    return ", ".join(map(_name, sorted(places)))
+def names(record_ids: Iterable[RecordId]) -> str:
+    """Records as messages name them."""
+    return ", ".join(map(_name, sorted(record_ids)))
 
 
 SAFE: tuple[Guarantee, ...] = (
@@ -451,7 +463,7 @@ DEPLOYED: tuple[Guarantee, ...] = (*SAFE, NoDuplicates())
 """Guarantees of a clean deploy."""
 
 
-def safe_when_parked(parked: Collection[Place]) -> tuple[Guarantee, ...]:
+def safe_when_parked(parked: Collection[RecordId]) -> tuple[Guarantee, ...]:
     """The same for handlers that park: those records run again after they were committed."""
     others = [guarantee for guarantee in SAFE if not isinstance(guarantee, OnlyUncommittedAgain)]
     return (*others, OnlyUncommittedAgain(apart_from=parked))

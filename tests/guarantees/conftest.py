@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.guarantees.scenario import Client, Scenario
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 FIXED = 16
 """Fixed shards of each member: few, so that keys share them."""

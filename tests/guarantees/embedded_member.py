@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aioshard import App, Context, Record
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 sys.path.insert(0, str(PROJECT / "examples" / "order_service"))
 service = importlib.import_module("service")

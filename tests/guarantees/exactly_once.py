@@ -21,7 +21,7 @@ from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates, ParkedRecord, Removed, read_parked
 from tests.guarantees.exactly_once_member import copies, fails
 from tests.support.cluster import KafkaCluster
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 PARTITIONS = 8
 KEYS = 199
@@ -197,7 +197,7 @@ class Group:
         return sum((await self.kafka.committed(self.topic, self.topic)).values())
 
     async def until_committed(self, records: int, timeout: float = 120) -> None:
-        """Wait until the offsets of so many records are committed."""
+        """Wait until the offsets of that number of records are committed."""
         async with asyncio.timeout(timeout):
             while True:
                 with suppress(KafkaError, TimeoutError):  # brokers that have just come back
@@ -207,7 +207,7 @@ class Group:
                 await asyncio.sleep(POLL_INTERVAL)
 
     async def until_visible(self, outputs: int, timeout: float = 60) -> None:
-        """Wait until a reader sees so many outputs."""
+        """Wait until a reader sees that number of outputs."""
         async with asyncio.timeout(timeout):
             while len(await self.kafka.read(f"{self.topic}.out")) < outputs:  # noqa: ASYNC110 - no event in this process
                 await asyncio.sleep(POLL_INTERVAL)
@@ -253,11 +253,11 @@ async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Fi
         f"{number}/{copy}" for number in numbers if number not in failed for copy in range(copies(number))
     )
     assert not (found := wrong(outputs, expected)), f"outputs: {found}"
-    letters = await group.kafka.read(f"{group.topic}.dlt")
-    assert not (found := wrong(letters, failed)), f"dead letters: {found}"
+    dead_letters = await group.kafka.read(f"{group.topic}.dlt")
+    assert not (found := wrong(dead_letters, failed)), f"dead letters: {found}"
     everything = await group.kafka.read(f"{group.topic}.out", "read_uncommitted")
     assert not cut or len(everything) > len(outputs), "no transaction was ever cut: the test shows nothing"
-    return Figures(len(outputs), len(letters), len(everything) - len(outputs))
+    return Figures(len(outputs), len(dead_letters), len(everything) - len(outputs))
 
 
 class Parked(NamedTuple):
@@ -274,8 +274,8 @@ async def read_side_topic(group: Group) -> Parked:
     for record in await group.kafka.read(f"{group.topic}.parked"):
         match read_parked(record):
             case ParkedRecord() as parked:
-                found.stored[parked.coordinates] += parked.replays == 0
-                found.attempts[parked.coordinates, parked.replays] += 1
+                found.stored[parked.coordinates] += parked.retries == 0
+                found.attempts[parked.coordinates, parked.retries] += 1
             case Removed() as gone:
                 found.removed[gone.coordinates] += 1
     return found

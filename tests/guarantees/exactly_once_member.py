@@ -2,7 +2,7 @@
 
 Each record produces as many messages as its number modulo 4, in `TOPIC.out` under the same key. Records whose number
 has an ending listed in `POISON`, such as `13,63`, fail; they go to `TOPIC.dlt`. With `PARK` they fail seven times in
-ten, and wait so many seconds in `TOPIC.parked`. The record named by `STUCK` hangs in the processes whose environment
+ten, and wait these seconds in `TOPIC.parked`. The record named by `STUCK` hangs in the processes whose environment
 has it.
 """
 

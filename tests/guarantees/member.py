@@ -1,6 +1,6 @@
 """The app of the scenarios' processes: `python -m aioshard run tests.guarantees.member:app`.
 
-What it does is chosen by the environment; see `behaviour`. It reports each step of each record; see
+The environment chooses its behavior; see `behaviour`. It reports each step of each record; see
 `observations`. And it reports its statistics all the time; see `Report`.
 """
 
@@ -39,7 +39,7 @@ class Ownerships:
 class Orders:
     """Orders of the test: files `<process>.<number>.order`, each answered by one that ends in `.answer`.
 
-    An order is the name of a method of the app and its arguments; the answer is what it raised, or null.
+    An order is the name of a method of the app and its arguments; the answer is the exception, or null.
     """
 
     def __init__(self, app: App, behaviour: Behaviour) -> None:
@@ -169,8 +169,8 @@ def make_app(behaviour: Behaviour) -> App:
             yield
 
     app = App(behaviour.group, resources=reporting, **behaviour.settings)
-    for one in behaviour.all:
-        _consume(app, one)
+    for each in behaviour.all:
+        _consume(app, each)
     return app
 
 
@@ -215,17 +215,17 @@ class _Handlers:
 
     @contextlib.contextmanager
     def _reported(self, record: Record, context: Context | None) -> Iterator[Run]:
-        place = record.partition, record.offset
+        record_id = record.partition, record.offset
         epoch = 0 if context is None else self._ownerships.number(context)
         run = Run()
-        self._recorder.note(Kind.STARTED, place, epoch, record.key)
+        self._recorder.note(Kind.STARTED, record_id, epoch, record.key)
         try:
             yield run
         except BaseException as error:
             kind = Kind.EXHAUSTED if self._was_the_last(context, error) else Kind.ENDED
-            self._recorder.note(kind, place, epoch, record.key)
+            self._recorder.note(kind, record_id, epoch, record.key)
             raise
-        self._recorder.note(Kind.FINISHED if run.counts else Kind.ENDED, place, epoch, record.key)
+        self._recorder.note(Kind.FINISHED if run.counts else Kind.ENDED, record_id, epoch, record.key)
 
     def _was_the_last(self, context: Context | None, error: BaseException) -> bool:
         """Whether a run that raised was an attempt that failed, and the last one."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 SUFFIX = ".seen"
 
-Place = tuple[int, int]
+RecordId = tuple[int, int]
 """Partition and offset."""
 
 
@@ -28,7 +28,7 @@ class Kind(enum.StrEnum):
     FINISHED = "F"
     """The run did its work and returns."""
     ENDED = "E"
-    """The run was cancelled or failed, or was told to end before it returned: it does not count."""
+    """The run was cancelled or failed, or was asked to end before it returned: it does not count."""
     EXHAUSTED = "X"
     """The last attempt of the record failed."""
 
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
     key: str
 
     @property
-    def place(self) -> Place:
+    def record_id(self) -> RecordId:
         """Partition and offset."""
         return self.partition, self.offset
 
@@ -58,10 +58,12 @@ class Recorder:
     def __init__(self, directory: Path, process: str) -> None:
         self._file = os.open(directory / f"{process}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def note(self, kind: Kind, place: Place, epoch: int, key: bytes | None) -> None:
+    def note(self, kind: Kind, record_id: RecordId, epoch: int, key: bytes | None) -> None:
         """Writes one observation; it is in the file when this returns."""
         text = "" if key is None else key.decode()
-        os.write(self._file, f"{time.monotonic_ns()} {kind.value} {place[0]} {place[1]} {epoch} {text}\n".encode())
+        os.write(
+            self._file, f"{time.monotonic_ns()} {kind.value} {record_id[0]} {record_id[1]} {epoch} {text}\n".encode()
+        )
 
 
 class Observations:
@@ -69,14 +71,14 @@ class Observations:
 
     Attributes:
         seen: All observations; those of one process in the order in which it made them.
-        finished: Places at which a run has finished at least once.
-        started: How often each place was started.
+        finished: Records of which a run has finished at least once.
+        started: How often each record was started.
     """
 
     def __init__(self, directory: Path) -> None:
         self.seen: list[Seen] = []
-        self.finished: set[Place] = set()
-        self.started: dict[Place, int] = {}
+        self.finished: set[RecordId] = set()
+        self.started: dict[RecordId, int] = {}
         self._directory = directory
         self._read: dict[Path, int] = {}
 
@@ -86,9 +88,9 @@ class Observations:
             for seen in self._new_of(file):
                 self.seen.append(seen)
                 if seen.kind is Kind.FINISHED:
-                    self.finished.add(seen.place)
+                    self.finished.add(seen.record_id)
                 elif seen.kind is Kind.STARTED:
-                    self.started[seen.place] = self.started.get(seen.place, 0) + 1
+                    self.started[seen.record_id] = self.started.get(seen.record_id, 0) + 1
         return self
 
     def of(self, process: str, *kinds: Kind) -> list[Seen]:

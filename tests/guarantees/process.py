@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.guarantees.behaviour import VARIABLE, Behaviour
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 POLL_INTERVAL = 0.02
 ANSWER_TIMEOUT = 30.0
@@ -87,7 +87,7 @@ class Member:
 
     @property
     def tail(self) -> str:
-        """The last lines of what it printed, for messages."""
+        """The last printed lines, for messages."""
         lines = self.log.splitlines()[-TAIL_LINES:]
         return "\n".join([f"--- {self.process}, {'alive' if self.alive else self._popen.returncode}:", *lines])
 

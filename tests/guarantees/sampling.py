@@ -58,7 +58,7 @@ class Sampling:
         self._task = asyncio.create_task(self._run(), name="sample commits")
 
     async def end(self) -> None:
-        """Takes no more samples by itself; raises what had ended the sampling before."""
+        """Stop taking samples; raise the exception that had ended the sampling before."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -13,10 +13,10 @@ from aioshard import Record
 from aioshard.core.sharding import shard_number
 from tests.guarantees.behaviour import BAD, HANGING, Behaviour
 from tests.guarantees.checks import CommitsAt, Guarantee, History, verify
-from tests.guarantees.observations import Kind, Observations, Place
+from tests.guarantees.observations import Kind, Observations, RecordId
 from tests.guarantees.process import Member
 from tests.guarantees.sampling import Sampling
-from tests.guarantees.side_topics import live, parkings, places_of_dead_letters, requests, there
+from tests.guarantees.side_topics import ids_of_dead_letters, live, parkings, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
 SHORT: Mapping[str, Any] = {
@@ -35,13 +35,13 @@ SHORT: Mapping[str, Any] = {
 POLL_INTERVAL = 0.02
 READ_INTERVAL = 0.5
 
-Recourse = Literal["halt", "skip", "letters", "parked"]
+Policy = Literal["halt", "skip", "dead-letters", "parked"]
 
-Client = Literal["aiokafka", "incremental", "cooperative", "KIP-848"]
+Client = Literal["aiokafka", "eager", "cooperative", "KIP-848"]
 
 _CLIENTS: Mapping[Client, Mapping[str, Any]] = {
     "aiokafka": {},
-    "incremental": {"assignor": "cooperative-fair"},
+    "eager": {"assignor": "sticky"},
     "cooperative": {"client": "confluent"},
     "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
 }
@@ -56,12 +56,12 @@ class Scenario:
     Attributes:
         produced: The key of each record that was produced.
         failing: Those of them whose key fails until it is healed: nothing waits for them to finish.
-        observations: What the members have reported.
+        observations: The reports of the members.
         side_topic: The topic for dead letters or parked records, where there is one, else empty.
         kills: How many processes `kill` has killed.
         skipped: Records that somebody had skipped, and when.
         notes: Figures of a test for its report, by name.
-        client: What the members read with.
+        client: The Kafka client of the members.
         shards: How many fixed shards the handler of each member has, unless `start` says it; None for shards on demand.
     """
 
@@ -73,17 +73,17 @@ class Scenario:
         self.topic = topic
         self.group = group
         self.directory = directory
-        self.produced: dict[Place, str] = {}
-        self.failing: set[Place] = set()
+        self.produced: dict[RecordId, str] = {}
+        self.failing: set[RecordId] = set()
         self.side_topic = ""
         self.kills = 0
-        self.skipped: dict[Place, int] = {}
+        self.skipped: dict[RecordId, int] = {}
         self.notes: dict[str, object] = {}
         self.observations = Observations(directory)
         self.members: dict[str, Member] = {}
         self.sampling = Sampling(kafka.bootstrap, group, topic)
         self._starts: dict[str, int] = {}
-        self._recourse: Recourse = "halt"
+        self._policy: Policy = "halt"
         self._feeding: asyncio.Task[None] | None = None
         self._enough = False
 
@@ -126,7 +126,7 @@ class Scenario:
         partitions: int,
         config: Mapping[str, str] | None = None,
         *,
-        recourse: Recourse = "halt",
+        policy: Policy = "halt",
         side: Mapping[str, str] | None = None,
         side_partitions: int | None = None,
     ) -> None:
@@ -135,17 +135,17 @@ class Scenario:
         Args:
             partitions: How many.
             config: Of the topic.
-            recourse: What becomes of a record that has failed for good.
+            policy: The failure policy of the handler.
             side: Configuration of the topic for dead letters or parked records.
             side_partitions: How many that has, if others; 0 leaves it to its creator.
         """
         await self.kafka.create_topic(self.topic, partitions, config)
-        self._recourse = recourse
-        if recourse in ("letters", "parked"):
-            self.side_topic = f"{self.topic}.{recourse}"
+        self._policy = policy
+        if policy in ("dead-letters", "parked"):
+            self.side_topic = f"{self.topic}.{policy}"
             number = partitions if side_partitions is None else side_partitions
             if number:
-                compacted = {"cleanup.policy": "compact"} if recourse == "parked" else {}
+                compacted = {"cleanup.policy": "compact"} if policy == "parked" else {}
                 await self.kafka.create_topic(self.side_topic, number, compacted | dict(side or {}))
                 await self.watch_side_topic()
         self.sampling.begin()
@@ -154,14 +154,14 @@ class Scenario:
         """From now on samples tell the ends of the side topic too."""
         self.sampling.side = await self.kafka.partitions(self.side_topic)
 
-    async def produce(self, messages: Sequence[Message], partition: int | None = None) -> list[Place]:
+    async def produce(self, messages: Sequence[Message], partition: int | None = None) -> list[RecordId]:
         """Appends records and notes them as produced."""
-        places = await self.kafka.produce(self.topic, messages, partition)
-        for place, (key, _) in zip(places, messages, strict=True):
-            self.produced[place] = "" if key is None else key.decode()
+        record_ids = await self.kafka.produce(self.topic, messages, partition)
+        for record_id, (key, _) in zip(record_ids, messages, strict=True):
+            self.produced[record_id] = "" if key is None else key.decode()
             if key is not None and key.startswith((BAD, HANGING)):
-                self.failing.add(place)
-        return places
+                self.failing.add(record_id)
+        return record_ids
 
     def keys_apart(self, prefix: bytes, count: int, *others: bytes) -> list[bytes]:
         """Keys of which none shares a fixed shard with one of *others*."""
@@ -174,15 +174,15 @@ class Scenario:
     async def read_back(self) -> None:
         """Notes as produced what the log holds, and nothing else."""
         originals = await self.originals()
-        self.produced = {place: (record.key or b"").decode() for place, record in originals.items()}
+        self.produced = {record_id: (record.key or b"").decode() for record_id, record in originals.items()}
         self.failing = {
-            place for place, key in self.produced.items() if key.startswith((BAD.decode(), HANGING.decode()))
+            record_id for record_id, key in self.produced.items() if key.startswith((BAD.decode(), HANGING.decode()))
         }
 
     def start_feeding(self, keys: Iterator[bytes], *, backlog: int, chunk: int, least: int = 0) -> None:
         """Begins to produce a chunk each time there are fewer than *backlog* unfinished records.
 
-        Goes on until `verify`, or `stop_feeding`, and *least* records, so that there is load as long as the scenario
+        Continues until `verify`, or `stop_feeding`, and *least* records, so that there is load as long as the scenario
         lasts.
         """
         self._feeding = asyncio.create_task(self._feed(keys, backlog, chunk, least), name="feed")
@@ -220,11 +220,11 @@ class Scenario:
         """Returns when all partitions are open, each in one of the members *names* and no other."""
         total = len(await self.kafka.partitions(self.topic))
 
-        def settled() -> bool:
+        def is_shared() -> bool:
             owned = [list(self.members[name].partitions) for name in names]
             return all(owned) and sorted(number for numbers in owned for number in numbers) == list(range(total))
 
-        await self.until(settled, f"{', '.join(names)} share {total} partitions", timeout)
+        await self.until(is_shared, f"{', '.join(names)} share {total} partitions", timeout)
 
     async def kill(self, name: str) -> None:
         """Kills a member, and asks what was committed by then."""
@@ -255,7 +255,7 @@ class Scenario:
 
         Raises:
             AssertionError: It does not within *timeout* seconds; the message shows what the members printed.
-            Exception: What ended the feed, or the sampling of commits.
+            Exception: The error that ended the feed, or the sampling of commits.
         """
         give_up = time.monotonic() + timeout
         self.observations.refresh()
@@ -326,7 +326,7 @@ class Scenario:
         """Asks the broker once for the group's committed offsets and the ends of the side topic, and notes them."""
         return await self.sampling.sample()
 
-    async def originals(self) -> dict[Place, Record]:
+    async def originals(self) -> dict[RecordId, Record]:
         """All records of the topic, as the broker has them."""
         return {(record.partition, record.offset): record for record in await self.kafka.read(self.topic)}
 
@@ -361,22 +361,22 @@ class Scenario:
         passed, let_go = await self._diverted()
         return History(dict(self.produced), seen, tuple(self.commits), ends, passed, let_go)
 
-    async def _diverted(self) -> tuple[dict[Place, int], dict[Place, int]]:
+    async def _diverted(self) -> tuple[dict[RecordId, int], dict[RecordId, int]]:
         """When records that have not finished could be passed by a commit, and by others of their key."""
         passed, let_go = dict(self.skipped), dict(self.skipped)
-        if self._recourse == "skip":
+        if self._policy == "skip":
             for seen in self.observations.seen:
                 if seen.kind is Kind.EXHAUSTED:
-                    passed[seen.place] = let_go[seen.place] = min(seen.at, passed.get(seen.place, seen.at))
+                    passed[seen.record_id] = let_go[seen.record_id] = min(seen.at, passed.get(seen.record_id, seen.at))
         records, when = await self.side_records(), there(self.commits)
-        found = parkings(records) if self._recourse == "parked" else places_of_dead_letters(records)
-        for place, record in found:
+        found = parkings(records) if self._policy == "parked" else ids_of_dead_letters(records)
+        for record_id, record in found:
             sampled = when(record.partition, record.offset)
             if sampled is None:
                 continue
-            passed[place] = min(sampled.by, passed.get(place, sampled.by))
-            if self._recourse == "letters":
-                let_go[place] = min(sampled.not_before, let_go.get(place, sampled.not_before))
+            passed[record_id] = min(sampled.by, passed.get(record_id, sampled.by))
+            if self._policy == "dead-letters":
+                let_go[record_id] = min(sampled.not_before, let_go.get(record_id, sampled.not_before))
         return passed, let_go
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import httpx
 
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 PORTS = range(16_000, 32_000)  # below the range that the kernel gives to outgoing connections
 END_TIMEOUT = 60.0
@@ -105,7 +105,7 @@ class Server:
 
 
 class Balancer:
-    """Probes servers as Kubernetes does, and is told late: a server counts as ready *delay* seconds longer than it is.
+    """Probes servers as Kubernetes does, and learns late: a server counts as ready *delay* seconds longer than it is.
 
     Attributes:
         servers: Those that are probed, by name.
@@ -149,7 +149,7 @@ class Balancer:
             await asyncio.sleep(self._every)
 
     async def _probe_all(self, client: httpx.AsyncClient) -> list[bool]:
-        return await asyncio.gather(*(self._probe(client, one) for one in self.servers.values()))
+        return await asyncio.gather(*(self._probe(client, server) for server in self.servers.values()))
 
     async def _probe(self, client: httpx.AsyncClient, server: Server) -> bool:
         asked = time.monotonic()

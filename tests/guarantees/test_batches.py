@@ -8,7 +8,7 @@ import pytest
 
 from aioshard import App, Batch, Record
 from tests.guarantees.scenario import SHORT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 RECORDS = 20_000
 KEYS = 400
@@ -38,7 +38,7 @@ async def test_a_rolling_restart_loses_and_repeats_no_record_of_a_batch(
         return app
 
     async def until(count: int) -> None:
-        """Wait until so many different records have come."""
+        """Wait until that number of different records have arrived."""
         while len({(record.partition, record.offset) for record in runs}) < count:
             moved.clear()
             await moved.wait()
@@ -52,7 +52,7 @@ async def test_a_rolling_restart_loses_and_repeats_no_record_of_a_batch(
             await member.enter_async_context(make_app())
         await until(RECORDS)
 
-    assert [place for place, count in Counter((r.partition, r.offset) for r in runs).items() if count > 1] == []
+    assert [record_id for record_id, count in Counter((r.partition, r.offset) for r in runs).items() if count > 1] == []
     of_keys: dict[bytes | None, list[int]] = {}
     for record in runs:
         of_keys.setdefault(record.key, []).append(record.offset)

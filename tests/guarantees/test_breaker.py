@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from aioshard import App, CircuitBreaker, Context, DeadLetter, Retry
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 RECORDS, PARTITIONS, KEYS, CONCURRENCY = 16_000, 4, 499, 128
 POISON = [b'{"total": -1}', b"{"]
@@ -28,7 +28,7 @@ class Run:
     """The result of a run of an app."""
 
     app: App
-    letters: str
+    dead_letters: str
     seconds: float = 0.0
     order: dict[bytes | None, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Totals of the processed records, by key."""
@@ -43,7 +43,7 @@ def make_run(kafka: SharedKafka, topic: str, breaker: CircuitBreaker | None, num
         topic,
         concurrency=CONCURRENCY,
         retry=Retry(attempts=1),
-        on_failure=DeadLetter(run.letters, breaker=breaker),
+        on_failure=DeadLetter(run.dead_letters, breaker=breaker),
     )
     async def on_order(order: Order, context: Context) -> None:
         await asyncio.sleep(0.01)
@@ -77,17 +77,17 @@ async def test_poison_messages_are_dead_lettered_at_full_speed(
     ]
     await fill(kafka, topic, values)
     runs = [make_run(kafka, topic, None if number % 2 else CircuitBreaker(), number) for number in range(2 * pairs)]
-    poison = sorted((one.partition, one.offset) for one in await kafka.read(topic) if one.value in POISON)
+    poison = sorted((record.partition, record.offset) for record in await kafka.read(topic) if record.value in POISON)
     for run in runs:
-        await kafka.create_topic(run.letters, PARTITIONS)
+        await kafka.create_topic(run.dead_letters, PARTITIONS)
         async with run.app:
             began = time.monotonic()
             while ended(run.app) < RECORDS:  # noqa: ASYNC110 - nothing tells the end
                 await asyncio.sleep(0.02)
             run.seconds = time.monotonic() - began
-        letters = [dict(one.headers) for one in await kafka.read(run.letters)]
+        dead_letters = [dict(record.headers) for record in await kafka.read(run.dead_letters)]
         assert (
-            sorted((int(at["aioshard.partition"] or b""), int(at["aioshard.offset"] or b"")) for at in letters)
+            sorted((int(at["aioshard.partition"] or b""), int(at["aioshard.offset"] or b"")) for at in dead_letters)
             == poison
         )
         assert sum(map(len, run.order.values())) == RECORDS - len(poison)
@@ -106,11 +106,11 @@ async def test_a_wrong_schema_stops_the_topic(kafka: SharedKafka, topic: str) ->
     await fill(kafka, topic, [json.dumps({"sum": number}).encode() for number in range(2_000)])
     breaker = CircuitBreaker(window=50, minimum=20)
     run = make_run(kafka, topic, breaker, 0)
-    await kafka.create_topic(run.letters, PARTITIONS)
+    await kafka.create_topic(run.dead_letters, PARTITIONS)
     async with run.app:
         async with asyncio.timeout(60):
-            while not all("circuit breaker" in str(one.paused) for one in run.app.statistics().partitions):  # noqa: ASYNC110 - nothing tells it
+            while not all("circuit breaker" in str(partition.paused) for partition in run.app.statistics().partitions):  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.02)
         assert "DecodeError" in run.app.explain()
-    assert 0 < len(await kafka.read(run.letters)) <= breaker.window + CONCURRENCY
+    assert 0 < len(await kafka.read(run.dead_letters)) <= breaker.window + CONCURRENCY
     assert not run.order

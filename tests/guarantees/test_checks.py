@@ -83,10 +83,10 @@ def with_commits(*commits: tuple[int, dict[int, int]]) -> History:
     return replace(GOOD, commits=history(commits=commits).commits)
 
 
-def broken(guarantee: Guarantee, told: History) -> str:
+def broken(guarantee: Guarantee, observed: History) -> str:
     """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
-        verify(told, guarantee)
+        verify(observed, guarantee)
     return str(failure.value)
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_keeps_every_guarantee_passes() -> None:
 def test_every_broken_guarantee_is_reported_with_its_breach_count() -> None:
     message = broken(NothingLost(), replace(GOOD, seen=()))
 
-    assert "NothingLost was broken 5 time(s):" in message
+    assert "NothingLost was broken 5 times:" in message
     with pytest.raises(AssertionError, match=r"(?s)NothingLost.*LagZero"):
         verify(replace(GOOD, seen=(), commits=()), *ALL)
 
@@ -106,11 +106,13 @@ def test_every_broken_guarantee_is_reported_with_its_breach_count() -> None:
 
 
 def test_a_record_that_never_finished_is_lost() -> None:
-    assert "record 1/0 (key c) never finished; it was started 1 time(s)" in broken(NothingLost(), without((21, F)))
+    assert "record 1/0 (key c) never finished; it was started once" in broken(NothingLost(), without((21, F)))
 
 
 def test_a_record_that_nobody_produced_is_found() -> None:
-    assert "p started 1/7, which is no record" in broken(NothingLost(), with_steps((60, "p", S, 1, 7, 1)))
+    assert "p started 1/7, a record that it should not have had" in broken(
+        NothingLost(), with_steps((60, "p", S, 1, 7, 1))
+    )
 
 
 def test_a_record_under_a_wrong_key_is_found() -> None:
@@ -239,16 +241,16 @@ def test_a_start_before_the_commit_was_acknowledged_is_allowed() -> None:
 
 
 def test_a_stored_completion_of_an_unfinished_record_is_found() -> None:
-    early = CommitsAt(13, 13, {0: 0}, noted={0: (Run(2, 5),)})
+    early = CommitsAt(13, 13, {0: 0}, completions={0: (Run(2, 5),)})
 
-    assert "record 0/4 was noted as finished by" in broken(NeverAhead(), replace(GOOD, commits=(early, *GOOD.commits)))
+    assert "record 0/4 was stored as finished by" in broken(NeverAhead(), replace(GOOD, commits=(early, *GOOD.commits)))
 
 
 def test_a_start_of_a_stored_completion_is_found_unless_the_process_was_frozen() -> None:
-    noted = CommitsAt(43, 43, {0: 2}, noted={0: (Run(4, 5),)})
-    again = replace(GOOD, seen=(*GOOD.seen, *history((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
+    later = CommitsAt(43, 43, {0: 2}, completions={0: (Run(4, 5),)})
+    again = replace(GOOD, seen=(*GOOD.seen, *history((44, "p", S, 0, 4, 2)).seen), commits=(later,))
 
-    assert "p started 0/4 at +0.000 s, after it was noted as finished" in broken(OnlyUncommittedAgain(), again)
+    assert "p started 0/4 at +0.000 s, after it was stored as finished" in broken(OnlyUncommittedAgain(), again)
     verify(again, OnlyUncommittedAgain(apart=[Apart("p")]))
 
 
@@ -275,7 +277,7 @@ def test_every_start_after_the_first_is_a_duplicate_even_if_cancelled() -> None:
 def test_a_budget_covers_all_records_together() -> None:
     twice = with_steps((60, "p", S, 1, 0, 2))
 
-    assert "NoDuplicates was broken 2 time(s)" in broken(NoDuplicates(budget=1), twice)
+    assert "NoDuplicates was broken 2 times" in broken(NoDuplicates(budget=1), twice)
 
 
 def test_an_offset_taken_in_twice_is_found() -> None:
@@ -301,7 +303,7 @@ def test_recorded_observations_are_read_back_once(tmp_path: Path) -> None:
     observations.refresh()
     observations.refresh()
 
-    assert [(seen.process, seen.kind, seen.place, seen.epoch, seen.key) for seen in observations.seen] == [
+    assert [(seen.process, seen.kind, seen.record_id, seen.epoch, seen.key) for seen in observations.seen] == [
         ("a.1", S, (3, 41), 2, "with space"),
         ("a.1", F, (3, 41), 2, ""),
     ]

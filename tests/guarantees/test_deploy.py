@@ -12,7 +12,7 @@ from tests.guarantees.scenario import Scenario, even_keys
 
 
 def start_load(scenario: Scenario) -> None:
-    """So many keys that each has only a few records in the backlog: a drain takes no longer than those few."""
+    """With this number of keys, each has only a few records in the backlog: a drain takes no longer than those few."""
     scenario.start_feeding(even_keys(seed=4, keys=600), backlog=1_500, chunk=500)
 
 
@@ -22,10 +22,7 @@ def start_load(scenario: Scenario) -> None:
         ("aiokafka", "context"),
         pytest.param("aiokafka", "record", marks=pytest.mark.chaos),
         *(pytest.param(client, "process", marks=pytest.mark.chaos) for client in ("aiokafka", "cooperative")),
-        *(
-            pytest.param(client, "context", marks=pytest.mark.chaos)
-            for client in ("incremental", "cooperative", "KIP-848")
-        ),
+        *(pytest.param(client, "context", marks=pytest.mark.chaos) for client in ("eager", "cooperative", "KIP-848")),
     ],
 )
 async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: str) -> None:
@@ -68,7 +65,7 @@ async def test_a_new_member_joins_before_an_old_one_leaves(scenario: Scenario) -
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
 async def test_deploys_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
-    """Members of both versions are in the group together. What waits in the dropped topic runs once it is back."""
+    """Members of both versions are in the group together. Records of the dropped topic run once it is back."""
     pace: dict[str, Any] = {"base": 0.005, "spread": 0.05}
     async with scenario.beside("added") as added:
         await scenario.create(partitions=8)

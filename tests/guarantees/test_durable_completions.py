@@ -16,8 +16,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.records import TopicPartition
 from tests.guarantees.durable_member import CLIENTS, FOREVER, PATTERNS, Member, settings_for_client, stuck_offsets
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 COMMIT_INTERVAL = 0.5
 MANY, FEW = 100_000, 10_000
@@ -49,9 +49,9 @@ async def running(member: Member) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 def runs_in(file: Path) -> Counter[int]:
-    """How often each offset was finished, as a member has told."""
-    told = file.read_bytes() if file.exists() else b""
-    return Counter(int.from_bytes(told[place : place + 8], "big") for place in range(0, len(told) // 8 * 8, 8))
+    """How often each offset was finished, as a member has reported."""
+    content = file.read_bytes() if file.exists() else b""
+    return Counter(int.from_bytes(content[start : start + 8], "big") for start in range(0, len(content) // 8 * 8, 8))
 
 
 class Committed:
@@ -70,13 +70,13 @@ class Committed:
                 return committed.offset, committed.metadata
         return 0, ""
 
-    async def noted(self) -> set[int]:
+    async def finished_ahead(self) -> set[int]:
         """The offsets beyond the committed one that count as finished."""
         offset, text = await self.now()
         assert len(text.removesuffix("\0")) <= MOST_UNITS
-        noted = CommitMetadata.read(text, offset)
-        assert not noted.ignored
-        return {offset for run in noted.finished for offset in range(*run)}
+        metadata = CommitMetadata.read(text, offset)
+        assert not metadata.ignored
+        return {offset for run in metadata.finished for offset in range(*run)}
 
 
 @pytest.fixture
@@ -128,16 +128,18 @@ async def test_a_kill_repeats_almost_no_finished_records(
 
     async with running(first), asyncio.timeout(120):
         while True:
-            noted = await committed.noted()
+            finished_ahead = await committed.finished_ahead()
             finished = runs_in(tmp_path / "first")
-            if len(noted) >= len(due) * 0.99 or (overflows and noted and noted >= finished.keys()):
+            if len(finished_ahead) >= len(due) * 0.99 or (
+                overflows and finished_ahead and finished_ahead >= finished.keys()
+            ):
                 break
             await asyncio.sleep(COMMIT_INTERVAL / 5)
     before = runs_in(tmp_path / "first")
-    noted = await committed.noted()
+    finished_ahead = await committed.finished_ahead()
     offset, text = await committed.now()
     assert offset == 0
-    assert noted <= before.keys()
+    assert finished_ahead <= before.keys()
 
     second = dataclasses.replace(
         first,
@@ -152,11 +154,11 @@ async def test_a_kill_repeats_almost_no_finished_records(
     after = runs_in(tmp_path / "second")
     again = before.keys() & after.keys()
     print(
-        f"{pattern}, {killed} and then {successor}: {len(before):,} finished, {len(text):,} characters noted "
-        f"{len(noted):,} of them, {len(again):,} ran again after the kill"
+        f"{pattern}, {killed} and then {successor}: {len(before):,} finished, {len(text):,} characters store "
+        f"{len(finished_ahead):,} of them, {len(again):,} ran again after the kill"
     )
     assert set(before) | set(after) == set(range(records)), "none is lost"
-    assert not again & noted, "what was noted is not run again"
+    assert not again & finished_ahead, "a stored completion is not run again"
     assert len(again) <= len(before) / 100
     if overflows:
         assert 20_000 < len(before) < len(due), "it stopped where its text was full"

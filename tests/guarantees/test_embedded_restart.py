@@ -147,7 +147,7 @@ async def test_replacing_two_processes_under_load_goes_unnoticed(shop: Shop) -> 
     await shop.until_booked()
 
     balancer, ran = shop.balancer, shop.ran()
-    starts = [*ready, *(one.start for one in replaced)]
+    starts = [*ready, *(replacement.start for replacement in replaced)]
     figures = {
         "orders": len(shop.ordered),
         "answers": dict(balancer.answers),
@@ -155,10 +155,10 @@ async def test_replacing_two_processes_under_load_goes_unnoticed(shop: Shop) -> 
         "ran twice": sum(times - 1 for times in ran.values()),
         "rounds of probes": balancer.rounds,
         "nobody ready": balancer.nobody,
-        "seconds until ready": [round(one.seconds, 1) for one in starts],
-        "of these without a core": [round(one.in_line, 1) for one in starts],
-        "seconds of preStop": [round(one.hook, 1) for one in replaced],
-        "seconds of the end": [round(one.end, 1) for one in replaced],
+        "seconds until ready": [round(start.seconds, 1) for start in starts],
+        "of these without a core": [round(start.in_line, 1) for start in starts],
+        "seconds of preStop": [round(replacement.hook, 1) for replacement in replaced],
+        "seconds of the end": [round(replacement.end, 1) for replacement in replaced],
     }
     print(figures)
     assert set(balancer.answers) == {"202"}, figures
@@ -167,4 +167,4 @@ async def test_replacing_two_processes_under_load_goes_unnoticed(shop: Shop) -> 
     assert figures["ran twice"] == 0, figures
     assert balancer.rounds > 30, figures
     assert balancer.nobody == 0, figures
-    assert max(one.seconds - one.in_line for one in starts) < READY_WITHIN, figures
+    assert max(start.seconds - start.in_line for start in starts) < READY_WITHIN, figures

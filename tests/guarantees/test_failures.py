@@ -10,9 +10,9 @@ import pytest
 from aioshard.serde.side_records import DeadLetterRecord, ParkedRecord
 from tests.guarantees.behaviour import HANGING, dead_letter, parking
 from tests.guarantees.checks import SAFE, safe_when_parked, verify
-from tests.guarantees.observations import Kind, Place
+from tests.guarantees.observations import Kind, RecordId
 from tests.guarantees.scenario import Scenario, failing_keys
-from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership, ParkedExactly, live
+from tests.guarantees.side_topics import DeadLettersExact, OneDeadLetterPerOwnership, ParkedExactly, live
 
 PARTITIONS = 6
 KEYS, FAILING = 200, 10
@@ -51,17 +51,17 @@ async def run_with_kills(
         name = chance.choice("abc")
         await scenario.kill(name)
         if chance.random() < 0.5:
-            await asyncio.sleep(chance.uniform(0.1, 3))  # the group may be settled again, or not, when it comes back
+            await asyncio.sleep(chance.uniform(0.1, 3))  # the group may be stable again, or not, when it comes back
         scenario.start(name, settings, **TROUBLED, **behaviour)
     await scenario.stop_feeding()
     await scenario.until_healthy_finished()
 
 
-def heads(scenario: Scenario) -> dict[str, Place]:
+def heads(scenario: Scenario) -> dict[str, RecordId]:
     """The first record of each failing key."""
-    first: dict[str, Place] = {}
-    for place in sorted(scenario.failing):
-        first.setdefault(scenario.produced[place], place)
+    first: dict[str, RecordId] = {}
+    for record_id in sorted(scenario.failing):
+        first.setdefault(scenario.produced[record_id], record_id)
     return first
 
 
@@ -105,23 +105,25 @@ async def test_halted_keys_hold_the_commit_but_no_other_key(scenario: Scenario, 
 async def let_go(scenario: Scenario) -> None:
     """Halted records of a are retried and skipped; b is restarted and c killed when their handlers are repaired."""
     owner = scenario.members["a"]
-    halted = {key: place for key, place in heads(scenario).items() if place[0] in owner.partitions}
+    halted = {key: record_id for key, record_id in heads(scenario).items() if record_id[0] in owner.partitions}
     assert halted, "a has no halted record: it proves nothing"
     again = next(iter(halted.values()))
-    before = sum(seen.place == again for seen in scenario.observations.of(owner.process, Kind.EXHAUSTED))
+    before = sum(seen.record_id == again for seen in scenario.observations.of(owner.process, Kind.EXHAUSTED))
     assert await owner.order("retry_now", scenario.topic, *again) is None
 
     def failed_again() -> bool:
-        runs = [seen for seen in scenario.observations.of(owner.process, Kind.EXHAUSTED) if seen.place == again]
+        runs = [seen for seen in scenario.observations.of(owner.process, Kind.EXHAUSTED) if seen.record_id == again]
         return len(runs) > before
 
     await scenario.until(failed_again, "a record that is not repaired has halted again")
     scenario.heal()
-    for number, place in enumerate(halted.values()):
+    for number, record_id in enumerate(halted.values()):
         if number == 1:
-            scenario.skipped[place] = scenario.commits[-1].answered
-        assert await owner.order("skip" if number == 1 else "retry_now", scenario.topic, *place) is None
-    own = {place for place in scenario.failing if scenario.produced[place] in halted} - scenario.skipped.keys()
+            scenario.skipped[record_id] = scenario.commits[-1].answered
+        assert await owner.order("skip" if number == 1 else "retry_now", scenario.topic, *record_id) is None
+    own = {
+        record_id for record_id in scenario.failing if scenario.produced[record_id] in halted
+    } - scenario.skipped.keys()
     await scenario.until(lambda: own <= scenario.observations.finished, "a has done what was released", 60)
     assert scenario.observations.finished.isdisjoint(scenario.skipped)
 
@@ -134,12 +136,12 @@ async def let_go(scenario: Scenario) -> None:
 @pytest.mark.chaos
 @SIZES
 async def test_skipped_records_let_their_keys_continue(scenario: Scenario, records: int, kills: int) -> None:
-    await scenario.create(PARTITIONS, recourse="skip")
+    await scenario.create(PARTITIONS, policy="skip")
     await run_with_kills(scenario, records=records, kills=kills, on_failure="skip")
 
     await scenario.verify(*SAFE)
     assert scenario.observations.finished.isdisjoint(scenario.failing)
-    gave_up = {seen.place for seen in scenario.observations.seen if seen.kind is Kind.EXHAUSTED}
+    gave_up = {seen.record_id for seen in scenario.observations.seen if seen.kind is Kind.EXHAUSTED}
     assert gave_up == scenario.failing, "each of them had all its attempts, and no other record was given up"
 
 
@@ -148,16 +150,16 @@ async def test_skipped_records_let_their_keys_continue(scenario: Scenario, recor
 async def test_dead_letters_are_exactly_the_records_of_failing_keys(
     scenario: Scenario, records: int, kills: int
 ) -> None:
-    await scenario.create(PARTITIONS, recourse="letters")
+    await scenario.create(PARTITIONS, policy="dead-letters")
     await run_with_kills(scenario, records=records, kills=kills, on_failure=dead_letter(scenario.side_topic))
     await scenario.until_all_committed(timeout=120)
 
-    letters, originals = await scenario.side_records(), await scenario.originals()
-    scenario.notes["letters"] = len(letters)
+    dead_letters, originals = await scenario.side_records(), await scenario.originals()
+    scenario.notes["dead-letters"] = len(dead_letters)
     await scenario.verify(
         *SAFE,
-        LettersExact(letters, originals, scenario.failing, lambda letter: has_reason(scenario, letter)),
-        OneLetterPerOwnership(letters),
+        DeadLettersExact(dead_letters, originals, scenario.failing, lambda letter: has_reason(scenario, letter)),
+        OneDeadLetterPerOwnership(dead_letters),
     )
     assert scenario.observations.finished.isdisjoint(scenario.failing)
 
@@ -167,7 +169,7 @@ async def test_dead_letters_are_exactly_the_records_of_failing_keys(
 async def test_parked_keys_wait_in_the_side_topic_and_resume_in_order(
     scenario: Scenario, records: int, kills: int
 ) -> None:
-    await scenario.create(PARTITIONS, recourse="parked")
+    await scenario.create(PARTITIONS, policy="parked")
     policy = parking(scenario.side_topic, delay=3.0)
     await run_with_kills(scenario, records=records, kills=kills - 1, on_failure=policy)
     await scenario.until_all_committed(timeout=120)

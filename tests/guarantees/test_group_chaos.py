@@ -12,7 +12,7 @@ from tests.guarantees.scenario import SHORT, Scenario, even_keys
 
 PARTITIONS = 48
 NAMES = "abcdef"
-CLIENTS = ("aiokafka", "cooperative", "KIP-848", "incremental")
+CLIENTS = ("aiokafka", "cooperative", "KIP-848", "eager")
 SESSION = 6.0
 SETTINGS = {"session_timeout": SESSION, "start_timeout": 100}
 WITHOUT_PROGRESS = SESSION + SHORT["rebalance_timeout"] + 5.0

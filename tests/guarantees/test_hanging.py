@@ -12,7 +12,7 @@ from tests.guarantees.checks import (
     OneAtATimePerKey,
     OnlyUncommittedAgain,
 )
-from tests.guarantees.observations import Kind, Place
+from tests.guarantees.observations import Kind, RecordId
 from tests.guarantees.scenario import SHORT, Scenario
 
 PARTITIONS = 4
@@ -29,7 +29,7 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> list[Place]:
+async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> list[RecordId]:
     """Starts member a, in which one record of each partition hangs; returns those records."""
     await scenario.create(PARTITIONS)
     settings = {"max_buffered_records": BOUND, "stuck_after": 2, "shutdown_timeout": 4}
@@ -46,10 +46,12 @@ async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> 
     return hanging
 
 
-def not_committed(scenario: Scenario, hanging: list[Place]) -> list[Place]:
+def not_committed(scenario: Scenario, hanging: list[RecordId]) -> list[RecordId]:
     """The records from those that hang on: nothing was committed beyond them when their partitions moved."""
     first = dict(hanging)
-    return [place for place in scenario.produced if place[0] in first and place[1] >= first[place[0]]]
+    return [
+        record_id for record_id in scenario.produced if record_id[0] in first and record_id[1] >= first[record_id[0]]
+    ]
 
 
 @pytest.mark.chaos
@@ -71,16 +73,16 @@ async def test_a_hanging_run_blocks_neither_other_keys_nor_a_rebalance(scenario:
     assert SHORT["drain_timeout"] <= took + 0.5, "nothing was drained: it proves nothing"
     assert took < SHORT["drain_timeout"] + MARGIN, f"the rebalance took {took:.1f} s"
 
-    moved = [place for place in hanging if place[0] in second.partitions]
-    stayed = [place for place in hanging if place[0] in first.partitions]
+    moved = [record_id for record_id in hanging if record_id[0] in second.partitions]
+    stayed = [record_id for record_id in hanging if record_id[0] in first.partitions]
     assert len(moved) == len(stayed) == PARTITIONS // 2
     outliving = first.statistics["handlers"][0]["outliving"]
     assert sorted(outliving) == sorted(f"{scenario.topic}/{partition}/{offset}" for partition, offset in hanging)
 
-    gone = [place for place in scenario.produced if place[0] in second.partitions]
+    gone = [record_id for record_id in scenario.produced if record_id[0] in second.partitions]
     await scenario.until(lambda: scenario.observations.finished.issuperset(gone), "b has done all of its partitions")
     runs = scenario.observations.of("a.1", Kind.STARTED)
-    assert not [seen for seen in runs if seen.key.endswith("-stuck") and seen.place not in hanging]
+    assert not [seen for seen in runs if seen.key.endswith("-stuck") and seen.record_id not in hanging]
     assert first.sample["peaks"]["buffered_records"] <= BOUND
     assert first.statistics["state"] == "running"
 
@@ -106,15 +108,19 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing_and_free
     first = scenario.members["a"]
     second = scenario.start("b", hangs="until cancelled")
     await scenario.until_settled("a", "b")
-    stayed = [place for place in hanging if place[0] in first.partitions]
-    moved = [place for place in hanging if place[0] in second.partitions]
-    await scenario.until(lambda: all(scenario.observations.started[place] == 2 for place in moved), "b has them again")
+    stayed = [record_id for record_id in hanging if record_id[0] in first.partitions]
+    moved = [record_id for record_id in hanging if record_id[0] in second.partitions]
+    await scenario.until(
+        lambda: all(scenario.observations.started[record_id] == 2 for record_id in moved), "b has them again"
+    )
 
     scenario.release()
 
-    own = [place for place in scenario.produced if place[0] in first.partitions]
+    own = [record_id for record_id in scenario.produced if record_id[0] in first.partitions]
     await scenario.until(lambda: scenario.observations.finished.issuperset(own), "a has done all of its partitions")
-    assert all(scenario.observations.started[place] == 2 for place in stayed), "what was cancelled runs once more"
+    assert all(scenario.observations.started[record_id] == 2 for record_id in stayed), (
+        "what was cancelled runs once more"
+    )
     assert not first.statistics["handlers"][0]["outliving"]
     committed = (await scenario.sample_commits()).offsets
     assert all(committed[partition] == offset for partition, offset in moved), "a run in a completes nothing of b's"
@@ -137,15 +143,15 @@ async def test_a_run_that_a_rebalance_cancels_completes_nothing_and_runs_again(s
     first = scenario.members["a"]
     second = scenario.start("b")
     await scenario.until_settled("a", "b")
-    stayed = [place for place in hanging if place[0] in first.partitions]
-    moved = [place for place in hanging if place[0] in second.partitions]
+    stayed = [record_id for record_id in hanging if record_id[0] in first.partitions]
+    moved = [record_id for record_id in hanging if record_id[0] in second.partitions]
 
-    gone = [place for place in scenario.produced if place[0] in second.partitions]
+    gone = [record_id for record_id in scenario.produced if record_id[0] in second.partitions]
     await scenario.until(lambda: scenario.observations.finished.issuperset(gone), "b has done all of its partitions")
     await scenario.until(
-        lambda: all(scenario.observations.started[place] == 2 for place in stayed), "a runs them again"
+        lambda: all(scenario.observations.started[record_id] == 2 for record_id in stayed), "a runs them again"
     )
-    assert {seen.place for seen in scenario.observations.of("a.1", Kind.ENDED)} == set(hanging)
+    assert {seen.record_id for seen in scenario.observations.of("a.1", Kind.ENDED)} == set(hanging)
     assert not first.statistics["handlers"][0]["outliving"]
 
     assert await first.stop() == 4, first.tail

@@ -1,4 +1,4 @@
-"""One hanging record delays no other, and the doctor names it (I6, I11)."""
+"""One hanging record delays no other, and the diagnosis names it (I6, I11)."""
 
 import asyncio
 import logging
@@ -9,18 +9,18 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.observe import PartitionDiagnosis
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 PARTITIONS = 4
 WORKERS = 100
 TAKES = 0.02
-"""Seconds of each run: what the workers spend waiting, so that the machine is no limit."""
+"""Seconds that each run waits, so that the machine does not limit the workers."""
 HANGING = (0, 1_000)
 """Partition and offset of the record that hangs."""
 KEPT = 0.9
 """Share of the undisturbed rate."""
 ROUNDS = 3
-"""Others may use the machine: of so many interleaved rounds the best count, and the first good one ends it."""
+"""Others may use the machine: of these interleaved rounds the best count, and the first good one ends it."""
 
 
 def line_of(mark: str) -> int:
@@ -50,9 +50,9 @@ class Consumption:
         self._is_hanging = asyncio.Event()
         self._app.consume(topic, concurrency=WORKERS)(self.handle)
         self.explained = ""
-        """The doctor's explanation soon after the record began to hang."""
-        self.told: PartitionDiagnosis | None = None
-        """The doctor's explanation shortly before that ended."""
+        """The explanation soon after the record began to hang."""
+        self.diagnosed: PartitionDiagnosis | None = None
+        """The diagnosis shortly before that ended."""
 
     async def handle(self, record: Record) -> None:
         if self._hangs and (record.partition, record.offset) == HANGING:
@@ -70,21 +70,21 @@ class Consumption:
         """Consumes everything; returns the records per second of those that do not hang."""
         async with self._app, asyncio.timeout(200):
             if self._hangs:
-                await self._ask_the_doctor()
+                await self._ask_for_the_diagnosis()
             await self._others_done.wait()
-            while any(one.lag != 0 for one in self._app.statistics().partitions):  # noqa: ASYNC110 - no event tells
+            while any(partition.lag != 0 for partition in self._app.statistics().partitions):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.1)
         assert self._runs == self._records - bool(self._hangs), "each once"
         return self._runs / (self._ended - self._began)
 
-    async def _ask_the_doctor(self) -> None:
+    async def _ask_for_the_diagnosis(self) -> None:
         """From a thread, and so while the event loop is at work."""
         await self._is_hanging.wait()
         await asyncio.sleep(1.0)
         self.explained = await asyncio.to_thread(self._app.explain)
         await asyncio.sleep(self._hangs - 2.0)
         diagnosis = await asyncio.to_thread(self._app.diagnose)
-        (self.told,) = [one for one in diagnosis.partitions if one.partition == HANGING[0]]
+        (self.diagnosed,) = [partition for partition in diagnosis.partitions if partition.partition == HANGING[0]]
 
 
 async def fill(kafka: SharedKafka, topic: str, records: int) -> None:
@@ -127,17 +127,17 @@ async def test_a_hanging_record_is_named_and_delays_no_other(
 
 
 def check_reports(consumption: Consumption, topic: str, caplog: pytest.LogCaptureFixture) -> None:
-    place = f"{__file__}:{line_of('the await that hangs')} in Consumption.handle"
+    hanging_await = f"{__file__}:{line_of('the await that hangs')} in Consumption.handle"
     (sentence,) = [text for text in consumption.explained.splitlines() if text.startswith(f"{topic}/{HANGING[0]} ")]
     assert f"the oldest is offset {HANGING[1]} " in sentence
-    assert f"at {place}, waiting in asyncio.tasks.sleep" in sentence
+    assert f"at {hanging_await}, waiting in asyncio.tasks.sleep" in sentence
 
-    told = consumption.told
-    assert told is not None
-    assert told.head is not None
-    assert (told.head.offset, told.head.state) == (HANGING[1], "running")
-    assert str(told.head.stack and told.head.stack.place) == place
-    assert told.behind > told.window / 2 > 500, "most of the rest is done, and waits for it"
+    diagnosed = consumption.diagnosed
+    assert diagnosed is not None
+    assert diagnosed.head is not None
+    assert (diagnosed.head.offset, diagnosed.head.state) == (HANGING[1], "in_flight")
+    assert str(diagnosed.head.stack and diagnosed.head.stack.place) == hanging_await
+    assert diagnosed.behind > diagnosed.window / 2 > 500, "most of the rest is done, and waits for it"
     held_up = [text for text in caplog.messages if text.startswith("almost everything waits for one record")]
     assert len(held_up) == 1
-    assert place in held_up[0]
+    assert hanging_await in held_up[0]

@@ -10,8 +10,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.structs import OffsetAndMetadata
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
-from confluent_kafka import TopicPartition as Place
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from aioshard import App
@@ -23,13 +22,13 @@ from aioshard.ports import Committed
 from aioshard.settings import Settings
 from tests.guarantees.durable_member import CLIENTS, settings_for_client
 from tests.kafka.faults.support import Ledger, kick, until
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import DEADLINE, KafkaCluster, Message
-from tests.support.shared_kafka import SharedKafka
 
 RECORDS = 60
 STUCK = 3, 30
 """Offsets of each partition whose records cannot be finished at first."""
-NOTED = Run(4, 30), Run(31, RECORDS)
+FINISHED_AHEAD = Run(4, 30), Run(31, RECORDS)
 LOOK_INTERVAL = 0.05
 SETTINGS: Mapping[str, Any] = {
     "commit_interval": 0.2,
@@ -47,7 +46,7 @@ class Group:
     """A topic each of whose partitions was finished but for two records, its group, and the tools of others.
 
     Attributes:
-        ledger: What the handler of its apps saw.
+        ledger: The runs of the handler of its apps.
     """
 
     def __init__(self, kafka: KafkaCluster, brokers: KafkaAdmin, topic: str, group: str, client: str) -> None:
@@ -73,20 +72,22 @@ class Group:
             await self.kafka.produce(self._topic, some, number)
 
     async def commits(self) -> dict[int, Committed]:
-        return {one.partition: found for one, found in (await self._brokers.all_commits(self._group)).items()}
+        return {at.partition: found for at, found in (await self._brokers.all_commits(self._group)).items()}
 
     async def until_stored(self, partitions: int) -> dict[int, Committed]:
-        """Return when all that is not stuck is noted as finished."""
+        """Return when all records but the stuck ones are stored as finished."""
         async with asyncio.timeout(DEADLINE):
             while True:
                 found = await self.commits()
-                read = [CommitMetadata.read(one.metadata, one.offset).finished for one in found.values()]
-                if read == [NOTED] * partitions:
+                read = [
+                    CommitMetadata.read(committed.metadata, committed.offset).finished for committed in found.values()
+                ]
+                if read == [FINISHED_AHEAD] * partitions:
                     return found
                 await asyncio.sleep(LOOK_INTERVAL)
 
     async def run_once(self, partitions: int) -> dict[int, Committed]:
-        """One life of an app, which finishes all but what is stuck; what it leaves."""
+        """One life of an app, which finishes all but the stuck records; returns its commits."""
         app = self.app()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(app)
@@ -94,7 +95,7 @@ class Group:
             with pytest.raises(NotDrainedError):
                 await stack.aclose()
         found = await self.until_stored(partitions)
-        assert {one.offset for one in found.values()} == {STUCK[0]}
+        assert {committed.offset for committed in found.values()} == {STUCK[0]}
         self.ledger.release()
         self.ledger.finished.clear()
         return found
@@ -115,17 +116,19 @@ class Group:
         await asyncio.wrap_future(answer)
 
     async def alter(self, offsets: Mapping[int, int]) -> None:
-        """With confluent-kafka's administration, which notes nothing."""
-        places = [Place(self._topic, partition, offset) for partition, offset in offsets.items()]
-        request = ConsumerGroupTopicPartitions(self._group, places)
+        """With confluent-kafka's administration, which stores no metadata."""
+        offsets_of_partitions = [
+            TopicPartition(self._topic, partition, offset) for partition, offset in offsets.items()
+        ]
+        request = ConsumerGroupTopicPartitions(self._group, offsets_of_partitions)
         (answer,) = self._admin.alter_consumer_group_offsets([request]).values()
         stored = await asyncio.wrap_future(answer)
-        for place in stored.topic_partitions:
-            if place.error is not None:
-                raise KafkaException(place.error)
+        for stored_offset in stored.topic_partitions:
+            if stored_offset.error is not None:
+                raise KafkaException(stored_offset.error)
 
     async def carry(self, offsets: Mapping[int, Committed]) -> None:
-        """With a consumer that is no member, which takes along what was noted."""
+        """With a consumer that is not a member and keeps the metadata."""
         async with (
             asyncio.timeout(DEADLINE),
             AIOKafkaConsumer(

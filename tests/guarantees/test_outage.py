@@ -13,12 +13,12 @@ from confluent_kafka.admin import AclOperation
 from tests.guarantees.access import consuming_user
 from tests.guarantees.behaviour import dead_letter
 from tests.guarantees.checks import SAFE
-from tests.guarantees.observations import Kind, Place
+from tests.guarantees.observations import Kind, RecordId
 from tests.guarantees.scenario import Scenario, even_keys, failing_keys
-from tests.guarantees.side_topics import LettersExact, places_of_dead_letters
+from tests.guarantees.side_topics import DeadLettersExact, ids_of_dead_letters
 from tests.support.access import allow
+from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
-from tests.support.shared_kafka import SharedKafka
 
 ONCE: Mapping[str, Any] = {"attempts": 1}
 PARTITIONS = 4
@@ -30,7 +30,7 @@ def oldest_of(scenario: Scenario, ends: Mapping[int, int]) -> dict[int, int]:
 
 
 async def until_held(scenario: Scenario, says: str) -> None:
-    """Waits until all but failing keys is done and told why they are not, and looks whether they hold the commit."""
+    """Waits until all but failing keys are done, and check that the failing ones hold the commit."""
     member = scenario.members["a"]
     held = oldest_of(scenario, await scenario.kafka.end_offsets(scenario.topic))
     await scenario.until_healthy_finished()
@@ -41,18 +41,18 @@ async def until_held(scenario: Scenario, says: str) -> None:
     assert "stays incomplete and is tried again" in member.log
     assert scenario.commits[-1].offsets == held
     assert await scenario.side_records() == []
-    runs = {seen.place for seen in scenario.observations.seen if seen.kind is Kind.STARTED} & scenario.failing
-    firsts = {scenario.produced[place]: place for place in sorted(scenario.failing, reverse=True)}
+    runs = {seen.record_id for seen in scenario.observations.seen if seen.kind is Kind.STARTED} & scenario.failing
+    firsts = {scenario.produced[record_id]: record_id for record_id in sorted(scenario.failing, reverse=True)}
     assert runs == set(firsts.values()), "the records behind wait"
 
 
-async def exact(scenario: Scenario, expected: set[Place], *, repeated: int = 0) -> None:
+async def exact(scenario: Scenario, expected: set[RecordId], *, repeated: int = 0) -> None:
     """All is committed, each expected record has a dead letter, and at most *repeated* have another one."""
     await scenario.until_all_committed(timeout=120)
-    letters, originals = await scenario.side_records(), await scenario.originals()
-    scenario.notes["letters"] = len(letters)
-    assert len(letters) - len(expected) <= repeated
-    await scenario.verify(*SAFE, LettersExact(letters, originals, expected, lambda _: True))
+    dead_letters, originals = await scenario.side_records(), await scenario.originals()
+    scenario.notes["dead-letters"] = len(dead_letters)
+    assert len(dead_letters) - len(expected) <= repeated
+    await scenario.verify(*SAFE, DeadLettersExact(dead_letters, originals, expected, lambda _: True))
 
 
 async def produce_some(scenario: Scenario, *, size: int = 10) -> None:
@@ -67,7 +67,7 @@ async def produce_some(scenario: Scenario, *, size: int = 10) -> None:
 async def test_an_unwritable_dead_letter_topic_holds_failed_keys_until_granted(
     scenario: Scenario, kafka: SharedKafka
 ) -> None:
-    await scenario.create(PARTITIONS, recourse="letters")
+    await scenario.create(PARTITIONS, policy="dead-letters")
     user, login = await consuming_user(kafka, scenario)
     await produce_some(scenario)
     scenario.start("a", login, on_failure=dead_letter(scenario.side_topic), retry=ONCE, explains=True)
@@ -80,7 +80,7 @@ async def test_an_unwritable_dead_letter_topic_holds_failed_keys_until_granted(
 
 @pytest.mark.timeout(240)
 async def test_oversized_dead_letters_hold_their_keys_until_the_topic_accepts_them(scenario: Scenario) -> None:
-    await scenario.create(PARTITIONS, recourse="letters", side={"max.message.bytes": "2000"})
+    await scenario.create(PARTITIONS, policy="dead-letters", side={"max.message.bytes": "2000"})
     await produce_some(scenario, size=5_000)
     scenario.start("a", on_failure=dead_letter(scenario.side_topic), retry=ONCE, explains=True)
 
@@ -107,7 +107,7 @@ async def alone(own_kafka: KafkaBroker, topic: str, group: str, tmp_path: Path) 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_a_broker_outage_loses_no_dead_letters_in_flight(alone: Scenario, own_kafka: KafkaBroker) -> None:
-    await alone.create(PARTITIONS, recourse="letters")
+    await alone.create(PARTITIONS, policy="dead-letters")
     member = alone.start("a", on_failure=dead_letter(alone.side_topic), retry=ONCE, base=0.01, explains=True)
     await alone.until_settled("a")
     await alone.produce(
@@ -123,7 +123,7 @@ async def test_a_broker_outage_loses_no_dead_letters_in_flight(alone: Scenario, 
     assert left > 0
     await own_kafka.start()
 
-    # Unacknowledged letters may have been stored and are sent again; at most one per worker was in flight. A
+    # Unacknowledged dead letters may have been stored and are sent again; at most one per worker was in flight. A
     # broker that has just come back may store that and not answer in time, once more.
     await exact(alone, alone.failing, repeated=2 * 64)
     await alone.until(lambda: member.statistics["trouble"] is None, "the trouble is over", 60)
@@ -142,7 +142,7 @@ async def test_a_backend_outage_diverts_at_most_a_window_and_recovers_by_itself(
 ) -> None:
     window, concurrency = 100, 16
     most = 2 * (window + concurrency)
-    await scenario.create(PARTITIONS, recourse="letters")
+    await scenario.create(PARTITIONS, policy="dead-letters")
     behaviour: dict[str, Any] = {
         "on_failure": dead_letter(scenario.side_topic, window=window),
         "retry": {"attempts": 3, "initial": 0.05, "maximum": 0.2},
@@ -175,17 +175,17 @@ async def test_a_backend_outage_diverts_at_most_a_window_and_recovers_by_itself(
         "no partition is paused any more",
         60,
     )
-    scenario.notes["all partitions go on after"] = f"{time.monotonic() - up:.1f} s"
+    scenario.notes["all partitions resume after"] = f"{time.monotonic() - up:.1f} s"
     after = await rate(scenario, 3.0)
     scenario.notes |= {"a second before": round(before), "and after": round(after), "diverted": during}
 
     assert after > before / 2, f"{before:.0f} a second before, {after:.0f} after"
     await scenario.stop_feeding()
-    places = {place for place, _ in places_of_dead_letters(await scenario.side_records())}
-    assert len(places) <= most
-    scenario.failing |= places  # nobody waits for them to finish
-    assert places.isdisjoint(scenario.observations.refresh().finished)
-    await exact(scenario, places)
+    record_ids = {record_id for record_id, _ in ids_of_dead_letters(await scenario.side_records())}
+    assert len(record_ids) <= most
+    scenario.failing |= record_ids  # nobody waits for them to finish
+    assert record_ids.isdisjoint(scenario.observations.refresh().finished)
+    await exact(scenario, record_ids)
 
 
 def partitions(scenario: Scenario) -> list[dict[str, Any]]:
@@ -202,6 +202,6 @@ async def rate(scenario: Scenario, seconds: float) -> float:
 
 
 async def pass_time(scenario: Scenario, seconds: float) -> None:
-    """Looks at what happens for some seconds: the time itself is what is wanted."""
+    """Let some seconds pass: the test needs the time itself."""
     end = time.monotonic() + seconds
     await scenario.until(lambda: time.monotonic() >= end, "time passes", seconds + 60)

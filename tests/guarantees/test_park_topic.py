@@ -14,7 +14,7 @@ from tests.guarantees.checks import safe_when_parked, verify
 from tests.guarantees.scenario import Scenario
 from tests.guarantees.side_topics import ParkedExactly
 from tests.support.access import allow
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 PARTITIONS = 4
 ONCE: Mapping[str, Any] = {"attempts": 1}
@@ -46,7 +46,7 @@ async def produce_some(scenario: Scenario) -> None:
 
 @pytest.mark.timeout(240)
 async def test_an_unwritable_park_topic_holds_failed_keys_until_granted(scenario: Scenario, kafka: SharedKafka) -> None:
-    await scenario.create(PARTITIONS, recourse="parked")
+    await scenario.create(PARTITIONS, policy="parked")
     user, login = await consuming_user(kafka, scenario)
     may = (AclOperation.READ, AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS)
     await allow(kafka, user, "topic", scenario.side_topic, *may)
@@ -69,7 +69,7 @@ async def test_an_unwritable_park_topic_holds_failed_keys_until_granted(scenario
 
 @pytest.mark.timeout(240)
 async def test_a_missing_park_topic_is_created_with_the_right_settings(scenario: Scenario) -> None:
-    await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)
+    await scenario.create(PARTITIONS, policy="parked", side_partitions=0)
     scenario.start("a", **behaviour(scenario))
     await scenario.until_settled("a")
 
@@ -112,7 +112,7 @@ async def cleanup_policy(scenario: Scenario) -> str:
 async def test_a_park_topic_that_would_lose_records_ends_the_start(
     scenario: Scenario, topic_is: Mapping[str, Any], says: str
 ) -> None:
-    await scenario.create(PARTITIONS, recourse="parked", **topic_is)
+    await scenario.create(PARTITIONS, policy="parked", **topic_is)
     await produce_some(scenario)
     member = scenario.start("a", {"start_timeout": 5}, **behaviour(scenario))
 
@@ -127,7 +127,7 @@ async def test_a_park_topic_that_would_lose_records_ends_the_start(
 async def test_a_park_topic_without_permissions_ends_the_start_and_names_them(
     scenario: Scenario, kafka: SharedKafka
 ) -> None:
-    await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)
+    await scenario.create(PARTITIONS, policy="parked", side_partitions=0)
     _, login = await consuming_user(kafka, scenario)
     member = scenario.start("a", {**login, "start_timeout": 5}, **behaviour(scenario))
 

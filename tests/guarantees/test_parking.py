@@ -9,7 +9,7 @@ import pytest
 from aioshard.serde.side_records import Coordinates, release
 from tests.guarantees.behaviour import parking
 from tests.guarantees.checks import safe_when_parked, verify
-from tests.guarantees.observations import Place
+from tests.guarantees.observations import RecordId
 from tests.guarantees.scenario import Scenario
 from tests.guarantees.side_topics import ParkedExactly, live
 
@@ -27,19 +27,21 @@ async def until_parked(scenario: Scenario) -> None:
     verify(await scenario.history_so_far(), parked)
 
 
-async def request_release(scenario: Scenario, *places: Place) -> None:
+async def request_release(scenario: Scenario, *record_ids: RecordId) -> None:
     """Publishes the requests that `aioshard park release` publishes."""
-    for partition in {partition for partition, _ in places}:
-        coordinates = [Coordinates(scenario.topic, partition, offset) for at, offset in places if at == partition]
-        asked = [release(scenario.side_topic, one) for one in coordinates]
-        await scenario.kafka.produce(scenario.side_topic, [(one.key, one.value) for one in asked], partition)
+    for partition in {partition for partition, _ in record_ids}:
+        coordinates = [Coordinates(scenario.topic, partition, offset) for at, offset in record_ids if at == partition]
+        asked = [release(scenario.side_topic, each) for each in coordinates]
+        await scenario.kafka.produce(
+            scenario.side_topic, [(request.key, request.value) for request in asked], partition
+        )
 
 
 @pytest.mark.timeout(240)
 async def test_a_parked_key_survives_rebalance_restart_and_kill_until_its_release(
     scenario: Scenario,
 ) -> None:
-    await scenario.create(partitions=4, recourse="parked")
+    await scenario.create(partitions=4, policy="parked")
     behaviour: dict[str, Any] = {
         "on_failure": parking(scenario.side_topic, delay=LONG),
         "retry": ONCE,
@@ -80,7 +82,7 @@ async def test_a_parked_key_survives_rebalance_restart_and_kill_until_its_releas
     scenario.heal()
     joining = scenario.start("c", QUICK, **behaviour)
     await scenario.until(lambda: joining.statistics["state"] == "starting", "c is about to join")
-    heads = {scenario.produced[place]: place for place in sorted(scenario.failing, reverse=True)}
+    heads = {scenario.produced[record_id]: record_id for record_id in sorted(scenario.failing, reverse=True)}
     assert len(heads) == len(bad)
     await request_release(scenario, *heads.values())
     await scenario.until_settled("a", "b", "c", timeout=60)
@@ -95,7 +97,7 @@ async def test_a_parked_key_survives_rebalance_restart_and_kill_until_its_releas
 @pytest.mark.parametrize("how", ["released", "after their delay"])
 async def test_very_many_parked_keys_are_restored_and_resume(scenario: Scenario, keys: int, how: str) -> None:
     """Two records of each key: what is second waits for the first one."""
-    await scenario.create(partitions=4, recourse="parked")
+    await scenario.create(partitions=4, policy="parked")
     behaviour: dict[str, Any] = {
         "on_failure": parking(scenario.side_topic, delay=LONG if how == "released" else 5.0),
         "retry": ONCE,
@@ -118,7 +120,7 @@ async def test_very_many_parked_keys_are_restored_and_resume(scenario: Scenario,
     note(scenario, "restored after", began)
     began = time.monotonic()
     if how == "released":
-        heads = {scenario.produced[place]: place for place in sorted(scenario.failing, reverse=True)}
+        heads = {scenario.produced[record_id]: record_id for record_id in sorted(scenario.failing, reverse=True)}
         await request_release(scenario, *heads.values())
     await scenario.until_finished(len(scenario.produced), timeout=300)
     note(scenario, "all of them had run after", began)

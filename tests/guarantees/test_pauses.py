@@ -21,7 +21,10 @@ def test_a_pause_counts_from_arrival_or_the_previous_start() -> None:
     available = {(0, 0): 0, (0, 1): 1 * SECOND, (0, 2): 9 * SECOND, (1, 0): 0}
     found = pauses(seen((2, "a", S, 0, 0), (3, "a", S, 1, 0), (5, "a", S, 0, 1), (9.5, "a", S, 0, 2)), available)
 
-    assert [(one.seconds, one.place, one.moved) for one in found] == [(3, (0, 1), False), (0.5, (0, 2), False)]
+    assert [(pause.seconds, pause.record_id, pause.moved) for pause in found] == [
+        (3, (0, 1), False),
+        (0.5, (0, 2), False),
+    ]
 
 
 def test_a_partition_that_continues_in_another_process_has_moved() -> None:

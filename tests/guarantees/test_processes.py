@@ -24,14 +24,14 @@ on_all_clients = pytest.mark.parametrize(
     "client",
     [
         "aiokafka",
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("incremental", "cooperative", "KIP-848")),
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("eager", "cooperative", "KIP-848")),
     ],
 )
 on_one_client = pytest.mark.parametrize(
     "client",
     [
         "cooperative",
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("incremental", "aiokafka", "KIP-848")),
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("eager", "aiokafka", "KIP-848")),
     ],
 )
 """The other clients are among the long tests."""
@@ -87,7 +87,7 @@ async def test_repeated_kill_9_loses_and_reorders_nothing(scenario: Scenario, se
 
 
 async def kill_at_random(scenario: Scenario, *, seed: int, rounds: int) -> None:
-    """Each round kills one of three members and starts it again, at whatever the group is doing then."""
+    """Each round kills one of three members and starts it again, in any state of the group."""
     chance = random.Random(seed)
     settings = {"session_timeout": 3, "rebalance_timeout": 8, "start_timeout": 100}
     await scenario.create(partitions=8)

@@ -55,9 +55,9 @@ async def test_a_handler_that_outlasts_shutdown_is_named_and_the_process_exits_i
     await scenario.create(partitions=2)
     member = scenario.start("a", {"shutdown_timeout": 3}, form=form, hangs=hangs)
     await scenario.until_settled("a")
-    places = await scenario.produce([(b"k%d" % number, HANG if number == 20 else None) for number in range(40)])
+    record_ids = await scenario.produce([(b"k%d" % number, HANG if number == 20 else None) for number in range(40)])
     await scenario.until_finished(39)
-    stuck = places[20]
+    stuck = record_ids[20]
     asked = time.monotonic()
 
     code = await member.stop()

@@ -9,10 +9,10 @@ import pytest
 
 from tests.guarantees.behaviour import dead_letter, parking
 from tests.guarantees.checks import safe_when_parked, verify
-from tests.guarantees.scenario import Recourse, Scenario, failing_keys
-from tests.guarantees.side_topics import LettersExact, ParkedExactly
+from tests.guarantees.scenario import Policy, Scenario, failing_keys
+from tests.guarantees.side_topics import DeadLettersExact, ParkedExactly
 
-RECOURSES: tuple[Recourse, ...] = ("halt", "skip", "letters", "parked")
+POLICIES: tuple[Policy, ...] = ("halt", "skip", "dead-letters", "parked")
 SETTINGS: Mapping[str, Any] = {
     "session_timeout": 3,
     "rebalance_timeout": 8,
@@ -37,11 +37,11 @@ async def test_handlers_side_by_side_keep_their_policies_and_publish_every_resul
     await scenario.kafka.create_topic(output, 4)
     await scenario.create(2)
     async with contextlib.AsyncExitStack() as stack:
-        lanes = {name: await stack.enter_async_context(scenario.beside(name)) for name in RECOURSES}
+        lanes = {name: await stack.enter_async_context(scenario.beside(name)) for name in POLICIES}
         handlers = []
         for name, lane in lanes.items():
-            await lane.create(4, recourse=name)
-            policies = {"letters": dead_letter(lane.side_topic), "parked": parking(lane.side_topic, delay=3.0)}
+            await lane.create(4, policy=name)
+            policies = {"dead-letters": dead_letter(lane.side_topic), "parked": parking(lane.side_topic, delay=3.0)}
             handlers.append(lane.handled(on_failure=policies.get(name, name), output=output))
         behaviour: dict[str, Any] = {
             "beside": handlers,
@@ -77,10 +77,10 @@ async def test_handlers_side_by_side_keep_their_policies_and_publish_every_resul
         await check_output(scenario, output, lanes)
 
 
-async def check_diverted_records(lanes: Mapping[Recourse, Scenario]) -> None:
+async def check_diverted_records(lanes: Mapping[Policy, Scenario]) -> None:
     """Each policy has done with the records of failing keys what it should, and only with its own."""
-    halted, letters, parked = lanes["halt"], lanes["letters"], lanes["parked"]
-    for lane in (lanes["skip"], letters, parked):
+    halted, dead_letters, parked = lanes["halt"], lanes["dead-letters"], lanes["parked"]
+    for lane in (lanes["skip"], dead_letters, parked):
         await lane.until_all_committed(timeout=120)
     oldest = {at: min((o for p, o in halted.failing if p == at), default=None) for at in range(4)}
     held = {at: offset for at, offset in oldest.items() if offset is not None}
@@ -88,8 +88,10 @@ async def check_diverted_records(lanes: Mapping[Recourse, Scenario]) -> None:
     for lane in lanes.values():
         assert lane.observations.finished.isdisjoint(lane.failing)
     verify(
-        await letters.history_so_far(),
-        LettersExact(await letters.side_records(), await letters.originals(), letters.failing, lambda _: True),
+        await dead_letters.history_so_far(),
+        DeadLettersExact(
+            await dead_letters.side_records(), await dead_letters.originals(), dead_letters.failing, lambda _: True
+        ),
     )
     verify(
         await parked.history_so_far(),
@@ -97,7 +99,7 @@ async def check_diverted_records(lanes: Mapping[Recourse, Scenario]) -> None:
     )
 
 
-async def check_output(scenario: Scenario, output: str, lanes: Mapping[Recourse, Scenario]) -> None:
+async def check_output(scenario: Scenario, output: str, lanes: Mapping[Policy, Scenario]) -> None:
     """Check that processed records have their output, and that skipped or dead-lettered ones have none."""
     published = {(record.key or b"").decode() for record in await scenario.kafka.read(output)}
     processed = {

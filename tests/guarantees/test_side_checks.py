@@ -10,7 +10,7 @@ from aioshard.serde.side_records import (
     Coordinates,
     DeadLetterRecord,
     Failure,
-    Place,
+    StorageKey,
     dead_letter,
     park,
     release,
@@ -28,12 +28,20 @@ from tests.guarantees.checks import (
     verify,
 )
 from tests.guarantees.observations import Kind, Seen
-from tests.guarantees.side_topics import LettersExact, OneLetterPerOwnership, ParkedExactly, live, requests, there
+from tests.guarantees.side_topics import (
+    DeadLettersExact,
+    OneDeadLetterPerOwnership,
+    ParkedExactly,
+    live,
+    requests,
+    there,
+)
 
 S, F, X = Kind.STARTED, Kind.FINISHED, Kind.EXHAUSTED
 KEYS = {(0, 0): "bad", (0, 1): "bad", (0, 2): "good"}
 ORIGINALS = {
-    place: Record("orders", *place, key.encode(), b"v", (("h", b"1"),), 1_700_000_000.5) for place, key in KEYS.items()
+    record_id: Record("orders", *record_id, key.encode(), b"v", (("h", b"1"),), 1_700_000_000.5)
+    for record_id, key in KEYS.items()
 }
 WHY = Failure("group", "handler", 4, "ValueError", "no", 1_700_000_001.0)
 
@@ -48,19 +56,19 @@ def seen(*steps: tuple[int, str, Kind, int, int]) -> tuple[Seen, ...]:
 def stored(*messages: Message) -> list[Record]:
     """Messages as their topic has them, in one partition."""
     return [
-        Record(one.topic, 0, offset, one.key, one.value, one.headers, one.timestamp or 0.0)
-        for offset, one in enumerate(messages)
+        Record(message.topic, 0, offset, message.key, message.value, message.headers, message.timestamp or 0.0)
+        for offset, message in enumerate(messages)
     ]
 
 
-def letters(*offsets: int) -> list[Record]:
+def dead_letters(*offsets: int) -> list[Record]:
     return stored(*(dead_letter("dlt", ORIGINALS[0, offset], WHY) for offset in offsets))
 
 
-def broken(guarantee: Guarantee, told: History) -> str:
+def broken(guarantee: Guarantee, observed: History) -> str:
     """Return the error of the check for a history that must not pass."""
     with pytest.raises(AssertionError) as failure:
-        verify(told, guarantee)
+        verify(observed, guarantee)
     return str(failure.value)
 
 
@@ -102,7 +110,7 @@ def test_a_follower_of_a_parked_record_that_starts_breaks_the_order() -> None:
 
 
 def test_a_permanently_failed_attempt_has_ended() -> None:
-    still = replace(DIVERTED, seen=tuple(one for one in DIVERTED.seen if one.at != 11))
+    still = replace(DIVERTED, seen=tuple(observation for observation in DIVERTED.seen if observation.at != 11))
 
     assert "while 0/0 of the same key ran" in broken(OneAtATimePerKey(), still)
 
@@ -142,15 +150,15 @@ def test_a_side_topic_created_later_was_not_there_before() -> None:
 # Dead letters -----------------------------------------------------------------------------
 
 
-def exact(found: list[Record]) -> LettersExact:
-    return LettersExact(found, ORIGINALS, {(0, 0), (0, 1)}, lambda letter: letter.failure == WHY)
+def exact(found: list[Record]) -> DeadLettersExact:
+    return DeadLettersExact(found, ORIGINALS, {(0, 0), (0, 1)}, lambda letter: letter.failure == WHY)
 
 
 def test_exactly_the_failed_records_have_dead_letters() -> None:
-    verify(DIVERTED, exact(letters(0, 1)))
-    verify(DIVERTED, exact(letters(0, 1, 1)))
-    assert "records without a dead letter: 1: 0/1" in broken(exact(letters(0)), DIVERTED)
-    assert "records dead-lettered by mistake: 1: 0/2" in broken(exact(letters(0, 1, 2)), DIVERTED)
+    verify(DIVERTED, exact(dead_letters(0, 1)))
+    verify(DIVERTED, exact(dead_letters(0, 1, 1)))
+    assert "records without a dead letter: 1: 0/1" in broken(exact(dead_letters(0)), DIVERTED)
+    assert "records dead-lettered by mistake: 1: 0/2" in broken(exact(dead_letters(0, 1, 2)), DIVERTED)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +173,7 @@ def test_exactly_the_failed_records_have_dead_letters() -> None:
 )
 def test_a_dead_letter_that_differs_from_its_original_is_found(tampered: object) -> None:
     assert callable(tampered)
-    first, second = letters(0, 1)
+    first, second = dead_letters(0, 1)
 
     assert "the dead letter of 0/0" in broken(exact([tampered(first), second]), DIVERTED)
 
@@ -174,16 +182,16 @@ def test_a_dead_letter_with_another_reason_is_found() -> None:
     def says_otherwise(letter: DeadLetterRecord) -> bool:
         return letter.failure.attempts == 5
 
-    assert "says Failure" in broken(replace(exact(letters(0, 1)), says=says_otherwise), DIVERTED)
+    assert "says Failure" in broken(replace(exact(dead_letters(0, 1)), says=says_otherwise), DIVERTED)
 
 
 def test_a_second_dead_letter_needs_a_second_owner() -> None:
-    verify(DIVERTED, OneLetterPerOwnership(letters(0, 1)))
-    assert "record 0/0 has 2 dead letters" in broken(OneLetterPerOwnership(letters(0, 0, 1)), DIVERTED)
+    verify(DIVERTED, OneDeadLetterPerOwnership(dead_letters(0, 1)))
+    assert "record 0/0 has 2 dead letters" in broken(OneDeadLetterPerOwnership(dead_letters(0, 0, 1)), DIVERTED)
     moved = replace(DIVERTED, seen=(*DIVERTED.seen, *seen((40, "q", S, 0, 1), (41, "q", X, 0, 1))))
-    verify(moved, OneLetterPerOwnership(letters(0, 0, 1)))
+    verify(moved, OneDeadLetterPerOwnership(dead_letters(0, 0, 1)))
     twice = replace(DIVERTED, seen=(*DIVERTED.seen, *seen((40, "p", S, 0, 1), (41, "p", X, 0, 1))))
-    assert "twice in one ownership" in broken(OneLetterPerOwnership(letters(0, 0, 1)), twice)
+    assert "twice in one ownership" in broken(OneDeadLetterPerOwnership(dead_letters(0, 0, 1)), twice)
 
 
 # Parked records ---------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def parked(offset: int, generation: int = 3) -> Message:
 
 def test_parked_records_are_those_not_removed_since() -> None:
     first = Coordinates("orders", 0, 0)
-    records = stored(parked(0), parked(1), tombstone("parked", Place(first, 3)), release("parked", first))
+    records = stored(parked(0), parked(1), tombstone("parked", StorageKey(first, 3)), release("parked", first))
 
     assert live(records).keys() == {"orders/0/1@3"}
     assert list(requests(records)) == ["release/orders/0/0"]

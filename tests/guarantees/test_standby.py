@@ -30,7 +30,7 @@ class Load(NamedTuple):
     memory: float
     """Resident, in MiB."""
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{self.rate:.1f} records/s, {100 * self.cpu:.1f} % of a core, {self.memory:.0f} MiB"
 
 
@@ -42,7 +42,11 @@ async def loads(scenario: Scenario, names: list[str]) -> dict[str, Load]:
     await asyncio.sleep(MEASURED)
     now = time.monotonic_ns()
     seen = scenario.observations.refresh().seen
-    finished = Counter(one.process for one in seen if one.kind is Kind.FINISHED and began <= one.at < now)
+    finished = Counter(
+        observation.process
+        for observation in seen
+        if observation.kind is Kind.FINISHED and began <= observation.at < now
+    )
     seconds = (now - began) / 1e9
     return {
         name: Load(
@@ -87,15 +91,15 @@ async def test_a_dead_members_load_goes_to_one_member_unless_there_is_a_standby(
         behind = len(scenario.produced)
         await scenario.until_finished(behind, timeout=60)
         after = await loads(scenario, names)
-    (heir,) = [name for name in names if lost & scenario.members[name].partitions.keys()]
+    (successor,) = [name for name in names if lost & scenario.members[name].partitions.keys()]
     grew = {name: after[name].rate / before[name].rate for name in names if before[name].rate > 1}
-    scenario.notes |= {"heir before": before[heir].told(), "heir after": after[heir].told()}
+    scenario.notes |= {"successor before": before[successor].summary(), "successor after": after[successor].summary()}
     scenario.notes["rate of the one that grew most"] = round(max(grew.values()), 2)
     if standby:
-        assert before[heir].rate < 1, "the standby had nothing to do"
+        assert before[successor].rate < 1, "the standby had nothing to do"
         assert max(grew.values()) < 1.3, grew
     else:
-        assert grew.pop(heir) > 1.7
-        assert after[heir].cpu > before[heir].cpu
+        assert grew.pop(successor) > 1.7
+        assert after[successor].cpu > before[successor].cpu
         assert max(grew.values()) < 1.3, grew
     await scenario.verify(*SAFE)

@@ -1,7 +1,9 @@
 """The test broker itself: it must not falsify the results of the tests."""
 
 import asyncio
+import os
 import ssl
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,11 +18,53 @@ from aiokafka.errors import (
 from confluent_kafka.admin import AclOperation
 
 from tests.support.access import Mechanism, allow, client_options, create_scram_user, deny
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker, KafkaFailedError
-from tests.support.kafka_libs import PROJECT
+from tests.support.kafka_libs import (
+    LIBS_VARIABLE,
+    NEWEST,
+    OLDER,
+    VERSION_VARIABLE,
+    BrokerUnavailableError,
+    chosen_kafka,
+    kafka_libs,
+)
 from tests.support.kafka_properties import PLAIN_USER, SCRAM_USER, SUPER_USER, Credentials
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
+from tests.support.requirements import skip_or_fail
+
+
+@pytest.mark.parametrize("version", [NEWEST, OLDER])
+def test_the_environment_chooses_the_version_of_the_broker(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LIBS_VARIABLE, raising=False)
+    monkeypatch.setenv(VERSION_VARIABLE, version)
+    try:
+        libs = kafka_libs()
+    except BrokerUnavailableError as missing:
+        skip_or_fail("Kafka broker", missing)
+    command = ["java", "-XX:TieredStopAtLevel=1", "-cp", f"{libs}/*", "kafka.Kafka", "--version"]
+
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert printed.split()[0] == version
+
+
+def test_the_named_jars_are_used_and_must_be_of_the_chosen_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kafka_2.13-4.3.1.jar").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "java").touch(mode=0o755)
+    monkeypatch.setenv(LIBS_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(VERSION_VARIABLE, raising=False)
+
+    assert kafka_libs() == tmp_path
+    assert str(tmp_path) in chosen_kafka()
+
+    monkeypatch.setenv(VERSION_VARIABLE, "4.3.0")
+    with pytest.raises(BrokerUnavailableError, match=r"kafka_2\.13-4\.3\.0\.jar"):
+        kafka_libs()
 
 
 async def test_produced_records_are_read_back(kafka: SharedKafka, topic: str) -> None:
@@ -254,10 +298,10 @@ async def test_a_broker_ends_with_the_process_it_belongs_to(tmp_path: Path, kafk
     assert owner.stdout is not None
     guard = psutil.Process(int(await owner.stdout.readline()))
     processes = [guard, *guard.children()]
-    assert [one.name() for one in processes[1:]] == ["java"]
+    assert [process.name() for process in processes[1:]] == ["java"]
 
     owner.kill()
     await owner.wait()
 
     _, alive = psutil.wait_procs(processes, timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -17,13 +17,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aioshard import App, DeadLetter, Record, Retry
-from aioshard.errors import NotDrainedError
-from aioshard.ports import Committed, InstanceIdTakenError, Membership, Message
+from aioshard.errors import InstanceIdTakenError, NotDrainedError
+from aioshard.ports import Committed, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport, TestClient, run
 from aioshard.web.health import serve_health
 from aioshard.web.page import dashboard_routes
-from tests.engine.running import until, watch_of
+from tests.engine.live_apps import until, watch_of
 from tests.support.kafka import KafkaBroker
 
 STUCK_AFTER = 5.0
@@ -62,7 +62,7 @@ def findings_of(diagnosis: dict[str, Any]) -> list[str]:
 
 
 def ask(address: str) -> Found:
-    """Ask everything, from whichever thread."""
+    """Ask everything, from any thread."""
     with httpx.Client(base_url=address, timeout=20.0) as client:
         live, ready = client.get("/livez"), client.get("/readyz")
         return Found(
@@ -244,7 +244,7 @@ def a_fetcher_that_died(scene: Scene) -> AbstractAsyncContextManager[None]:
 
 
 def a_fetch_task_that_died(scene: Scene) -> AbstractAsyncContextManager[None]:
-    return _dies(scene, "fetch orders/0")
+    return _dies(scene, "shard orders/0")
 
 
 def a_commit_coordinator_that_died(scene: Scene) -> AbstractAsyncContextManager[None]:
@@ -256,7 +256,7 @@ async def an_app_that_has_failed(scene: Scene) -> AsyncIterator[None]:
     app = scene.app()
     consumes(app, scene)
     async with scene.client(app):
-        scene.broker.fail_next_poll(InstanceIdTakenError("billing", "pod-1", 45.0, goes_on=True))
+        scene.broker.fail_next_poll(InstanceIdTakenError("billing", "pod-1", 45.0, persists=True))
         await asyncio.sleep(2.0)
         await scene.look(app)
         yield
@@ -413,7 +413,7 @@ class Row:
 
 
 CRASHED = r"the task '{}' of the engine crashed; the app stops"
-HANDLER = r"handler handle computes or blocks without an await, with record orders/0/0, at .*test_health_table.py:\d+"
+HANDLER = r"handler handle blocks without an await, with record orders/0/0, at .*test_health_table.py:\d+"
 OVERDUE: Sample = ("oldest_incomplete_record_age_seconds", {"topic": "orders"}, lambda age: age > STUCK_AFTER)
 HALTED: Sample = ("halted_records", {"handler": "handle"}, is_1)
 NO_BROKER = "the in-memory broker is not available"
@@ -442,10 +442,10 @@ ROWS = [
         a_fetcher_that_hangs,
         live=503,
         ready=200,
-        log="the fetcher hangs: .* for 30 s, although the brokers answer",
+        log="the intake hangs: .* for 30 s, although the brokers answer",
         sample=TROUBLE,
-        finding="the fetcher hangs",
-        why_not_live="the fetcher hangs",
+        finding="the intake hangs",
+        why_not_live="the intake hangs",
     ),
     Row(
         a_fetcher_that_waits_for_brokers_that_are_away,
@@ -477,10 +477,10 @@ ROWS = [
         a_fetch_task_that_died,
         live=503,
         ready=503,
-        log=CRASHED.format("fetch orders/0"),
+        log=CRASHED.format("shard orders/0"),
         sample=FAILED,
-        finding="the app has failed: the task 'fetch orders/0' was cancelled",
-        why_not_live="the app has failed: the task 'fetch orders/0' was cancelled",
+        finding="the app has failed: the task 'shard orders/0' was cancelled",
+        why_not_live="the app has failed: the task 'shard orders/0' was cancelled",
     ),
     Row(
         a_commit_coordinator_that_died,
@@ -506,7 +506,7 @@ ROWS = [
         ready=200,
         log="stuck: orders/0 has not advanced",
         sample=OVERDUE,
-        finding=r"orders/0 has not advanced for 25.* it has been running in handler handle for 25.* at .*table.py:\d+",
+        finding=r"orders/0 has not advanced for 25.* it has been in handler handle for 25.* at .*table.py:\d+",
     ),
     Row(
         a_halted_record,
@@ -546,7 +546,7 @@ ROWS = [
         a_start_without_brokers,
         live=200,
         ready=503,
-        log=f"the Kafka client was lost; a new one is created in .* s: .*{NO_BROKER}",
+        log=f"the Kafka client could not start; a new one is created in .* s: .*{NO_BROKER}",
         sample=TROUBLE,
         finding=f"no Kafka client for .* s: .*{NO_BROKER}",
     ),
@@ -556,7 +556,7 @@ ROWS = [
         ready=503,
         log="draining: nothing new is taken in",
         sample=("engine_state", {"state": "draining"}, is_1),
-        body="the app is draining: it finishes running records and starts no others",
+        body="the app is draining: it finishes the records in flight and starts no others",
         finding="the app is draining for .* and waits for 1 record.* to end first: orders/0/0",
     ),
     Row(
@@ -605,18 +605,18 @@ def check(row: Row, found: Found, logged: Collection[str]) -> None:
     assert value is not None, found.metrics
     assert promised(value), (name, value)
     if row.finding is not None:
-        for place in (found.diagnosis, found.page["diagnosis"]):
-            sentences = findings_of(place)
-            assert any(re.search(row.finding, one, re.DOTALL) for one in sentences), sentences
+        for report in (found.diagnosis, found.page["diagnosis"]):
+            sentences = findings_of(report)
+            assert any(re.search(row.finding, sentence, re.DOTALL) for sentence in sentences), sentences
         # In the text a sentence begins with a capital letter.
         assert re.search(row.finding, found.explanation, re.DOTALL | re.IGNORECASE), found.explanation
     assert found.page["statistics"]["state"] == found.live_body["state"]
     pattern = row.finding if row.body is None else row.body
-    told = found.ready_body["reasons"] + found.ready_body["findings"]
+    reasons = found.ready_body["reasons"] + found.ready_body["findings"]
     if pattern:
-        assert any(re.search(pattern, one, re.DOTALL) for one in told), found.ready_body
+        assert any(re.search(pattern, reason, re.DOTALL) for reason in reasons), found.ready_body
     else:
-        assert told == []
+        assert reasons == []
 
 
 @pytest.mark.chaos

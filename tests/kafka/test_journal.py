@@ -6,7 +6,7 @@ import pyarrow.dataset
 
 from aioshard import App, DeadLetter, Record, Retry
 from aioshard.observe import JournalStatistics
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 async def test_every_record_of_a_real_broker_has_a_row(

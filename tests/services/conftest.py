@@ -7,7 +7,7 @@ from playwright.async_api import Browser
 
 from tests.support.browsing import open_browser
 from tests.support.chromium import ChromiumUnavailableError
-from tests.support.provision import skip_or_fail
+from tests.support.requirements import skip_or_fail
 
 
 @pytest.fixture
@@ -16,4 +16,4 @@ async def browser() -> AsyncIterator[Browser]:
         async with open_browser() as opened:
             yield opened
     except ChromiumUnavailableError as missing:
-        skip_or_fail("Chromium", str(missing))
+        skip_or_fail("Chromium", missing)

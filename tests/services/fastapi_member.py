@@ -1,6 +1,6 @@
 """A FastAPI app that records its runs: `uvicorn tests.services.fastapi_member:api`.
 
-What it does is chosen by the environment: `MEMBER` is a JSON object with `group`, `topic`, `seconds` (of a run),
+The environment chooses its behavior: `MEMBER` is a JSON object with `group`, `topic`, `seconds` (of a run),
 `notes` (a file: a line at the begin and at the end of each run) and `stop_server`.
 """
 
@@ -23,10 +23,10 @@ app = App(member["group"], auto_offset_reset="earliest")
 
 @app.consume(member["topic"], shard_by="record", concurrency=4)
 async def handle(record: Record) -> None:
-    place = f"{record.partition}/{record.offset}"
-    os.write(notes, f"began {place}\n".encode())
+    record_id = f"{record.partition}/{record.offset}"
+    os.write(notes, f"began {record_id}\n".encode())
     await asyncio.sleep(member["seconds"])
-    os.write(notes, f"ended {place}\n".encode())
+    os.write(notes, f"ended {record_id}\n".encode())
 
 
 @contextlib.asynccontextmanager
@@ -53,4 +53,4 @@ async def greet(request: Request, seconds: float = 0.0) -> str:
 @api.post("/fail")
 async def fail() -> None:
     """As if access had been taken away for good."""
-    app.running_engine().fail(StateError("access was taken away"))
+    app.running_engine().lifecycle.fail(StateError("access was taken away"))

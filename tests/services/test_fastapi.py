@@ -14,8 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from aioshard import Settings
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from tests.guarantees.servers import Server
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 TARGET = "tests.services.fastapi_member:api"
 RECORDS = 40
@@ -36,6 +38,16 @@ class Api:
 
     async def start(self, *, seconds: float, records: int = RECORDS, stop_server: bool = False) -> Server:
         """Starts a process and returns once its first records are in flight."""
+        before = len(self.notes)
+        server = await self.begin(seconds=seconds, records=records, stop_server=stop_server)
+        await server.until_ready("/readyz")
+        await until(lambda: len(self.notes) > before)
+        return server
+
+    async def begin(
+        self, *, seconds: float, records: int = RECORDS, stop_server: bool = False, **settings: str
+    ) -> Server:
+        """Starts a process, whose settings may differ, and does not wait for it."""
         number = next(self._numbers)
         if number == 1:
             await self._kafka.create_topic(self._topic, partitions=2)
@@ -53,13 +65,15 @@ class Api:
             "AIOSHARD_SESSION_TIMEOUT": "3",
             "AIOSHARD_HEARTBEAT_INTERVAL": "0.5",
             "AIOSHARD_START_TIMEOUT": "40",
+            **{f"AIOSHARD_{name.upper()}": value for name, value in settings.items()},
         }
-        before = len(self.notes)
         options = f"--timeout-graceful-shutdown={GRACE}"
-        server = self._exit.enter_context(Server(TARGET, self._directory / f"{number}.log", environment, options))
-        await server.until_ready("/readyz")
-        await until(lambda: len(self.notes) > before)
-        return server
+        return self._exit.enter_context(Server(TARGET, self._directory / f"{number}.log", environment, options))
+
+    async def members(self) -> list[str]:
+        """The ids of the group's members, with those that have died and are not yet removed."""
+        async with KafkaAdmin(Settings(bootstrap_servers=self._kafka.bootstrap)) as admin:
+            return [member.member_id for member in (await admin.group(self._group)).members]
 
     @property
     def notes(self) -> list[str]:
@@ -69,7 +83,7 @@ class Api:
 
     def times(self, what: str) -> Counter[str]:
         """How often each record began, or ended."""
-        return Counter(place for kind, place in map(str.split, self.notes) if kind == what)
+        return Counter(record_id for kind, record_id in map(str.split, self.notes) if kind == what)
 
     async def committed(self) -> int:
         """How many records are."""
@@ -133,6 +147,28 @@ async def test_a_kill_during_the_drain_loses_nothing(api: Api) -> None:
 
     assert await api.committed() == 0
     await api.finish()
+
+
+async def test_after_a_crash_the_port_opens_and_readiness_names_the_dead_member(api: Api) -> None:
+    """With `start_timeout=None`, the start does not wait for the session of the killed process."""
+    crashed = await api.begin(seconds=0.0, session_timeout="15", start_timeout="none")
+    await crashed.until_ready("/readyz")
+    (dead,) = await api.members()
+    crashed.kill()
+
+    server = await api.begin(seconds=0.0, session_timeout="15", start_timeout="none")
+    reasons: list[str] = []
+    async with httpx.AsyncClient(base_url=server.base, timeout=30.0) as client, asyncio.timeout(60.0):
+        while not any(dead in reason for reason in reasons):
+            with contextlib.suppress(httpx.ConnectError):
+                answer = await client.get("/readyz")
+                assert (answer.status_code, answer.json()["state"]) == (503, "starting")
+                reasons = answer.json()["reasons"]
+            await asyncio.sleep(0.1)
+        assert (await client.get("/livez")).status_code == 200
+        assert (await client.get("/greeting")).json() == "hello"
+    await server.until_ready("/readyz")
+    assert dead in server.log
 
 
 @pytest.mark.chaos

@@ -14,12 +14,12 @@ from starlette.applications import Starlette
 
 from aioshard import App, Record
 from aioshard.errors import StateError
+from aioshard.kafka.memory.producer import InMemoryProducer
+from aioshard.kafka.memory.side_topics import InMemorySideTopics
 from aioshard.ports import Clients
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient
-from aioshard.testing.producer import InMemoryProducer
-from aioshard.testing.side_topics import InMemorySideTopics
 from aioshard.web.health import health_routes
-from tests.engine.running import engine_of
+from tests.engine.live_apps import engine_of
 
 
 class Shop:
@@ -121,40 +121,40 @@ async def test_a_test_client_runs_the_app_and_the_lifespan_uses_it() -> None:
 
 @pytest.mark.parametrize("stop_server", [False, True])
 async def test_a_failure_stops_a_server_only_on_request(shop: Shop, stop_server: bool) -> None:
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    signaled = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signaled.set)
     try:
         async with shop.app.lifespan(None, stop_server=stop_server):
-            engine_of(shop.app).fail(StateError("access was taken away"))
+            engine_of(shop.app).lifecycle.fail(StateError("access was taken away"))
             if stop_server:
                 async with asyncio.timeout(5):
-                    await told.wait()
+                    await signaled.wait()
             await asyncio.sleep(0.05)
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
-    assert told.is_set() == stop_server
+    assert signaled.is_set() == stop_server
 
 
 async def test_a_process_without_a_sigterm_handler_is_not_stopped(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with caplog.at_level(logging.ERROR):
         async with shop.app.lifespan(None, stop_server=True):
-            engine_of(shop.app).fail(StateError("access was taken away"))
+            engine_of(shop.app).lifecycle.fail(StateError("access was taken away"))
             await asyncio.sleep(0.05)
 
     assert "the server is not stopped: nothing in this process handles SIGTERM" in caplog.messages
 
 
 async def test_a_stopping_server_gets_no_second_signal(shop: Shop) -> None:
-    told: list[int] = []
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: told.append(1))
+    signals: list[int] = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: signals.append(1))
     try:
         async with shop.app.lifespan(None, stop_server=True):
             engine = engine_of(shop.app)
-        engine.fail(StateError("the last commit was refused"))
+        engine.lifecycle.fail(StateError("the last commit was refused"))
         await asyncio.sleep(0.05)
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
-    assert told == []
+    assert signals == []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.incidents import HEAD, INCIDENTS, RECORDED, RULES, STEP, expectations, record, values
+from tests.support.brokers import SharedKafka
 from tests.support.prometheus import PrometheusUnavailableError, programs, promtool
-from tests.support.provision import skip_or_fail
-from tests.support.shared_kafka import SharedKafka
+from tests.support.requirements import skip_or_fail
+from tests.tools.incidents import HEAD, INCIDENTS, RECORDED, RULES, STEP, expectations, record, values
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _installed() -> None:
     try:
         programs()
     except PrometheusUnavailableError as missing:
-        skip_or_fail("Prometheus", str(missing))
+        skip_or_fail("Prometheus", missing)
 
 
 def test_each_alert_fires_in_its_recorded_incident_and_none_in_a_deploy() -> None:

@@ -8,8 +8,8 @@ from playwright.async_api import Browser, expect
 from aioshard import App, DeadLetter, Park, Record, Retry
 from aioshard.web import dashboard
 from tests.kafka.faults.support import until
+from tests.support.brokers import SharedKafka
 from tests.support.browsing import Watched, served
-from tests.support.shared_kafka import SharedKafka
 
 ONCE = Retry(attempts=1)
 

@@ -13,8 +13,8 @@ from playwright.async_api import Browser, expect
 
 from aioshard import App, Park, Record, Retry
 from aioshard.web.page import dashboard
+from tests.support.brokers import SharedKafka
 from tests.support.browsing import Watched, served
-from tests.support.shared_kafka import SharedKafka
 
 TOKEN = "only-for-this-test"
 SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"
@@ -87,7 +87,7 @@ async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[t
 
 
 async def read_what_it_says(watched: Watched, topic: str) -> None:
-    """Plots move, and what is stuck and halted is named, with the stack."""
+    """Plots move, and stuck and halted records are named, with the stack."""
     page = watched.page
     await expect(page.locator("#state")).to_have_text("running")
     await asyncio.gather(*(watched.moved(plot, 2) for plot in ("rate", "lag", "age", "time")))

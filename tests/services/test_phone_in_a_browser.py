@@ -11,7 +11,7 @@ from aioshard.errors import NotDrainedError
 from aioshard.testing import InMemoryBroker, TestClient
 from aioshard.web.page import dashboard
 from tests.support.browsing import Watched, served
-from tests.support.screenshots import load, shop, trouble
+from tests.tools.screenshots import load, shop, trouble
 
 HIGHEST = 4_000
 

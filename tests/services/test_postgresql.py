@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from tests.support import postgresql as harness
-from tests.support import provision
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
+from tests.tools import provision
 
 
 def test_databases_are_isolated_and_removed(postgresql: PostgresqlServer) -> None:
@@ -56,13 +56,13 @@ async def test_a_server_ends_with_the_process_it_belongs_to(postgresql: Postgres
     process_group, directory = (await owner.stdout.readline()).split()
     guard = psutil.Process(int(process_group))
     processes = [guard, *guard.children(recursive=True)]
-    assert {one.name() for one in processes[1:]} == {"postgres"}
+    assert {process.name() for process in processes[1:]} == {"postgres"}
 
     owner.kill()
     await owner.wait()
 
     _, alive = psutil.wait_procs(processes, timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     shutil.rmtree(directory.decode())
 
 
@@ -106,12 +106,12 @@ def test_a_failed_installation_is_reported_and_fails_only_in_ci(
     ci: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> Path:
-        raise PostgresqlUnavailableError("there is no server")
+        raise PostgresqlUnavailableError("the server is missing")
 
     monkeypatch.setattr(harness, "server_programs", missing)
     monkeypatch.setattr(provision, "INSTALL", ["false"])
     monkeypatch.setattr(provision, "UPDATE", ["false"])
     monkeypatch.setenv("CI", ci)
 
-    assert harness.main() == code
+    assert provision.main(["postgresql"]) == code
     assert "NO POSTGRESQL, tests that need it will" in capsys.readouterr().err

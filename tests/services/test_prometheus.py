@@ -10,11 +10,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from aioshard.telemetry.metrics import AppCollector
 from tests.engine.telemetry.test_metrics import STATISTICS
+from tests.support.brokers import SharedKafka
 from tests.support.fake_app import FakeApp
+from tests.support.paths import PROJECT
 from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hurried, programs, promtool
-from tests.support.provision import skip_or_fail
-from tests.support.running import PROJECT, Running
-from tests.support.shared_kafka import SharedKafka
+from tests.support.requirements import skip_or_fail
+from tests.support.subprocesses import CommandProcess
 
 RULES = PROJECT / "deploy/prometheus/aioshard.rules.yml"
 DASHBOARD = PROJECT / "deploy/grafana/aioshard.json"
@@ -41,7 +42,7 @@ def _installed() -> None:
     try:
         programs()
     except PrometheusUnavailableError as missing:
-        skip_or_fail("Prometheus", str(missing))
+        skip_or_fail("Prometheus", missing)
 
 
 def test_the_configuration_and_the_rules_are_valid_and_each_alert_fires_when_it_should() -> None:
@@ -71,7 +72,7 @@ async def test_alerts_fire_panels_have_data_and_paused_lag_grows(
     (tmp_path / "shop.py").write_text(
         APP.format(group=group, servers=kafka.bootstrap, topic=topic, stuck_after=STUCK_AFTER)
     )
-    running = await Running.start(tmp_path, "run", "shop:app", "--web")
+    running = await CommandProcess.start(tmp_path, "run", "shop:app", "--web")
     try:
         async with await running.health() as health:
             target = f"{health.base_url.host}:{health.base_url.port}"
@@ -104,12 +105,12 @@ async def check_poisoned(prometheus: Prometheus, health: httpx.AsyncClient, topi
     halted = await prometheus.firing("AioshardRecordsHalted")
     assert halted["handler"] == "on_order"
     assert (await health.get("/livez")).status_code == httpx.codes.OK
-    asking = await Running.start(directory, "explain", str(health.base_url))
+    asking = await CommandProcess.start(directory, "explain", str(health.base_url))
     assert await asking.ends() == 0, asking.errors
     assert f"{topic}/{POISONED} has not advanced" in asking.output
     assert "no such customer" in asking.output
     shown = (await health.get("/dashboard.json")).json()
-    (found,) = [one for one in shown["diagnosis"]["partitions"] if one["partition"] == POISONED]
+    (found,) = [partition for partition in shown["diagnosis"]["partitions"] if partition["partition"] == POISONED]
     assert (found["verdict"], found["head"]["offset"]) == ("stuck", 0)
     (failed,) = shown["workload"]["failed"]
     assert (failed["topic"], failed["partition"], failed["offset"], failed["state"]) == (topic, POISONED, 0, "halted")
@@ -137,5 +138,5 @@ async def check_variables(prometheus: Prometheus, group: str, topic: str) -> Non
             asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
             assert asked is not None, variable["query"]
             series = await prometheus.query(asked[1].replace("$group", group))
-            offered[variable["name"]] = {one["metric"].get(asked[2]) for one in series}
+            offered[variable["name"]] = {sample["metric"].get(asked[2]) for sample in series}
     assert offered == {"group": {group}, "topic": {topic}}

@@ -44,7 +44,7 @@ class BatchWorld(World):
         self.processes.append(BatchProcess(self, self._number))
 
     async def handle_batch(self, process: Process, records: list[Record], context: BatchContext) -> None:
-        """As `World.handle`, for several records at once."""
+        """As `World.handle`, for several records together."""
         self.runs += len(records)
         self.largest = max(self.largest, len(records))
         self._check_size(records, context)

@@ -8,7 +8,7 @@ from aioshard import CircuitBreaker, Context, DeadLetter, Park, Record, Retry
 from aioshard.core.options import OnFailure
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
-from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_dead_letter, read_parked, release
+from aioshard.serde.side_records import ParkedRecord, Removed, StorageKey, read_dead_letter, read_parked, release
 from tests.simulation.world import GROUP, TOPIC, Process, World
 
 SIDE = "side"
@@ -31,7 +31,7 @@ class FailingWorld(World):
         super().__init__(seed, **options)
         self.policy = policy
         self.failed: set[tuple[TopicPartition, int]] = set()
-        self.side_records: dict[Place, int] = {}
+        self.side_records: dict[StorageKey, int] = {}
         """Parked records: their key in the side topic, and their offset."""
         self.ever_sent: set[tuple[TopicPartition, int]] = set()
         """Every record that was ever in the side topic."""
@@ -57,7 +57,7 @@ class FailingWorld(World):
     # Invariants -------------------------------------------------------------------------
 
     def read_side(self) -> None:
-        """Take note of what was written to the side topic since the last time."""
+        """Remember the new records of the side topic."""
         if SIDE not in self.broker.topics():
             return
         for partition in range(self.broker.topics()[SIDE]):
@@ -75,19 +75,19 @@ class FailingWorld(World):
             return
         match read_parked(record):
             case ParkedRecord() as parked:
-                self.side_records[parked.place] = record.offset
+                self.side_records[parked.storage_key] = record.offset
                 self.ever_sent.add((parked.original.topic_partition, parked.original.offset))
             case Removed(gone):
                 self.side_records.pop(gone, None)
 
     def is_terminal(self, topic_partition: TopicPartition, offset: int) -> bool:
         """Not processed, and never to be processed."""
-        place = (topic_partition, offset)
+        record_id = (topic_partition, offset)
         if self.policy == "skip":
-            return place in self.failed
+            return record_id in self.failed
         if self.policy in {"dead letter", "breaker"}:
             self.read_side()
-            return place in self.ever_sent
+            return record_id in self.ever_sent
         return False
 
     def runs_again(self, topic_partition: TopicPartition, offset: int) -> bool:
@@ -125,9 +125,9 @@ class FailingWorld(World):
 
     def _request_releases(self) -> None:
         self.read_side()
-        for place in sorted(self.side_records):
+        for storage_key in sorted(self.side_records):
             if self.rng.random() < 0.5:
-                message = release(SIDE, place.coordinates)
+                message = release(SIDE, storage_key.coordinates)
                 self.broker.publish(SIDE, message.value, key=message.key, partition=message.partition)
 
     async def calm_down(self) -> None:
@@ -144,20 +144,22 @@ class FailingWorld(World):
                 assert isinstance(name, TopicPartition)
                 process.app.resume(name.topic, name.partition)
             for handler in engine.handlers:
-                for shards in handler.feed.shards:
+                for shards in handler.sharder.shards:
                     for delivery in shards.halted:
                         process.app.retry_now(TOPIC, delivery.record.partition, delivery.record.offset)
         if self.policy == "park for good":
             self._request_releases()
 
     @property
-    def left_parked(self) -> list[Place]:
+    def left_parked(self) -> list[StorageKey]:
         """Return the records that still have to leave the side topic, sorted; those without a leader cannot."""
         self.read_side()
         if not self.policy.startswith("park"):
             return []
         return sorted(
-            place for place in self.side_records if TopicPartition(*place.coordinates[:2]) not in self.broker.leaderless
+            storage_key
+            for storage_key in self.side_records
+            if TopicPartition(*storage_key.coordinates[:2]) not in self.broker.leaderless
         )
 
     def finished(self) -> bool:
@@ -165,22 +167,22 @@ class FailingWorld(World):
 
     def describe(self) -> str:
         lines = [super().describe()]
-        for place in self.left_parked:
-            stored_in = TopicPartition(SIDE, place.coordinates.partition)
-            stored_at = self.side_records[place]
+        for storage_key in self.left_parked:
+            stored_in = TopicPartition(SIDE, storage_key.coordinates.partition)
+            stored_at = self.side_records[storage_key]
             (record,) = self.broker.log(*stored_in).read(stored_at, stored_at + 1)
             parked = read_parked(record)
             assert isinstance(parked, ParkedRecord)
             original = parked.original
             done = original.offset in self.done[original.topic_partition]
             lines.append(
-                f"{place} is left in {stored_in} at {stored_at}: key {original.key!r}, due {parked.due}, run again "
-                f"{parked.replays} time(s), {'done' if done else 'not done'}; the partition is that of "
-                f"{self.broker.group(GROUP).owner(original.topic_partition)}, {self._known_of(place)}"
+                f"{storage_key} is left in {stored_in} at {stored_at}: key {original.key!r}, due {parked.due}, retries "
+                f"{parked.retries}, {'done' if done else 'not done'}; the partition is that of "
+                f"{self.broker.group(GROUP).owner(original.topic_partition)}, {self._known_of(storage_key)}"
             )
         return "\n".join(lines)
 
-    def _known_of(self, place: Place) -> str:
+    def _known_of(self, storage_key: StorageKey) -> str:
         """Return the view of the living processes."""
         lots = [
             (process, lot)
@@ -189,12 +191,12 @@ class FailingWorld(World):
             for handler in process.engine.handlers
             if handler.parking is not None
             for lot in handler.parking.partitions
-            if lot.source.topic_partition == (place.coordinates.topic, place.coordinates.partition)
+            if lot.source.topic_partition == (storage_key.coordinates.topic, storage_key.coordinates.partition)
         ]
         known = [
             f"process {process.number} (generation {lot.generation}) knows of that of generation {entry.generation}"
             for process, lot in lots
-            if (entry := lot.keys.get(place.coordinates.offset)) is not None
+            if (entry := lot.keys.get(storage_key.coordinates.offset)) is not None
         ]
         return (
             ", ".join(known) or f"and no process of {[process.number for process, _ in lots]} that has it knows of it"

@@ -65,16 +65,16 @@ class Scenario(World):
 
 
 class CoordinatorMoves(Scenario):
-    """The coordinator moves and a member dies; its heir asks the old one for offsets."""
+    """The coordinator moves and a member dies; its successor asks the old one for offsets."""
 
     async def fault(self) -> None:
         self.publish(60)
         await asyncio.sleep(0.1)
-        dying, heir = self.living
+        dying, successor = self.living
         committed = {name: self.broker.committed(GROUP, *name) or 0 for name in PARTITIONS}
         before = self.runs
         await dying.kill()
-        heir.transports[-1].ask_old_coordinator(SESSION + 4.0)
+        successor.transports[-1].ask_old_coordinator(SESSION + 4.0)
         await self.finish_within(SESSION + 10.0)
         left = sum(offset >= committed[name] for name in PARTITIONS for offset in self.offsets[name])
         assert 0 < self.runs - before <= left, "only uncommitted records run again"

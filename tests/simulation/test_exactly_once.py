@@ -8,12 +8,14 @@ import pytest
 
 from aioshard import BatchContext, Context, DeadLetter, Park, Record, Retry
 from aioshard.records import TopicPartition
-from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_parked, release
+from aioshard.serde.side_records import ParkedRecord, Removed, StorageKey, read_parked, release
 from tests.simulation.batching import BatchWorld
 from tests.simulation.seeds import with_seeds
 from tests.simulation.world import TOPIC, Process, World, live
 
 OUT, DEAD, SIDE = "out", "dead", "side"
+NOWHERE = 77
+"""A partition that no topic has."""
 
 
 class ExactlyOnceWorld(World):
@@ -45,6 +47,8 @@ class ExactlyOnceWorld(World):
         for number in range(copies(record)):
             headers = [("of", b"%d %d %d" % (record.partition, record.offset, number))]
             await context.publish(OUT, b"x", key=record.key, headers=headers, partition=record.partition)
+        if self.is_refused(record):
+            await context.publish(OUT, b"x", partition=NOWHERE)
 
     async def _work(self, process: Process, *records: Record) -> bool:
         if any(self.fails(record) for record in records):
@@ -54,6 +58,10 @@ class ExactlyOnceWorld(World):
     def fails(self, record: Record) -> bool:
         """Whether an attempt at a record fails."""
         return record.offset % 11 == 5
+
+    def is_refused(self, record: Record) -> bool:
+        """Whether a record produces a message that the brokers refuse."""
+        return record.offset % 23 == 9
 
     def is_terminal(self, topic_partition: TopicPartition, offset: int) -> bool:  # noqa: ARG002
         """It may be: a dead letter is complete before it is visible. Messages show the order of the runs."""
@@ -75,16 +83,18 @@ class ExactlyOnceWorld(World):
         headers = dict(output.headers)
         if output.topic == OUT:
             partition, offset, number = map(int, (headers["of"] or b"").split())
-            place = OUT, partition, offset, number
+            output_id = OUT, partition, offset, number
             if output.key is not None:
                 order = self.order[partition, output.key]
-                assert not order or order[-1] < (offset, number), f"I13: {place} of {output.key!r} follows {order[-1]}"
+                assert not order or order[-1] < (offset, number), (
+                    f"I13: {output_id} of {output.key!r} follows {order[-1]}"
+                )
                 order.append((offset, number))
         else:
             partition, offset = (int(headers[f"aioshard.{name}"] or b"") for name in ("partition", "offset"))
-            place = DEAD, partition, offset, -1
-        self.seen[place] += 1
-        assert self.seen[place] == 1, f"I13: {place} is visible {self.seen[place]} times"
+            output_id = DEAD, partition, offset, -1
+        self.seen[output_id] += 1
+        assert self.seen[output_id] == 1, f"I13: {output_id} is visible {self.seen[output_id]} times"
 
     def check_all(self) -> None:
         """At the end, each record has had all its messages or its dead letter."""
@@ -93,9 +103,10 @@ class ExactlyOnceWorld(World):
                 record = Record(TOPIC, topic_partition.partition, offset, None, None, (), 0.0)
                 found = sum(self.seen[OUT, topic_partition.partition, offset, number] for number in range(3))
                 dead = self.seen[DEAD, topic_partition.partition, offset, -1]
-                assert (found, dead) in ((copies(record), 0), (0, 1)), (
-                    f"I13: {topic_partition} {offset}: {found}, {dead}"
-                )
+                processed = (copies(record), 0)
+                dead_lettered = (0, 1)
+                expected = [dead_lettered] if self.is_refused(record) else [processed, dead_lettered]
+                assert (found, dead) in expected, f"I13: {topic_partition} {offset}: {found}, {dead}"
 
     def _progress_outside(self, withheld: Collection[TopicPartition]) -> None:
         """Nobody outside: what it publishes would be its own affair."""
@@ -114,12 +125,15 @@ class ParkingWorld(ExactlyOnceWorld):
 
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__(seed, **options)
-        self.parked: set[Place] = set()
+        self.parked: set[StorageKey] = set()
         """Return the records that a reader of the side topic sees as parked now."""
         self.ever_parked: set[tuple[TopicPartition, int]] = set()
 
     def consume_options(self) -> dict[str, Any]:
         return {"retry": Retry(attempts=2, initial=0.05), "on_failure": Park(SIDE, delay=0.5)}
+
+    def is_refused(self, record: Record) -> bool:  # noqa: ARG002 - it would be parked without end
+        return False
 
     def fails(self, record: Record) -> bool:
         return not self.calm and record.offset % 5 == 2 and self.rng.random() < 0.8
@@ -130,7 +144,7 @@ class ParkingWorld(ExactlyOnceWorld):
             for record in log.read(self._read[SIDE, partition], log.stable_end):
                 match read_parked(record):
                     case ParkedRecord() as parked:
-                        self.parked.add(parked.place)
+                        self.parked.add(parked.storage_key)
                         self.ever_parked.add((parked.original.topic_partition, parked.original.offset))
                     case Removed(gone):
                         self.parked.discard(gone)
@@ -146,8 +160,8 @@ class ParkingWorld(ExactlyOnceWorld):
     async def something_happens(self) -> None:
         match self.rng.randrange(8):
             case 0 if SIDE in self.broker.topics():
-                for place in sorted(self.parked):
-                    message = release(SIDE, place.coordinates)
+                for storage_key in sorted(self.parked):
+                    message = release(SIDE, storage_key.coordinates)
                     self.broker.publish(SIDE, message.value, key=message.key, partition=message.partition)
             case 1 if SIDE in self.broker.topics():
                 self.broker.log(SIDE, self.rng.randrange(3)).compact()
@@ -156,7 +170,9 @@ class ParkingWorld(ExactlyOnceWorld):
 
     def finished(self) -> bool:
         withheld = self.broker.leaderless
-        return super().finished() and all(TopicPartition(*place.coordinates[:2]) in withheld for place in self.parked)
+        return super().finished() and all(
+            TopicPartition(*storage_key.coordinates[:2]) in withheld for storage_key in self.parked
+        )
 
 
 class ExactlyOnceBatchWorld(BatchWorld, ExactlyOnceWorld):

@@ -1,7 +1,7 @@
 """Several processes of one group, simulated in one event loop, while everything goes wrong.
 
-The real engine runs on the in-memory broker under virtual time. What the handlers did is compared with what was
-published, and the guarantees are asserted after every step of the loop.
+The real engine runs on the in-memory broker under virtual time. The runs of handlers are compared with the published
+records, and the guarantees are asserted after every step of the loop.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class ClusterTransport(InMemoryTransport):
         return asyncio.get_running_loop().time() > self.cut_at + SESSION + MARGIN
 
     def ask_old_coordinator(self, seconds: float) -> None:
-        """Ask a broker that is the coordinator no more: its answers are errors at first, and empty later."""
+        """Ask a broker that is no longer the coordinator: its answers are errors at first, and empty later."""
         now = asyncio.get_running_loop().time()
         self._answers_nothing, self._answers_right = now + seconds / 2, now + seconds
 
@@ -124,7 +124,7 @@ class ClusterTransport(InMemoryTransport):
 
 
 class Process:
-    """One member: an app with its client and what its handler runs now."""
+    """One member: an app with its client and the current runs of its handler."""
 
     def __init__(self, world: "World", number: int) -> None:
         self.world = world
@@ -181,7 +181,7 @@ class Process:
 
     @property
     def member_id(self) -> str:
-        """The id under which its client has joined, whatever the group knows of it now."""
+        """The id under which its client has joined, also if the group has forgotten it."""
         return self.transports[-1]._member_id if self.transports else ""
 
     @property
@@ -191,7 +191,7 @@ class Process:
 
     def has_told_to_end(self, record: Record) -> bool:
         """Whether a run was cancelled; it may hear of that in the next turn of the loop."""
-        workers = () if self.engine is None else self.engine.workers
+        workers = () if self.engine is None else self.engine.handlers.workers
         cancelled = (delivery.record for worker in workers if worker.cancelled for delivery in worker.deliveries)
         return record in self.told_to_end or record in cancelled
 
@@ -223,7 +223,7 @@ class Process:
             transport.crash()
         engine = self.engine
         if engine is not None:
-            for worker in engine.workers:
+            for worker in engine.handlers.workers:
                 worker.interrupt()
             await engine._tasks.close(0.0)
         self.task.cancel()
@@ -231,7 +231,7 @@ class Process:
 
 
 class World:
-    """The broker, the processes, and the record of what was published and processed."""
+    """The broker, the processes, and the published and processed records."""
 
     transport_class: type[ClusterTransport] = ClusterTransport
     settings: Mapping[str, Any] = {}
@@ -253,10 +253,10 @@ class World:
         self.of_key: dict[tuple[TopicPartition, bytes], list[int]] = defaultdict(list)
         self.processes: list[Process] = []
         self.runs = 0
-        self.noted = 0
-        """Runs of finished records that were noted with commits."""
+        self.committed_runs = 0
+        """Runs of finished records that were stored with commits."""
         self.latest: dict[TopicPartition, tuple[Committed, Sequence[Run]]] = {}
-        """The latest commit of each partition, and what it noted."""
+        """The latest commit of each partition, and its stored completions."""
         self.breaches: list[str] = []
         """Breaches found in tasks of the engine or transport, where raising would not end the test."""
         self._checked: dict[TopicPartition, int] = defaultdict(int)
@@ -270,7 +270,7 @@ class World:
     # Handlers --------------------------------------------------------------------------
 
     async def handle(self, process: Process, record: Record, context: Context) -> None:  # noqa: ARG002 - the other form is tested too
-        """Run one attempt, of a length that chance decides, and check what may be running beside it."""
+        """Run one attempt, of a length that chance decides, and check the runs that may be concurrent."""
         self.runs += 1
         self._check_start(process, record)
         self._check_not_stored(process, record)
@@ -330,7 +330,7 @@ class World:
                 self._breach(f"I4: {topic_partition} {record.offset} starts before {offset} of its key was done")
 
     def _check_other_processes(self, process: Process, record: Record) -> None:
-        """A member starts nothing once its session is over, and no two members run a key at once."""
+        """A member starts nothing once its session is over, and no two members run a key concurrently."""
         process.told_to_end.discard(record)
         if process.is_overdue:
             self._breach(f"I4: {record} starts in process {process.number}, cut off for longer than its session")
@@ -348,7 +348,7 @@ class World:
 
         A process that the group has dropped, and that has not heard of it, may run what its successor has finished.
         """
-        transport = process.engine.transport if process.engine is not None else None
+        transport = process.engine.client.transport if process.engine is not None else None
         owner = self.broker.group(GROUP).owner(record.topic_partition)
         if transport is None or transport.membership().member_id != owner:
             return
@@ -406,16 +406,16 @@ class World:
 
     def _check_stored(self, topic_partition: TopicPartition, committed: Committed) -> None:
         """Check that stored completions are finished: nobody runs them again."""
-        noted = CommitMetadata.read(committed.metadata, committed.offset)
-        assert not noted.ignored, f"{topic_partition}: {noted.ignored}"
+        metadata = CommitMetadata.read(committed.metadata, committed.offset)
+        assert not metadata.ignored, f"{topic_partition}: {metadata.ignored}"
         offsets, done = self.offsets[topic_partition], self.done[topic_partition]
-        for run in noted.finished:
-            for place in range(bisect.bisect_left(offsets, run.start), bisect.bisect_left(offsets, run.end)):
-                offset = offsets[place]
+        for run in metadata.finished:
+            for number in range(bisect.bisect_left(offsets, run.start), bisect.bisect_left(offsets, run.end)):
+                offset = offsets[number]
                 passed = offset in done or self.may_be_passed(topic_partition, offset)
-                assert passed, f"I1: {topic_partition} {offset} was noted as finished with commit {committed.offset}"
-        self.noted += len(noted.finished)
-        self.latest[topic_partition] = committed, noted.finished
+                assert passed, f"I1: {topic_partition} {offset} was stored as finished with commit {committed.offset}"
+        self.committed_runs += len(metadata.finished)
+        self.latest[topic_partition] = committed, metadata.finished
 
     # Events ------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class World:
                 self.broker.log(TOPIC, record.partition).skip(self.rng.randrange(1, 8))
 
     async def live_through(self, events: int, pauses: Sequence[float]) -> None:
-        """Live a life: so many events, and then the end of all trouble."""
+        """Live a life: the given number of events, and then the end of all trouble."""
         self.start_process()
         if self.reset == "latest":  # what is there before the group has a position does not count
             positions = self.broker.group(GROUP).committed
@@ -599,7 +599,7 @@ class World:
 def live(life: Coroutine[Any, Any, None], *, seed: int, on_step: Callable[[], None]) -> None:
     """Run a life of a world, in which the clock of the wall is that of the loop: so a seed repeats its run.
 
-    What is parked is due by that clock, also in a process that starts later.
+    Parked records are due by that clock, also in a process that starts later.
     """
     with unittest.mock.patch("time.time", new=_wall_clock):
         run_virtually(life, seed=seed, on_step=on_step)
@@ -622,7 +622,7 @@ async def stop_quietly(process: Process) -> None:
 
 def check_engine(engine: Engine) -> None:
     """Check the invariants of one engine between two steps."""
-    epochs: list[Epoch] = [*engine.rebalance.epochs]
+    epochs: list[Epoch] = [*engine.rebalance.partitions]
     for handler in engine.handlers:
         if handler.parking is not None:
             epochs += handler.parking.partitions
@@ -638,6 +638,6 @@ def check_engine(engine: Engine) -> None:
     # One record larger than the bound is admitted alone, and so is one that is run again.
     alone = oversized * (OVERSIZED + 600)
     assert size <= buffer.bounds.bytes or size - alone <= buffer.bounds.bytes, f"I6: {size} bytes"
-    for partition in engine.rebalance.epochs:
-        committable, committed = partition.tracker.committable, partition.acknowledged
+    for partition in engine.rebalance.partitions:
+        committable, committed = partition.tracker.committable, partition.commits.acknowledged
         assert committed is None or partition.gate or committed <= committable, "I1: ahead of ourselves"

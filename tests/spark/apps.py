@@ -61,12 +61,12 @@ class AppModule:
 
     @property
     def seen(self) -> list[tuple[int, int]]:
-        """Partition and offset of what the handler of `write_app` was given."""
+        """Partition and offset of the records that the handler of `write_app` got."""
         found: list[tuple[int, int]] = self.module.seen
         return found
 
     async def until_seen(self, count: int) -> None:
-        """Return when the handler was given so many records."""
+        """Return when the handler got that number of records."""
         async with asyncio.timeout(DEADLINE):
             while len(self.seen) < count:  # noqa: ASYNC110 - the module is a user's: it has no event
                 await asyncio.sleep(0.01)
@@ -88,9 +88,9 @@ def write_app(
         monkeypatch: Makes the directory importable.
         cluster: The app's brokers.
         group: The app's.
-        topic: What its only handler reads, where *handlers* does not say else.
+        topic: The topic of its only handler, unless *handlers* says otherwise.
         handlers: The source of its handlers.
-        settings: In place of quick ones.
+        settings: Instead of quick ones.
     """
     head = _HEAD.format(group=group, bootstrap=cluster.bootstrap, settings=QUICK | settings)
     return write_module(directory, monkeypatch, head + (handlers or _HANDLER.format(topic=topic)))

@@ -14,7 +14,7 @@ from aioshard.spark.runs import RunStatus
 from aioshard.spark.runs import run as run_plan
 from aioshard.spark.verification import Verification, verify
 from tests.spark.apps import AppModule
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

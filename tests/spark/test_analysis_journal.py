@@ -1,10 +1,12 @@
 """The journal analysis on Spark, compared with plain Python."""
 
+import dataclasses
 import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
@@ -12,8 +14,9 @@ from pyspark.sql import functions as sql
 
 from aioshard.core.sharding import shard_number
 from aioshard.errors import SettingsError
-from aioshard.spark.reports import Journal, lag, read_journal, skew, tail
-from tests.support.journals import Row, seeded_rows, write_journal
+from aioshard.reports.analysis import Journal, lag, progress, read_journal, skew, tail
+from aioshard.reports.tables import DuckTables, SparkTables
+from tests.support.journals import BEGIN, Row, rebalance, seeded_rows, write_journal
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine starts Spark slowly
 
@@ -21,7 +24,7 @@ RECORDS = 1_200
 
 
 def ran(rows: Sequence[Row], workers: int) -> list[Row]:
-    """The same rows as an app with so many workers would have written them."""
+    """The same rows as an app with that number of workers would have written them."""
     free: dict[int | None, float] = {}
     slots = [0.0] * workers
     for row in rows:
@@ -44,7 +47,40 @@ def journal(spark: SparkSession, rows: list[Row], tmp_path_factory: pytest.TempP
     write_journal(directory, rows[: RECORDS // 2])
     write_journal(directory, rows[RECORDS // 2 :], number=1)
     (directory / ".20261101T000002.000000Z-shop-host-1-00000002.parquet.part").write_bytes(b"not finished")
-    return read_journal(spark, str(directory))
+    return read_journal(SparkTables(spark), str(directory))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two results are the same, but for the last digits of fractions."""
+    if isinstance(one, float):
+        return bool(one == pytest.approx(other, rel=1e-9))
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def test_duckdb_computes_the_same_as_spark(spark: SparkSession, tmp_path: Path) -> None:
+    rows = ran(seeded_rows(7, 400, rate=300, show_keys=True), 8)
+    rows[3] = dataclasses.replace(rows[3], started=None, duration=None, status="skipped")
+    rows[4] = dataclasses.replace(rows[4], attempts=3, shard=None)
+    rows += [
+        Row(offset=900, key=b"\xff|\x00", key_hash=-1, shard=5, duration=2.5),
+        Row(offset=901, key_hash=17, shard=-2, topic="it's", started=BEGIN + 1.0000005),
+        Row(offset=902, handler="o'ther"),
+        rebalance(0.5, 0.25, "somebody came"),
+        rebalance(1.5, 12.0, 'somebody "went"'),
+    ]
+    write_journal(tmp_path, rows[:200])
+    write_journal(tmp_path, rows[200:], number=1)
+
+    for handler in (None, "o'ther"):
+        here = read_journal(DuckTables(), str(tmp_path), handler)
+        there = read_journal(SparkTables(spark), str(tmp_path), handler)
+        assert here[3:] == there[3:]
+        for report in (skew, tail, lag, progress):
+            assert equal(report(here), report(there)), (report.__name__, report(here), report(there))
 
 
 def microseconds(seconds: float | None) -> int:
@@ -59,11 +95,11 @@ def test_totals_of_skew_are_exact(journal: Journal, rows: list[Row]) -> None:
     assert found["without_key"] == sum(row.key is None for row in rows)
     counts = Counter(row.key.decode() for row in rows if row.key is not None)
     hottest = found["hottest"]
-    assert {one["name"]: one["records"] for one in hottest if one["by"] == "key"} == counts
+    assert {group["name"]: group["records"] for group in hottest if group["by"] == "key"} == counts
     work = Counter[str]()
     for row in rows:
         work[f"orders/{row.partition}"] += microseconds(row.duration)
-    assert {one["name"]: one["work_us"] for one in hottest if one["by"] == "partition"} == work
+    assert {group["name"]: group["work_us"] for group in hottest if group["by"] == "partition"} == work
     by_key, by_partition, by_shard = found["spread"]
     assert [by_key["by"], by_partition["by"], by_shard["by"]] == ["key", "partition", "shard"]
     assert by_shard["groups"] == len(counts)
@@ -72,7 +108,7 @@ def test_totals_of_skew_are_exact(journal: Journal, rows: list[Row]) -> None:
 
 
 def gini(values: list[int]) -> float:
-    differences = sum(abs(one - other) for one in values for other in values)
+    differences = sum(abs(value - other) for value in values for other in values)
     return differences / (2 * len(values) * sum(values))
 
 
@@ -91,7 +127,7 @@ def test_the_tail_matches_the_rows(journal: Journal, rows: list[Row]) -> None:
         ends[f"orders/{row.partition}"] = max(
             ends[f"orders/{row.partition}"], microseconds(row.started) + microseconds(row.duration)
         )
-    partitions = [one for one in found["last"] if one["by"] == "partition"]
+    partitions = [group for group in found["last"] if group["by"] == "partition"]
     assert partitions[0]["name"] == max(ends, key=ends.__getitem__)
     assert found["slowest_wait_share"] == pytest.approx(waited_for_the_slowest(rows) / sum(waits))
     assert 0 < found["slowest_wait_share"] < 1
@@ -132,7 +168,7 @@ def test_a_journal_without_rows_is_refused(spark: SparkSession, tmp_path: Path) 
     write_journal(tmp_path, [])
 
     with pytest.raises(SettingsError, match="has no rows"):
-        read_journal(spark, str(tmp_path))
+        read_journal(SparkTables(spark), str(tmp_path))
 
 
 def test_a_shard_has_one_number_in_python_and_in_sql(spark: SparkSession) -> None:
@@ -151,4 +187,4 @@ def test_every_partition_reaches_nearly_every_shard(partitions: int, shards: int
     for number in range(100_000):
         key = b"key-%d" % number
         reached[zlib.crc32(key) % partitions].add(shard_number(key, shards))
-    assert all(len(one) >= math.ceil(0.95 * shards) for one in reached.values())
+    assert all(len(value) >= math.ceil(0.95 * shards) for value in reached.values())

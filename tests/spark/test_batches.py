@@ -18,8 +18,8 @@ HALTED = {"record": "orders/0/7", "key": "k", "error_type": "E", "error": ""}
 class Rows:
     """As much of a DataFrame as a micro-batch needs: a written one has a file."""
 
-    def __init__(self, place: RunDirectory, statuses: list[str], events: list[str]) -> None:
-        self._place = place
+    def __init__(self, run_dir: RunDirectory, statuses: list[str], events: list[str]) -> None:
+        self._run_dir = run_dir
         self._statuses = statuses
         self._events = events
 
@@ -29,10 +29,10 @@ class Rows:
         return lambda *_: self  # mode, schema, where, orderBy, limit, selectExpr
 
     def parquet(self, uri: str) -> "Rows":
-        name = uri.removeprefix(self._place.uri() + "/")
-        if not self._place.exists(name):
+        name = uri.removeprefix(self._run_dir.uri() + "/")
+        if not self._run_dir.exists(name):
             self._events.append("written")
-            self._place.write(f"{name}/part-0.parquet", "rows")
+            self._run_dir.write(f"{name}/part-0.parquet", "rows")
         return self
 
     def groupBy(self, _: str) -> "Counts":  # noqa: N802 - Spark's name
@@ -56,53 +56,53 @@ class Counts:
 
 
 def test_a_complete_batch_runs_no_handler_again(tmp_path: Path) -> None:
-    """The driver was lost after the rows had come to their place, and before Spark had noted that."""
-    place, events = RunDirectory(tmp_path), list[str]()
-    place.begin(PLAN)
-    write = functools.partial(write_batch, place, lambda *_: events.append("told"), lambda rows: rows)
-    write(Rows(place, ["processed"], events), 0)  # type: ignore[arg-type]
-    write(Rows(place, ["processed"], events), 0)  # type: ignore[arg-type]
+    """The driver was lost after the rows had moved, and before Spark had recorded that."""
+    run_dir, events = RunDirectory(tmp_path), list[str]()
+    run_dir.begin(PLAN)
+    write = functools.partial(write_batch, run_dir, lambda *_: events.append("reported"), lambda rows: rows)
+    write(Rows(run_dir, ["processed"], events), 0)  # type: ignore[arg-type]
+    write(Rows(run_dir, ["processed"], events), 0)  # type: ignore[arg-type]
 
-    assert events == ["written", "told"]
-    assert (place.list("outcomes"), status(place).statuses) == (["batch=0"], {"processed": 1})
+    assert events == ["written", "reported"]
+    assert (run_dir.list("outcomes"), status(run_dir).statuses) == (["batch=0"], {"processed": 1})
 
 
 def test_an_empty_batch_is_not_counted(tmp_path: Path) -> None:
-    place = RunDirectory(tmp_path)
-    place.begin(PLAN)
-    write = functools.partial(write_batch, place, None, lambda rows: rows)
-    write(Rows(place, [], []), 0)  # type: ignore[arg-type]
-    assert status(place).batches == 0
+    run_dir = RunDirectory(tmp_path)
+    run_dir.begin(PLAN)
+    write = functools.partial(write_batch, run_dir, None, lambda rows: rows)
+    write(Rows(run_dir, [], []), 0)  # type: ignore[arg-type]
+    assert status(run_dir).batches == 0
 
-    write(Rows(place, ["processed"], []), 1)  # type: ignore[arg-type]
+    write(Rows(run_dir, ["processed"], []), 1)  # type: ignore[arg-type]
 
-    assert status(place).batches == 1
+    assert status(run_dir).batches == 1
 
 
 def test_a_sink_is_called_before_the_batch_counts_as_done(tmp_path: Path) -> None:
-    place, events = RunDirectory(tmp_path), list[str]()
+    run_dir, events = RunDirectory(tmp_path), list[str]()
 
     def failing(_: Any, batch: int) -> None:
-        events.append(f"{batch}: {place.list('outcomes')}")
+        events.append(f"{batch}: {run_dir.list('outcomes')}")
         raise LookupError("no such table")
 
     with pytest.raises(RunError, match=r"foreach of micro-batch 3 failed \(LookupError: no such table"):
-        write_batch(place, failing, lambda rows: rows, Rows(place, ["processed"], events), 3)  # type: ignore[arg-type]
+        write_batch(run_dir, failing, lambda rows: rows, Rows(run_dir, ["processed"], events), 3)  # type: ignore[arg-type]
 
     assert events == ["written", "3: []"]
-    assert place.list("outcomes") == []
+    assert run_dir.list("outcomes") == []
 
 
 def test_a_sink_is_not_called_for_a_halted_batch(tmp_path: Path) -> None:
-    place, events = RunDirectory(tmp_path), list[str]()
-    write = functools.partial(write_batch, place, lambda *_: events.append("told"), lambda rows: rows)
+    run_dir, events = RunDirectory(tmp_path), list[str]()
+    write = functools.partial(write_batch, run_dir, lambda *_: events.append("reported"), lambda rows: rows)
 
     with pytest.raises(HaltedError, match="orders/0/7"):
-        write(Rows(place, ["processed", "halted"], events), 0)  # type: ignore[arg-type]
+        write(Rows(run_dir, ["processed", "halted"], events), 0)  # type: ignore[arg-type]
 
     assert events == ["written"]
-    assert place.list("outcomes") == []
-    assert [record.split()[0] for record in read_halted(place)] == ["orders/0/7"]
+    assert run_dir.list("outcomes") == []
+    assert [record.split()[0] for record in read_halted(run_dir)] == ["orders/0/7"]
 
 
 class Session:
@@ -114,8 +114,8 @@ class Session:
 @pytest.fixture
 def begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDirectory]:
     """Makes a run and begins to drain or to follow it, as far as that needs no Spark."""
-    place = RunDirectory(tmp_path)
-    place.begin(PLAN)
+    run_dir = RunDirectory(tmp_path)
+    run_dir.begin(PLAN)
     session: Any = Session()
     session.readStream = None
 
@@ -125,8 +125,8 @@ def begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run
         monkeypatch.setattr("aioshard.spark.runs.slots_of", lambda *_: 1)
         begin = run if trigger is None else functools.partial(follow, trigger=trigger)
         with pytest.raises(LookupError):
-            begin(session, place)
-        return place
+            begin(session, run_dir)
+        return run_dir
 
     return begins
 
@@ -136,19 +136,19 @@ def _nothing(*_: object, **__: object) -> Any:
 
 
 def test_a_stop_during_startup_is_honored(tmp_path: Path, begins: Callable[..., RunDirectory]) -> None:
-    place = RunDirectory(tmp_path)
-    place.write(STOP, "")  # of an earlier drain
+    run_dir = RunDirectory(tmp_path)
+    run_dir.write(STOP, "")  # of an earlier drain
     seen = []
 
     def brokers_answer(*_: object) -> None:
-        seen.append(place.exists(STOP))
-        place.write(STOP, "")
+        seen.append(run_dir.exists(STOP))
+        run_dir.write(STOP, "")
 
     begins(brokers_answer)
 
     assert seen == [False]
-    assert place.exists(STOP)
-    with place.alone():  # a run that did not start keeps nobody off
+    assert run_dir.exists(STOP)
+    with run_dir.alone():  # a run that did not start keeps nobody off
         pass
 
 
@@ -162,9 +162,9 @@ def test_a_continued_run_is_no_longer_verified(
 
 
 def test_a_run_that_was_handed_over_cannot_follow(tmp_path: Path) -> None:
-    place = RunDirectory(tmp_path)
-    place.begin(PLAN)
-    place.write_json("handover.json", {})
+    run_dir = RunDirectory(tmp_path)
+    run_dir.begin(PLAN)
+    run_dir.write_json("handover.json", {})
 
     with pytest.raises(PlanError, match="was handed over"):
-        follow(Session(), place)  # type: ignore[arg-type]
+        follow(Session(), run_dir)  # type: ignore[arg-type]

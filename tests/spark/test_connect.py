@@ -14,9 +14,9 @@ import pytest
 
 from aioshard import spark as history
 from tests.spark.apps import write_app
-from tests.support.kafka_libs import PROJECT
-from tests.support.provision import in_ci
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
+from tests.support.requirements import in_ci
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them
 
@@ -43,7 +43,7 @@ def found(name: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def ready() -> None:
-    """Java and what the extra `connect` installs."""
+    """Java and the packages of the extra `connect`."""
     missing = [name for name in NEEDED if not found(name)]
     if shutil.which("java") is None:
         missing.append("Java")
@@ -58,7 +58,7 @@ def run(command: list[str], modules: Path, **environment: str) -> str:
         "PYTHONPATH": os.pathsep.join([str(PROJECT), str(modules)]),
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_TESTING": "1",  # so that the server takes a free port in place of 15002
+        "SPARK_TESTING": "1",  # so that the server takes a free port instead of 15002
     }
     done = subprocess.run(
         command,
@@ -77,7 +77,7 @@ async def test_spark_connect_can_read_and_drain(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    places = await kafka.produce(topic, [(b"%d" % n, b"%d" % n) for n in range(RECORDS)])
+    record_ids = await kafka.produce(topic, [(b"%d" % n, b"%d" % n) for n in range(RECORDS)])
     apps = {
         name: write_app(
             tmp_path,
@@ -97,13 +97,13 @@ async def test_spark_connect_can_read_and_drain(
 
     seen = json.loads(printed.splitlines()[-1])
     assert seen["kind"].startswith("pyspark.sql.connect")
-    assert seen["raw"] == sorted([*place, str(n)] for n, place in enumerate(places))
+    assert seen["raw"] == sorted([*record_id, str(n)] for n, record_id in enumerate(record_ids))
     expected = {"processed": RECORDS - 1, "skipped": 1}
     assert seen["outcomes"] == expected
     assert seen["drained"] == dict.fromkeys(directories.values(), expected)
     for directory in directories.values():
         rows = pq.read_table(f"{directory}/outcomes", columns=["partition", "offset"]).to_pylist()
-        assert sorted((row["partition"], row["offset"]) for row in rows) == sorted(places)
+        assert sorted((row["partition"], row["offset"]) for row in rows) == sorted(record_ids)
 
 
 async def test_the_example_runs_as_a_declarative_pipeline(kafka: SharedKafka, topic: str, tmp_path: Path) -> None:

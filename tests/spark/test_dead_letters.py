@@ -19,11 +19,11 @@ from aioshard.kafka.aiokafka.producer import KafkaProducer, waves
 from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_records import MESSAGE_ID, dead_letter, read_dead_letter
-from aioshard.spark.handovers import send_letters, verified_ends
+from aioshard.spark.handovers import send_dead_letters, verified_ends
 from aioshard.spark.work import blocking
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and th
 HANDLER = """
 from aioshard import Retry
 
-@app.consume({topic!r}, retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter({letters!r}, breaker=None))
+@app.consume({topic!r}, retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter({dead_letters!r}, breaker=None))
 async def handle(record: Record) -> None:
     seen.append((record.partition, record.offset))
     if record.value == b"bad":
@@ -49,31 +49,31 @@ class CrashError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """A drained run, and the letters that a test has sent."""
+    """A drained run, and the dead letters that a test has sent."""
 
     run: HistoryRun
-    letters_topic: str
+    dead_letter_topic: str
     before: int
-    """Letters of other tests."""
+    """Dead letters of other tests."""
 
-    async def send(self, told: list[str] | None = None) -> int:
+    async def send(self, messages: list[str] | None = None) -> int:
         """Sends what was not sent."""
-        tell = (told if told is not None else []).append
-        return await asyncio.to_thread(send_letters, self.run.spark, self.run.directory, tell)
+        tell = (messages if messages is not None else []).append
+        return await asyncio.to_thread(send_dead_letters, self.run.spark, self.run.directory, tell)
 
-    async def letters(self) -> list[Record]:
+    async def dead_letters(self) -> list[Record]:
         """Return the dead letters in the topic."""
-        return (await self.run.kafka.read(self.letters_topic))[self.before :]
+        return (await self.run.kafka.read(self.dead_letter_topic))[self.before :]
 
-    def noted(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Return the acknowledged dead letters according to the directory."""
-        found: dict[str, Any] = json.loads((self.run.directory / "letters.json").read_text())
+        found: dict[str, Any] = json.loads((self.run.directory / "dead-letters.json").read_text())
         return found
 
     def check_that_it_may_be_handed_over(self) -> None:
         """Raises what stands in the way."""
-        place = history.RunDirectory(self.run.directory)
-        verified_ends(place, place.plan())
+        run_dir = history.RunDirectory(self.run.directory)
+        verified_ends(run_dir, run_dir.plan())
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def drained_once(
     spark: "SparkSession", spark_modules: Path, kafka: SharedKafka, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HistoryRun]:
     """Ten records in each of two partitions, some of them bad; drained in two micro-batches."""
-    topic = f"letters-{uuid.uuid4().hex[:8]}"
+    topic = f"dead-letters-{uuid.uuid4().hex[:8]}"
 
     async def drain(run: HistoryRun) -> None:
         await kafka.create_topic(topic, partitions=2)
-        for name in ("letters", "others"):
+        for name in ("dead-letters", "others"):
             await kafka.create_topic(f"{topic}-{name}")
         for partition in range(2):
             for offset in range(10):
@@ -96,9 +96,9 @@ def drained_once(
         assert (await run.drain()).statuses == {"dead_lettered": len(BAD), "processed": 20 - len(BAD)}
 
     with pytest.MonkeyPatch.context() as patched:
-        handlers = HANDLER.format(topic=topic, letters=f"{topic}-letters")
+        handlers = HANDLER.format(topic=topic, dead_letters=f"{topic}-dead-letters")
         app = write_app(spark_modules, patched, kafka, topic, handlers=handlers)
-        run = HistoryRun(spark, kafka, topic, app, tmp_path_factory.mktemp("letters") / "run")
+        run = HistoryRun(spark, kafka, topic, app, tmp_path_factory.mktemp("dead-letters") / "run")
         blocking(lambda: drain(run))
         yield run
 
@@ -107,13 +107,17 @@ def drained_once(
 async def sending(drained_once: HistoryRun, tmp_path: Path) -> Sending:
     """Nothing was sent yet; the directory is the test's own."""
     run = drained_once.copied(tmp_path / "run")
-    name = f"{run.topic}-letters"
+    name = f"{run.topic}-dead-letters"
     return Sending(run, name, len(await run.kafka.read(name)))
 
 
-def _where(letters: list[Record]) -> list[tuple[int, int]]:
-    found = [read_dead_letter(letter) for letter in letters]
-    return [(one.original.partition, one.original.offset) for one in found if one is not None]
+def _where(dead_letters: list[Record]) -> list[tuple[int, int]]:
+    found = [read_dead_letter(letter) for letter in dead_letters]
+    return [
+        (dead_letter.original.partition, dead_letter.original.offset)
+        for dead_letter in found
+        if dead_letter is not None
+    ]
 
 
 async def test_dead_letters_match_the_live_app_plus_a_message_id(
@@ -122,11 +126,11 @@ async def test_dead_letters_match_the_live_app_plus_a_message_id(
     # A worker process of the test run cannot send a log line with half a surrogate pair.
     monkeypatch.setattr(logging.getLogger("aioshard.engine.failures"), "disabled", True)
     assert await sending.send() == len(BAD)
-    letters = await sending.letters()
-    sent = dict(zip(_where(letters), letters, strict=True))
+    dead_letters = await sending.dead_letters()
+    sent = dict(zip(_where(dead_letters), dead_letters, strict=True))
     await sending.run.app.app.serve(until_caught_up=True)
-    both = await sending.letters()
-    live = {where: letter for where, letter in zip(_where(both), both, strict=True) if letter not in letters}
+    both = await sending.dead_letters()
+    live = {where: letter for where, letter in zip(_where(both), both, strict=True) if letter not in dead_letters}
 
     assert sorted(sent) == sorted(live) == BAD
     for where, letter in sent.items():
@@ -135,7 +139,9 @@ async def test_dead_letters_match_the_live_app_plus_a_message_id(
         *headers, last = letter.headers
         assert last == (MESSAGE_ID, b"%s/%d/%d" % (sending.run.topic.encode(), *where))
         changing = "aioshard.failed_at"
-        assert [one for one in headers if one[0] != changing] == [one for one in other.headers if one[0] != changing]
+        assert [pair for pair in headers if pair[0] != changing] == [
+            pair for pair in other.headers if pair[0] != changing
+        ]
         assert [name for name, _ in headers] == [name for name, _ in other.headers]
 
 
@@ -143,7 +149,7 @@ async def test_a_dead_letter_has_the_time_of_its_last_attempt(sending: Sending) 
     await sending.send()
 
     rows = {(row["partition"], row["offset"]): row for row in sending.run.rows() if row["status"] == "dead_lettered"}
-    for letter in await sending.letters():
+    for letter in await sending.dead_letters():
         found = read_dead_letter(letter)
         assert found is not None
         row = rows[found.original.partition, found.original.offset]
@@ -152,22 +158,22 @@ async def test_a_dead_letter_has_the_time_of_its_last_attempt(sending: Sending) 
 
 
 async def test_dead_letters_are_in_record_order_batch_by_batch(sending: Sending) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
-    assert await sending.send(told) == len(BAD)
+    assert await sending.send(messages) == len(BAD)
 
     first = [(partition, offset) for partition, offset in BAD if offset < 6]
-    assert _where(await sending.letters()) == [*first, *(one for one in BAD if one not in first)]
-    assert told == ["dead letters sent for batch 0: 4", "dead letters sent for batch 1: 1"]
+    assert _where(await sending.dead_letters()) == [*first, *(pair for pair in BAD if pair not in first)]
+    assert messages == ["dead letters sent for batch 0: 4", "dead letters sent for batch 1: 1"]
 
 
 async def test_sent_dead_letters_are_not_sent_again(sending: Sending) -> None:
 
     assert [await sending.send(), await sending.send()] == [len(BAD), 0]
 
-    assert len(await sending.letters()) == len(BAD)
+    assert len(await sending.dead_letters()) == len(BAD)
     plan = history.RunDirectory(sending.run.directory).plan()
-    assert sending.noted() == {"plan": plan.digest, "acknowledged": len(BAD), "batches": [0, 1]}
+    assert sending.progress() == {"plan": plan.digest, "acknowledged": len(BAD), "batches": [0, 1]}
 
 
 async def test_a_crash_repeats_the_dead_letters_of_one_batch_with_the_same_ids(
@@ -175,23 +181,23 @@ async def test_a_crash_repeats_the_dead_letters_of_one_batch_with_the_same_ids(
 ) -> None:
     write = history.RunDirectory.write_json
 
-    def crash(place: history.RunDirectory, name: str, content: Any) -> None:
-        if name == "letters.json" and content["batches"] == [0, 1]:
+    def crash(run_dir: history.RunDirectory, name: str, content: Any) -> None:
+        if name == "dead-letters.json" and content["batches"] == [0, 1]:
             raise CrashError
-        write(place, name, content)
+        write(run_dir, name, content)
 
     with monkeypatch.context() as patched:
         patched.setattr(history.RunDirectory, "write_json", crash)
         with pytest.raises(CrashError):
             await sending.send()
-    assert sending.noted()["acknowledged"] == 4
+    assert sending.progress()["acknowledged"] == 4
 
     assert await sending.send() == 1
 
-    letters = await sending.letters()
-    assert sorted(_where(letters)) == sorted([*BAD, (0, 9)])
-    assert len({dict(letter.headers)[MESSAGE_ID] for letter in letters}) == len(BAD)
-    assert sending.noted()["acknowledged"] == len(BAD)
+    dead_letters = await sending.dead_letters()
+    assert sorted(_where(dead_letters)) == sorted([*BAD, (0, 9)])
+    assert len({dict(letter.headers)[MESSAGE_ID] for letter in dead_letters}) == len(BAD)
+    assert sending.progress()["acknowledged"] == len(BAD)
 
 
 @pytest.mark.chaos
@@ -222,7 +228,7 @@ async def test_the_handover_command_sends_dead_letters_first(sending: Sending) -
     code, said = await command("handover", str(run.directory), "--force", "--master=local[1]")
 
     assert (code, "dead letters sent for batch 1: 1" in said, "handed-over" in said) == (0, True, True), said
-    assert len(await sending.letters()) == len(BAD)
+    assert len(await sending.dead_letters()) == len(BAD)
 
 
 async def test_an_unacknowledged_dead_letter_is_an_error_and_not_recorded(
@@ -241,7 +247,7 @@ async def test_an_unacknowledged_dead_letter_is_an_error_and_not_recorded(
         patched.setattr(KafkaProducer, "send", refuse)
         with pytest.raises(TransportError, match="refused"):
             await sending.send()
-    assert sending.noted()["batches"] == [0]
+    assert sending.progress()["batches"] == [0]
 
     assert await sending.send() == 1
 
@@ -254,8 +260,8 @@ async def test_the_plans_dead_letter_topic_overrides_the_handlers(sending: Sendi
 
     await again.send()
 
-    assert sorted(_where(await again.letters())) == BAD
-    assert not await sending.letters()
+    assert sorted(_where(await again.dead_letters())) == BAD
+    assert not await sending.dead_letters()
 
 
 async def test_outcomes_of_another_run_are_refused(sending: Sending, tmp_path: Path) -> None:
@@ -264,14 +270,14 @@ async def test_outcomes_of_another_run_are_refused(sending: Sending, tmp_path: P
     (sending.run.directory / "outcomes").rename(skipping.directory / "outcomes")
 
     with pytest.raises(PlanError, match="no dead-letter topic"):
-        await Sending(skipping, sending.letters_topic, 0).send()
+        await Sending(skipping, sending.dead_letter_topic, 0).send()
 
 
 async def test_a_replayed_dead_letter_loses_its_message_id(sending: Sending) -> None:
     """Replayed into its topic, its record has only the headers that it came with."""
     await sending.send()
 
-    for letter in await sending.letters():
+    for letter in await sending.dead_letters():
         found = read_dead_letter(letter)
         assert found is not None
         assert not [name for name, _ in found.original.headers if name.startswith("aioshard.")]

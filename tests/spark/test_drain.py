@@ -18,8 +18,8 @@ from aioshard.errors import DataLossError, HaltedError, PlanError
 from tests.spark.apps import write_app
 from tests.spark.plans import PLAN
 from tests.spark.runs import HistoryRun
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -136,7 +136,7 @@ async def test_every_offset_has_one_row_and_no_batch_is_larger_than_asked(scenar
     assert again.done == RECORDS
     assert len(scenario.calls) == RECORDS
 
-    # As when the driver dies after the rows have moved, and before Spark has noted that the batch is complete.
+    # As when the driver dies after the rows have moved, and before Spark has recorded that the batch is complete.
     commits, last = scenario.run.directory / "checkpoint" / "commits", report.batches - 1
     for name in (f"{last}", f".{last}.crc"):
         (commits / name).unlink()
@@ -209,14 +209,14 @@ async def test_a_poison_record_ends_the_drain_by_name_and_it_resumes_after_the_f
     run = scenario.run
     (poison,) = [record for record in await run.kafka.read(run.topic) if record.value == b"200"]  # of the second batch
     await run.plan(max_rows_per_batch=BATCH)
-    place = f"{run.topic}/{poison.partition}/{poison.offset}"
-    with pytest.raises(HaltedError, match=rf"{place} \(key k0, LookupError: no such customer\)"):
+    record_id = f"{run.topic}/{poison.partition}/{poison.offset}"
+    with pytest.raises(HaltedError, match=rf"{record_id} \(key k0, LookupError: no such customer\)"):
         await run.drain()
 
     border = history.status(run.directory)
     assert border.done == BATCH
     (halted,) = border.halted
-    assert halted == f"{place} (key k0, LookupError: no such customer)"
+    assert halted == f"{record_id} (key k0, LookupError: no such customer)"
     assert len(run.rows()) == BATCH
     assert all(row["status"] == "processed" for row in run.rows())
     assert await run.kafka.committed(run.app.app.group_id, run.topic) == {}
@@ -230,7 +230,7 @@ async def test_a_poison_record_ends_the_drain_by_name_and_it_resumes_after_the_f
 
 
 FAILING = """
-@app.consume({topic!r}, retry=Retry(attempts=3, initial=0.01), on_failure=DeadLetter("letters", breaker=None))
+@app.consume({topic!r}, retry=Retry(attempts=3, initial=0.01), on_failure=DeadLetter("orders.dlt", breaker=None))
 async def handle(record: Record) -> None:
     note(record)
     if record.offset % 10 == 7:
@@ -267,7 +267,7 @@ async def test_the_failure_policy_can_be_chosen_for_one_run(
 SPENT = """
 app.configure(stuck_after=2.0)
 
-@app.consume({topic!r}, retry=Retry(attempts=1), on_failure=DeadLetter("letters", breaker=CircuitBreaker(minimum=6)))
+@app.consume({topic!r}, retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt", breaker=CircuitBreaker(minimum=6)))
 async def handle(record: Record) -> None:
     raise ConnectionError("the back end is down")
 """

@@ -24,8 +24,8 @@ from aioshard.settings import Settings
 from aioshard.spark.plans import ends_of
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -149,7 +149,9 @@ async def test_app_spark_and_app_again_publish_every_record_once(run: Publishing
             await run.freeze_in_a_transaction(processes[0])
             processes[0].kill()
         await run.produce(range(FIRST, FIRST + SECOND))
-        numbers = {(one.partition, one.offset): int(one.value or b"") for one in await run.kafka.read(run.topic)}
+        numbers = {
+            (record.partition, record.offset): int(record.value or b"") for record in await run.kafka.read(run.topic)
+        }
 
         ends = {number: offset * 3 // 4 for number, offset in (await run.kafka.end_offsets(run.topic)).items()}
         plan = await run.plan(start="committed", end={run.topic: ends})
@@ -158,10 +160,10 @@ async def test_app_spark_and_app_again_publish_every_record_once(run: Publishing
         assert (await run.verify()).ok
         assert (await history.handover(run.directory)).state == "handed-over"
         planned = {
-            numbers[one.partition, offset]
-            for one in plan.ranges
-            for offset in range(one.start, one.end)
-            if offset not in one.finished
+            numbers[planned.partition, offset]
+            for planned in plan.ranges
+            for offset in range(planned.start, planned.end)
+            if offset not in planned.finished
         }
 
         processes.append(run.start())
@@ -173,7 +175,9 @@ async def test_app_spark_and_app_again_publish_every_record_once(run: Publishing
             await asyncio.to_thread(process.wait)
 
     published = await run.published()
-    assert any(one.finished for one in plan.ranges), "nothing was finished beyond an offset: the test shows nothing"
+    assert any(planned.finished for planned in plan.ranges), (
+        "nothing was finished beyond an offset: the test shows nothing"
+    )
     assert sorted(published["spark"]) == sorted(planned)
     assert planned.isdisjoint(before)
     assert Counter(published["live"] + published["spark"]) == Counter(range(FIRST + SECOND))
@@ -184,9 +188,9 @@ async def test_app_spark_and_app_again_publish_every_record_once(run: Publishing
 @pytest.mark.chaos
 async def test_a_repeated_micro_batch_publishes_under_the_same_id(run: Publishing, tmp_path: Path) -> None:
     await run.produce(range(20))
-    told: list[str] = []
+    notices: list[str] = []
     (tmp_path / "broken").touch()
-    await run.plan(tell=told.append)
+    await run.plan(tell=notices.append)
     with pytest.raises(HaltedError):
         await run.drain()
     (tmp_path / "broken").unlink()
@@ -195,10 +199,10 @@ async def test_a_repeated_micro_batch_publishes_under_the_same_id(run: Publishin
     messages = await run.kafka.read(run.out)
     assert len(messages) > 20
     assert {(message.key, tuple(message.headers)) for message in messages} == {
-        (one.value, (("id", f"{run.topic}/{one.partition}/{one.offset}".encode()),))
-        for one in await run.kafka.read(run.topic)
+        (record.value, (("id", f"{run.topic}/{record.partition}/{record.offset}".encode()),))
+        for record in await run.kafka.read(run.topic)
     }
-    assert any("at least once" in sentence for sentence in told)
+    assert any("at least once" in sentence for sentence in notices)
 
 
 # An open transaction --------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from aioshard import spark
 from aioshard.spark.plans import ends_of
 from tests.spark.apps import AppModule, write_app
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ async def command(app: AppModule, *arguments: str) -> tuple[int, str, str]:
 
 def verify(run: str, **found: Any) -> None:
     """Pretends that the run was drained, and found to be whole."""
-    place = spark.RunDirectory(run)
-    plan = place.plan()
+    run_dir = spark.RunDirectory(run)
+    plan = run_dir.plan()
     content = {"plan": plan.digest, "ok": True, "halted": [], "ends": ends_of(plan.ranges)}
-    place.write_json("verified.json", content | found)
+    run_dir.write_json("verified.json", content | found)
 
 
 async def test_the_commands_work_from_plan_to_handover(

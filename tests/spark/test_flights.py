@@ -16,7 +16,7 @@ from aioshard.spark.runs import run
 from aioshard.spark.verification import verify
 from tests.spark.apps import QUICK
 from tests.support.kafka import KafkaBroker
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

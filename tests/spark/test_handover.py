@@ -39,8 +39,8 @@ from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from aioshard.spark.plans import Plan, ends_of
 from tests.spark.apps import AppModule, write_app
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import DEADLINE
-from tests.support.shared_kafka import SharedKafka
 
 SESSION = 2.0
 """Seconds after which a member that is gone is forgotten."""
@@ -55,14 +55,14 @@ class Run7:
         self.group = group
         self.app = app
         self.directory = directory
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     async def produce(self, count: int, partition: int | None = None) -> None:
         """Appends records, by turns to both partitions."""
         await self.kafka.produce(self.topic, [(None, b"")] * count, partition)
 
     async def plan(self, **options: Any) -> Plan:
-        return await spark.plan(self.app.target, directory=self.directory, tell=self.told.append, **options)
+        return await spark.plan(self.app.target, directory=self.directory, tell=self.messages.append, **options)
 
     def verify(self, **found: Any) -> None:
         """Pretends that the run was drained, and found to be whole."""
@@ -71,8 +71,8 @@ class Run7:
         (self.directory / "verified.json").write_text(json.dumps(content))
 
     async def hand_over(self, wait: float | None = 0.0, **options: Any) -> spark.Handover:
-        self.told.clear()
-        return await spark.handover(self.directory, wait=wait, tell=self.told.append, **options)
+        self.messages.clear()
+        return await spark.handover(self.directory, wait=wait, tell=self.messages.append, **options)
 
     async def commit(self, offsets: dict[int, tuple[int, str]]) -> None:
         """Commits from outside."""
@@ -88,7 +88,7 @@ class Run7:
         return {at.partition: committed for at, committed in found.items()}
 
     async def consume(self, count: int) -> list[tuple[int, int]]:
-        """Runs the live app until it has processed so many records; returns them."""
+        """Runs the live app until it has processed that number of records; returns them."""
         self.app.seen.clear()
         async with self.app.app:
             await self.app.until_seen(count)
@@ -135,7 +135,9 @@ async def test_from_live_to_backfill_and_back_every_record_runs_once(run: Run7) 
         stop.set()
         await producing
 
-    in_the_run = [(one.partition, offset) for one in plan.ranges for offset in range(one.start, one.end)]
+    in_the_run = [
+        (planned.partition, offset) for planned in plan.ranges for offset in range(planned.start, planned.end)
+    ]
     everything = before + in_the_run + after
     assert done.state == "handed-over"
     assert in_the_run
@@ -204,10 +206,12 @@ async def test_committed_ends_survive_a_long_time_without_members(drained: Run7)
 async def _expiry(run: Run7, partition: int) -> float:
     """When the broker deletes the newest commit of a partition at the latest, as its own topic has it."""
     wanted = b"".join(_text(name) for name in (run.group, run.topic)) + partition.to_bytes(4, "big")
-    newest = [one for one in await run.kafka.read("__consumer_offsets") if one.key and one.key[2:] == wanted][-1]
+    newest = [
+        record for record in await run.kafka.read("__consumer_offsets") if record.key and record.key[2:] == wanted
+    ][-1]
     assert newest.value is not None
     version, expires = int.from_bytes(newest.value[:2], "big"), int.from_bytes(newest.value[-8:], "big")
-    assert version == 1, "another one has no time of its own"
+    assert version == 1, "another version has no time"
     return expires / 1000
 
 
@@ -231,7 +235,7 @@ def _text(text: str) -> bytes:
         ({"halted": ["orders/0/7"]}, "halted records"),
         ({"dead_lettered": 3}, "3 of 3 dead letters"),
     ],
-    ids=["plan", "failed", "odd", "halted", "halted-only", "letters"],
+    ids=["plan", "failed", "odd", "halted", "halted-only", "dead-letters"],
 )
 async def test_only_a_verified_run_is_handed_over(drained: Run7, found: dict[str, Any], why: str) -> None:
     drained.verify(**found)
@@ -251,12 +255,12 @@ async def test_a_run_that_was_not_verified_is_not_handed_over(drained: Run7) -> 
 
 async def test_dead_letters_are_sent_before_the_handover(drained: Run7) -> None:
     drained.verify(dead_lettered=3)
-    letters = spark.RunDirectory(drained.directory)
-    letters.write_json("letters.json", {"plan": letters.plan().digest, "acknowledged": 2})
+    run_directory = spark.RunDirectory(drained.directory)
+    run_directory.write_json("dead-letters.json", {"plan": run_directory.plan().digest, "acknowledged": 2})
     with pytest.raises(NotVerifiedError, match="1 of 3 dead letters"):
         await drained.hand_over()
 
-    letters.write_json("letters.json", {"plan": letters.plan().digest, "acknowledged": 3})
+    run_directory.write_json("dead-letters.json", {"plan": run_directory.plan().digest, "acknowledged": 3})
 
     assert (await drained.hand_over()).state == "handed-over"
 
@@ -366,8 +370,8 @@ async def test_a_live_app_keeps_the_group(drained: Run7) -> None:
         await assert_refused(drained, "client 'aioshard' at 127.0.0.1")
         with pytest.raises(GroupBusyError, match=r"after [12]"):
             await drained.hand_over(wait=1.0, force=True)
-        assert len(drained.told) == 1
-        assert "waiting up to 1 s" in drained.told[0]
+        assert len(drained.messages) == 1
+        assert "waiting up to 1 s" in drained.messages[0]
 
     assert (await drained.hand_over()).state == "handed-over"
 
@@ -389,7 +393,7 @@ async def test_a_stopped_static_member_is_named_and_waited_for(drained: Run7) ->
     done = await drained.hand_over(wait=None)
 
     assert 0 < done.waited < SESSION + 2
-    assert any("waiting up to 2 s" in sentence and "billing-1" in sentence for sentence in drained.told)
+    assert any("waiting up to 2 s" in sentence and "billing-1" in sentence for sentence in drained.messages)
     assert await drained.kafka.committed(drained.group, drained.topic) == {0: 10, 1: 10}
 
 
@@ -400,7 +404,7 @@ async def test_a_killed_member_is_named_and_waited_for(drained: Run7) -> None:
     done = await drained.hand_over(wait=6.0)
 
     assert done.waited > 0
-    assert any("victim" in sentence for sentence in drained.told)
+    assert any("victim" in sentence for sentence in drained.messages)
 
 
 @pytest.mark.chaos
@@ -412,7 +416,7 @@ async def test_a_handover_waits_for_a_killed_kip_848_member(drained: Run7) -> No
     done = await drained.hand_over(wait=8.0)
 
     assert done.waited > 0
-    assert any("client 'victim'" in sentence for sentence in drained.told)
+    assert any("client 'victim'" in sentence for sentence in drained.messages)
 
 
 async def _set_session(kafka: SharedKafka, group: str, *, session: float, heartbeat: float) -> None:
@@ -559,7 +563,7 @@ async def test_retention_past_the_end_of_the_run_is_reported(drained: Run7) -> N
 
     await drained.hand_over()
 
-    (said,) = drained.told
+    (said,) = drained.messages
     assert said == (
         f"retention has deleted offsets 10 to 13 of {drained.topic}/0 since the run ended: the live app resumes after "
         "them"

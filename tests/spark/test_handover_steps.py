@@ -20,7 +20,7 @@ THEN = PLAN.ranges[0].before or Committed(0, "")
 
 
 class Brokers:
-    """A group's one partition; the steps are noted."""
+    """A group's one partition; the steps are recorded."""
 
     def __init__(self, *, refusals: int = 0, unanswered: int = 0, passes: bool = True) -> None:
         self.steps: list[str] = []
@@ -39,7 +39,7 @@ class Brokers:
         pass
 
     async def bounds(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, LogBounds]:
-        return {one: LogBounds(0, 100, 100) for one in partitions}
+        return {partition: LogBounds(0, 100, 100) for partition in partitions}
 
     async def group_commits(self, _: str, __: object) -> dict[TopicPartition, Committed | None]:
         self.steps.append("look")
@@ -63,12 +63,12 @@ class Brokers:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    place = RunDirectory(tmp_path)
-    place.begin(dataclasses.replace(PLAN, app="no_such_module:app", bootstrap_servers="127.0.0.1:1"))
+    run_dir = RunDirectory(tmp_path)
+    run_dir.begin(dataclasses.replace(PLAN, app="no_such_module:app", bootstrap_servers="127.0.0.1:1"))
     ends = {"orders": {"0": 9}}
-    place.write_json("verified.json", {"plan": place.plan().digest, "ok": True, "dead_lettered": 2, "ends": ends})
-    place.write_json("letters.json", {"plan": place.plan().digest, "acknowledged": 2})
-    return place
+    run_dir.write_json("verified.json", {"plan": run_dir.plan().digest, "ok": True, "dead_lettered": 2, "ends": ends})
+    run_dir.write_json("dead-letters.json", {"plan": run_dir.plan().digest, "acknowledged": 2})
+    return run_dir
 
 
 def through(monkeypatch: pytest.MonkeyPatch, brokers: Brokers) -> Brokers:
@@ -95,14 +95,14 @@ async def test_a_handover_of_another_plan_is_ignored(run: RunDirectory, monkeypa
     assert brokers.committed.offset == 9
 
 
-@pytest.mark.parametrize("letters", [None, {"acknowledged": 1}, {"plan": PLAN.digest, "acknowledged": 2}])
+@pytest.mark.parametrize("progress", [None, {"acknowledged": 1}, {"plan": PLAN.digest, "acknowledged": 2}])
 async def test_missing_dead_letters_prevent_the_handover(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, letters: dict[str, object] | None
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, progress: dict[str, object] | None
 ) -> None:
     brokers = through(monkeypatch, Brokers())
-    run.remove("letters.json")
-    if letters is not None:
-        run.write_json("letters.json", {"plan": run.plan().digest} | letters)
+    run.remove("dead-letters.json")
+    if progress is not None:
+        run.write_json("dead-letters.json", {"plan": run.plan().digest} | progress)
 
     with pytest.raises(NotVerifiedError, match="of 2 dead letters"):
         await spark.handover(run, force=True)

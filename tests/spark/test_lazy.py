@@ -11,7 +11,7 @@ import pytest
 from aioshard.errors import HaltedError, PlanError
 from aioshard.spark import apply_handlers
 from tests.spark.apps import AppModule, write_app
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

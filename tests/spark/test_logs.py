@@ -11,7 +11,7 @@ from aioshard.errors import DataLossError
 from aioshard.spark.plans import Plan, Vector, starts_of
 from aioshard.spark.runs import check_logs
 from tests.spark.apps import write_app
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 @pytest.fixture

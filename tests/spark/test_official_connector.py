@@ -13,10 +13,10 @@ import pytest
 
 from aioshard import spark as history
 from tests.spark.apps import produce_at, write_app
+from tests.support.brokers import SharedKafka
 from tests.support.connector_jars import ConnectorUnavailableError, connector_jars
-from tests.support.kafka_libs import PROJECT
-from tests.support.provision import skip_or_fail
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
+from tests.support.requirements import skip_or_fail
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # a separate session starts, and jars may be fetched
 
@@ -37,7 +37,7 @@ def jars() -> str:
     try:
         return ",".join(map(str, connector_jars()))
     except ConnectorUnavailableError as missing:
-        skip_or_fail("Spark with its Kafka connector", str(missing))
+        skip_or_fail("Spark with its Kafka connector", missing)
 
 
 async def test_both_connectors_return_the_same_rows(

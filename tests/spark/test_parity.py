@@ -9,7 +9,7 @@ import pytest
 
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,7 +22,7 @@ HANDLERS = """
 import asyncio
 from aioshard import Context, Retry
 
-@app.consume({topic!r}, retry=Retry(attempts=3, initial=0.01), on_failure=DeadLetter({letters!r}, breaker=None))
+@app.consume({topic!r}, retry=Retry(attempts=3, initial=0.01), on_failure=DeadLetter({dead_letters!r}, breaker=None))
 async def handle(record: Record, context: Context) -> object:
     number = int(record.value)
     if number % 23 == 0:
@@ -51,12 +51,12 @@ async def test_live_and_spark_give_every_record_the_same_outcome(
     spark_modules: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    skipping, letters = f"{topic}-skip", f"{topic}-letters"
-    for name, partitions in ((topic, 4), (skipping, 2), (letters, 1)):
+    skipping, dead_letters = f"{topic}-skip", f"{topic}-dead-letters"
+    for name, partitions in ((topic, 4), (skipping, 2), (dead_letters, 1)):
         await kafka.create_topic(name, partitions)
     for name in (topic, skipping):
         await kafka.produce(name, [(b"k%d" % (n % 40), b"%d" % n) for n in range(RECORDS)])
-    source = HANDLERS.format(topic=topic, skipping=skipping, letters=letters)
+    source = HANDLERS.format(topic=topic, skipping=skipping, dead_letters=dead_letters)
     journal = tmp_path / "journal"
     app = write_app(spark_modules, monkeypatch, kafka, group, handlers=source)
 
@@ -72,9 +72,9 @@ async def test_live_and_spark_give_every_record_the_same_outcome(
     live = ds.dataset(journal).to_table(columns=columns).to_pylist()
     rows = [{name: row[name] for name in columns} for row in run.rows()]
     assert len(live) == len(rows) == 2 * RECORDS
-    place = ("topic", "partition", "offset")
-    for one in (live, rows):
-        one.sort(key=lambda row: tuple(row[name] for name in place))
+    coordinates = ("topic", "partition", "offset")
+    for table in (live, rows):
+        table.sort(key=lambda row: tuple(row[name] for name in coordinates))
     assert rows == live
     assert {row["status"] for row in rows} == {"processed", "dead_lettered", "skipped"}
     assert {row["attempts"] for row in rows} == {1, 2, 3}

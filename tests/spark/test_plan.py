@@ -1,6 +1,7 @@
 """Plans of topics on a real broker, and topics that cannot be planned."""
 
 import datetime as dt
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from aioshard.settings import Settings
 from aioshard.spark.plans import Plan, app_version
 from tests.spark.apps import AppModule, produce_at, write_app
 from tests.support.access import allow
+from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import SCRAM_USER, SUPER_USER
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
 
 Write = Callable[..., AppModule]
 Ranges = dict[tuple[str, int], tuple[int, int]]
@@ -53,7 +55,7 @@ async def committed(kafka: SharedKafka, group: str, topic: str, partition: int =
 
 
 def ranges_of(plan: Plan) -> Ranges:
-    return {(one.topic, one.partition): (one.start, one.end) for one in plan.ranges}
+    return {(planned.topic, planned.partition): (planned.start, planned.end) for planned in plan.ranges}
 
 
 async def made(app: AppModule, **options: Any) -> Plan:
@@ -253,12 +255,12 @@ async def test_an_empty_plan_is_valid_and_reported(
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"")] * 5)
     await commit(kafka, group, topic, {0: (5, "")})
-    told: list[str] = []
+    messages: list[str] = []
 
-    plan = await spark.plan(write(topic).target, directory=tmp_path / "run", tell=told.append)
+    plan = await spark.plan(write(topic).target, directory=tmp_path / "run", tell=messages.append)
 
     assert (plan.records, ranges_of(plan)) == (0, {(topic, 0): (5, 5)})
-    assert any("nothing to read" in sentence for sentence in told)
+    assert any("nothing to read" in sentence for sentence in messages)
     assert spark.RunDirectory(tmp_path / "run").plan() == plan
 
 
@@ -268,11 +270,11 @@ async def test_a_range_that_ends_before_the_group_is_reported(
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"")] * 10)
     await commit(kafka, group, topic, {0: (8, "")})
-    told: list[str] = []
+    messages: list[str] = []
 
-    await made(write(topic), start="earliest", end={topic: {0: 4}}, tell=told.append)
+    await made(write(topic), start="earliest", end={topic: {0: 4}}, tell=messages.append)
 
-    assert any("processes 4 to 7 again" in sentence for sentence in told), told
+    assert any("processes 4 to 7 again" in sentence for sentence in messages), messages
 
 
 async def test_missing_topics_and_directories_with_a_run_are_refused(
@@ -304,7 +306,10 @@ async def test_layouts_follow_the_order_guarantee(kafka: SharedKafka, topic: str
 
     plan = await made(app, shuffle=True)
 
-    found = {one.name: (one.shard_by, one.layout, len(one.topics), one.on_failure) for one in plan.handlers}
+    found = {
+        handler.name: (handler.shard_by, handler.layout, len(handler.topics), handler.on_failure)
+        for handler in plan.handlers
+    }
     assert found == {
         "on_k": ("key", "shuffle", 1, "halt"),
         "on_p": ("partition", "partition", 1, "halt"),
@@ -312,7 +317,7 @@ async def test_layouts_follow_the_order_guarantee(kafka: SharedKafka, topic: str
         "on_f": ("function", "shuffle", 1, "halt"),
         "on_m": ("key", "shuffle", 2, "skip"),
     }
-    whole = {one.name: one.layout for one in (await made(app)).handlers}
+    whole = {handler.name: handler.layout for handler in (await made(app)).handlers}
     assert (whole["on_k"], whole["on_m"]) == ("partition", "partition")
     assert len(plan.ranges) == 6
 
@@ -366,12 +371,12 @@ async def test_records_stored_as_finished_count_as_done(
 async def test_a_group_with_members_is_reported_and_not_refused(kafka: SharedKafka, topic: str, write: Write) -> None:
     await kafka.create_topic(topic)
     app = write(topic)
-    told: list[str] = []
+    messages: list[str] = []
     async with app.app:
-        plan = await made(app, tell=told.append)
+        plan = await made(app, tell=messages.append)
 
     assert plan.ranges
-    assert any("1 members" in sentence and "handed over" in sentence for sentence in told)
+    assert any("1 members" in sentence and "handed over" in sentence for sentence in messages)
 
 
 async def test_a_plan_warns_that_the_metadata_of_another_program_will_be_replaced(
@@ -380,11 +385,11 @@ async def test_a_plan_warns_that_the_metadata_of_another_program_will_be_replace
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, [(None, b"")] * 5)
     await commit(kafka, group, topic, {0: (0, "worker-7"), 1: (0, CommitMetadata(first=FirstCommit(2, 2)).text(0))})
-    told: list[str] = []
+    messages: list[str] = []
 
-    plan = await made(write(topic), tell=told.append)
+    plan = await made(write(topic), tell=messages.append)
 
-    foreign = [sentence for sentence in told if "metadata" in sentence]
+    foreign = [sentence for sentence in messages if "metadata" in sentence]
     assert len(foreign) == 1
     assert f"{topic}/0" in foreign[0]
     assert plan.ranges[0].commit(plan.ranges[0].end).metadata == ""
@@ -438,6 +443,34 @@ async def test_the_version_of_an_app_depends_only_on_its_code(topic: str, write:
 
     app.path.write_text(app.path.read_text().replace("LIMIT = 3", "LIMIT = 4"))
     assert here != elsewhere()
+
+
+def test_the_version_of_an_app_covers_the_modules_of_dependencies(tmp_path: Path) -> None:
+    app = """
+from typing import Annotated
+from fast_depends import Depends
+from aioshard import App, Record
+from sessions import get_session
+
+app = App("billing")
+
+@app.consume("orders")
+async def on_order(record: Record, session: Annotated[str, Depends(get_session)]) -> None: ...
+"""
+    (tmp_path / "billing.py").write_text(app)
+    (tmp_path / "sessions.py").write_text("def get_session() -> str:\n    return 'one'\n")
+    script = "import billing\nfrom aioshard.spark.plans import app_version\nprint(app_version(billing.app))\n"
+
+    def version() -> str:
+        path = os.pathsep.join([str(tmp_path), str(PROJECT)])
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+    before = version()
+    (tmp_path / "sessions.py").write_text("def get_session() -> str:\n    return 'another'\n")
+
+    assert version() != before
 
 
 async def test_a_plan_holds_no_secret(kafka: SharedKafka, topic: str, write: Write) -> None:

@@ -12,7 +12,7 @@ from aioshard.errors import PlanError
 from aioshard.spark import redrive
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

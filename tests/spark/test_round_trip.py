@@ -13,7 +13,7 @@ import pytest
 from aioshard import spark as history
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,8 +15,8 @@ import pytest
 from aioshard import spark
 from aioshard.cli.main import main
 from tests.spark.apps import AppModule, write_app
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -206,9 +206,9 @@ def spark_of(process: int) -> list[int]:
         with contextlib.suppress(ValueError, OSError):
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     found = [process]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return [one for one in found if is_spark(one)]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return [pid for pid in found if is_spark(pid)]
 
 
 def is_spark(process: int) -> bool:
@@ -219,7 +219,7 @@ def is_spark(process: int) -> bool:
 
 
 @pytest.mark.chaos
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processes of this system are not told by files")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no files of its processes")
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_a_signal_while_spark_starts_leaves_no_java_behind(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int

@@ -127,8 +127,8 @@ def test_spark_gets_an_absolute_uri(given: str) -> None:
 
 def test_an_object_store_does_not_rename_a_directory_atomically(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    assert RunDirectory("runs/7").moves_at_once
-    assert not RunDirectory("s3://bucket/runs/7?region=eu-central-1").moves_at_once
+    assert RunDirectory("runs/7").moves_atomically
+    assert not RunDirectory("s3://bucket/runs/7?region=eu-central-1").moves_atomically
 
 
 def test_a_path_that_is_not_a_directory_is_a_clear_error(tmp_path: Path) -> None:

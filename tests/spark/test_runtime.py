@@ -14,13 +14,13 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import HaltedError, PlanError, StuckError
+from aioshard.kafka.memory.transport import InMemoryTransport
 from aioshard.ports import Transport
 from aioshard.records import TopicPartition
 from aioshard.spark.rows import OUTCOMES
 from aioshard.spark.task import run_handlers
 from aioshard.spark.work import Work
 from aioshard.testing import InMemoryBroker
-from aioshard.testing.transport import InMemoryTransport
 
 Make = Callable[..., "Task"]
 
@@ -112,6 +112,39 @@ async def handle(record: Record) -> object:
     assert sorted(row["result"] for row in task.rows()) == sorted(b'{"number":%d}' % n for n in range(20))
 
 
+def test_dependencies_are_injected_and_closed(make: Make) -> None:
+    task = make("""
+import contextlib
+from typing import Annotated
+from fast_depends import Depends
+
+closed = []
+
+@contextlib.asynccontextmanager
+async def resources(_):
+    yield "pool"
+
+app = App("history", stuck_after=0.5, resources=resources)
+
+async def get_session(record: Record, context: Context):
+    yield f"session of {context.state} for {record.value.decode()}"
+    closed.append(record)
+
+def get_number(number: int) -> int:
+    return -number
+
+@app.consume("orders")
+async def handle(
+    number: int, session: Annotated[str, Depends(get_session)], negative: int = Depends(get_number)
+) -> str:
+    return f"{session}, {negative}"
+""")
+    results = {row["result"] for row in task.rows()}
+
+    assert results == {b'"session of pool for %d, %d"' % (number, -number) for number in range(20)}
+    assert len(task.module.closed) == 20
+
+
 def test_a_process_handler_runs_in_the_spark_worker_one_record_at_a_time(make: Make) -> None:
     """Spark has a worker for each core already."""
     task = make("""
@@ -121,12 +154,12 @@ running = []
 @app.consume("orders", run_in="process", shard_by="record")
 def handle(record: Record, context: Context) -> object:
     running.append(record)
-    result = {"pid": os.getpid(), "replay": context.replay, "at once": len(running)}
+    result = {"pid": os.getpid(), "replay": context.replay, "concurrent": len(running)}
     time.sleep(0.001)
     running.remove(record)
     return result
 """)
-    here = b'{"pid":%d,"replay":true,"at once":1}' % os.getpid()
+    here = b'{"pid":%d,"replay":true,"concurrent":1}' % os.getpid()
     assert {row["result"] for row in task.rows()} == {here}
 
 
@@ -162,7 +195,7 @@ async def handle(record: Record) -> None:
 
 def test_an_open_circuit_breaker_ends_the_task(make: Make) -> None:
     task = make("""
-@app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("letters", breaker=CircuitBreaker(minimum=3)))
+@app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt", breaker=CircuitBreaker(minimum=3)))
 async def handle(record: Record) -> None:
     raise ConnectionError("down")
 """)
@@ -238,7 +271,7 @@ async def handle(record: Record) -> None:
 
 
 def _until_at_rest(seen: list[int]) -> int:
-    """How many records ran, once no more do."""
+    """Count the records that ran, once none runs any longer."""
     before = -1
     while len(seen) != before:
         before = len(seen)
@@ -375,7 +408,7 @@ async def handle(record: Record) -> None:
 """
     task = make(handler)
     assert {row["status"] for row in make(handler).rows(on_failure="skip")} == {"processed", "skipped"}
-    assert {row["status"] for row in task.rows(on_failure="dead-letter:letters")} == {"processed", "dead_lettered"}
+    assert {row["status"] for row in task.rows(on_failure="dead-letter:orders.dlt")} == {"processed", "dead_lettered"}
     assert task.broker.topics().keys() == {"orders"}
 
 

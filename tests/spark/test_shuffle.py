@@ -23,8 +23,8 @@ from aioshard.settings import Settings
 from tests.spark.apps import produce_at, write_app
 from tests.spark.order import BY_ACCOUNT, disorders, produce_accounts
 from tests.spark.runs import HistoryRun
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -58,7 +58,7 @@ def begin(
     return begin
 
 
-def places(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def record_ids(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
     return [(row["partition"], row["offset"]) for row in rows]
 
 
@@ -78,7 +78,7 @@ async def test_records_grouped_by_a_function_are_in_order_across_partitions(
 
     assert (report.state, report.batches, dict(report.statuses)) == ("finished", 1, {"processed": 480})
     rows = ordered.rows()
-    assert places(rows) == [(partition, offset) for partition in range(3) for offset in range(160)]
+    assert record_ids(rows) == [(partition, offset) for partition in range(3) for offset in range(160)]
     assert len({row["shard"] for row in rows}) == 8
     assert disorders(rows) == 0
     without_order = begin(BY_ACCOUNT.format(topic=topic, shard_by='"record"'))
@@ -98,7 +98,7 @@ async def test_offsets_stay_in_order_despite_producer_clock_skew(kafka: SharedKa
     await run.drain()
 
     began = sorted(run.rows(), key=lambda row: row["started"])
-    assert places(began) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3)]
+    assert record_ids(began) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3)]
 
 
 CLUSTER = """
@@ -159,7 +159,7 @@ async def test_order_holds_with_executors_in_separate_processes(
     for directory in directories:
         rows = pq.read_table(directory / "outcomes").to_pylist()
         offsets = range(accounts * each // 4)
-        assert sorted(places(rows)) == [(partition, offset) for partition in range(4) for offset in offsets]
+        assert sorted(record_ids(rows)) == [(partition, offset) for partition in range(4) for offset in offsets]
         found.append(disorders(rows))
     assert found[0] == 0
     assert found[1] > without_order, "without order there is disorder, so the test can fail"
@@ -230,7 +230,7 @@ async def test_a_halted_record_ends_the_drain_and_the_next_one_resumes_there(
     fixed.touch()
     report = await run.drain()
     assert (report.state, dict(report.statuses)) == ("finished", {"processed": 100})
-    assert places(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(50)]
+    assert record_ids(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(50)]
 
 
 @pytest.mark.chaos
@@ -260,7 +260,7 @@ async def test_handlers_without_a_shuffle_share_the_tasks_of_one_with_it(
 
     found = sorted((row["topic"][-1], row["handler"], bytes(row["result"])) for row in run.rows())
     expected = [("a", "by_value", b'"a"'), ("b", "by_key", b'"b"'), ("c", "by_partition", b'"c"')]
-    assert found == [one for one in expected for _ in range(40)]
+    assert found == [value for value in expected for _ in range(40)]
 
 
 @pytest.mark.chaos
@@ -286,15 +286,15 @@ async def test_records_the_group_finished_are_not_run_again(
 ) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"%d" % n) for n in range(10)])
-    noted = CommitMetadata(finished=(Run(5, 7),)).text(2)
+    text = CommitMetadata(finished=(Run(5, 7),)).text(2)
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
-        await brokers.commit_without_member(group, {TopicPartition(topic, 0): Committed(2, noted)})
+        await brokers.commit_without_member(group, {TopicPartition(topic, 0): Committed(2, text)})
     run = begin(f"@app.consume({topic!r}, shard_by=lambda record: 1)\nasync def handle(record): ...\n")
     await run.plan(start="committed")
 
     await run.drain()
 
-    assert places(run.rows()) == [(0, offset) for offset in (2, 3, 4, 7, 8, 9)]
+    assert record_ids(run.rows()) == [(0, offset) for offset in (2, 3, 4, 7, 8, 9)]
 
 
 @pytest.mark.chaos
@@ -319,4 +319,4 @@ async def test_a_killed_worker_costs_its_task_and_no_record(
 
     assert killed.exists()
     assert dict(report.statuses) == {"processed": 400}
-    assert places(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(200)]
+    assert record_ids(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(200)]

@@ -17,7 +17,7 @@ from aioshard.spark.source import OUTCOME_COLUMNS
 from tests.project.docs.pages import blocks
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -28,11 +28,11 @@ STARTED = dt.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=dt.UTC)
 
 
 class Table:
-    """The recipe of the documentation, and what it has written."""
+    """The recipe of the documentation, and its rows."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        (block,) = (one for one in blocks("python") if "def write_outcomes" in one.text)
+        (block,) = (block for block in blocks("python") if "def write_outcomes" in block.text)
         # Spark sends functions by their values: the tasks have the same `connect`.
         names: dict[str, Any] = {"__name__": "recipe"}
         exec(block.text, names)
@@ -47,7 +47,7 @@ class Table:
 @pytest.fixture
 def table(postgresql_url: str) -> Table:
     """An empty table of outcomes."""
-    (block,) = (one for one in blocks("sql") if "CREATE TABLE outcomes" in one.text)
+    (block,) = (block for block in blocks("sql") if "CREATE TABLE outcomes" in block.text)
     with psycopg.connect(postgresql_url) as connection:
         connection.execute(block.text.encode())
     return Table(postgresql_url)

@@ -13,8 +13,8 @@ from aioshard.errors import PlanError
 from aioshard.records import Record
 from aioshard.spark.source import OUTCOME_COLUMNS, AioshardSource
 from tests.spark.apps import write_app
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -36,7 +36,7 @@ def as_record(row: "Row") -> Record:
         row.offset,
         None if row.key is None else bytes(row.key),
         None if row.value is None else bytes(row.value),
-        tuple((one.key, None if one.value is None else bytes(one.value)) for one in row.headers or ()),
+        tuple((header.key, None if header.value is None else bytes(header.value)) for header in row.headers or ()),
         row.timestamp.timestamp(),
     )
 

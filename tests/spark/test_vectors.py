@@ -16,7 +16,9 @@ RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 300)), min_size=1
 
 
 def offsets(ranges: list[PlannedRange]) -> Counter[tuple[str, int, int]]:
-    return Counter((one.topic, one.partition, offset) for one in ranges for offset in range(one.start, one.end))
+    return Counter(
+        (planned.topic, planned.partition, offset) for planned in ranges for offset in range(planned.start, planned.end)
+    )
 
 
 @given(RANGES, st.integers(1, 200))
@@ -41,8 +43,8 @@ def test_packed_tasks_split_no_partition(ranges: list[PlannedRange], tasks: int)
     found = packed(ranges, tasks)
 
     assert len(found) == min(tasks, len(ranges))
-    assert sorted((one.topic, one.partition) for task in found for one in task) == sorted(
-        (one.topic, one.partition) for one in ranges
+    assert sorted((planned.topic, planned.partition) for task in found for planned in task) == sorted(
+        (planned.topic, planned.partition) for planned in ranges
     )
     assert sum((offsets(task) for task in found), Counter()) == offsets(ranges)
 
@@ -55,4 +57,4 @@ def test_divided_tasks_are_balanced_and_have_a_partition_once(ranges: list[Plann
     assert sum((offsets(task) for task in found), Counter()) == offsets(ranges)
     for task in found:
         assert offsets(task).total() <= -(-total // tasks)
-        assert len({(one.topic, one.partition) for one in task}) == len(task)
+        assert len({(planned.topic, planned.partition) for planned in task}) == len(task)

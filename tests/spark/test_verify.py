@@ -27,8 +27,8 @@ from aioshard.spark.verification import Found
 from aioshard.spark.work import blocking
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import DEADLINE
-from tests.support.shared_kafka import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -91,8 +91,8 @@ async def test_a_complete_run_is_verified_and_can_be_handed_over(drained: Histor
     assert found.ok
     assert (found.problems, found.records, found.statuses) == ((), 60, ALL)
     assert not any((found.missing, found.duplicates, found.outside, found.left, found.deleted_since))
-    place = history.RunDirectory(drained.directory)
-    ends = verified_ends(place, place.plan())
+    run_dir = history.RunDirectory(drained.directory)
+    ends = verified_ends(run_dir, run_dir.plan())
     assert ends == {TopicPartition(drained.topic, 0): 30, TopicPartition(drained.topic, 1): 30}
 
 
@@ -109,9 +109,9 @@ async def test_rows_of_a_deleted_file_are_missing_and_named(drained: HistoryRun)
     offsets = sorted(row["offset"] for row in lost)
     assert found.missing == {name: Found(count=len(offsets), offsets=tuple(offsets[:20]))}
     assert found.problems[0].startswith(f"{name}: {len(offsets)} records in the log have no outcome: offsets 0, 1")
-    place = history.RunDirectory(drained.directory)
+    run_dir = history.RunDirectory(drained.directory)
     with pytest.raises(NotVerifiedError):
-        verified_ends(place, place.plan())
+        verified_ends(run_dir, run_dir.plan())
 
 
 @pytest.mark.chaos
@@ -148,7 +148,9 @@ async def test_a_duplicate_does_not_compensate_for_a_missing_row(drained: Histor
 
 @pytest.mark.chaos
 async def test_rows_outside_the_planned_range_are_named(drained: HistoryRun) -> None:
-    file = next(one for one in drained.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
+    file = next(
+        file_path for file_path in drained.outcome_files() if pq.read_table(file_path).to_pylist()[0]["partition"] == 0
+    )
     row = pq.read_table(file).to_pylist()[0] | {"offset": 30}
     stranger = row | {"topic": "another"}
     pq.write_table(pa.Table.from_pylist([row, stranger], schema=pq.read_schema(file)), file.with_name("x.parquet"))
@@ -232,9 +234,9 @@ async def test_records_deleted_by_retention_since_are_counted_without_error(run:
 
 @pytest.mark.chaos
 async def test_records_the_group_finished_before_count_as_done(run: HistoryRun, group: str) -> None:
-    noted = CommitMetadata(finished=(Run(12, 15),)).text(10)
+    stored = CommitMetadata(finished=(Run(12, 15),)).text(10)
     async with KafkaAdmin(Settings(bootstrap_servers=run.kafka.bootstrap)) as brokers:
-        commits = {TopicPartition(run.topic, 0): Committed(10, noted), TopicPartition(run.topic, 1): Committed(0, "")}
+        commits = {TopicPartition(run.topic, 0): Committed(10, stored), TopicPartition(run.topic, 1): Committed(0, "")}
         await brokers.commit_without_member(group, commits)
     await run.plan(start="committed")
     await run.drain()
@@ -245,7 +247,9 @@ async def test_records_the_group_finished_before_count_as_done(run: HistoryRun, 
     assert found.records == 20 - 3 + 30
 
     # Had it been run again, that would be one too many.
-    file = next(one for one in run.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
+    file = next(
+        file_path for file_path in run.outcome_files() if pq.read_table(file_path).to_pylist()[0]["partition"] == 0
+    )
     row = pq.read_table(file).to_pylist()[0] | {"offset": 13}
     pq.write_table(pa.Table.from_pylist([row], schema=pq.read_schema(file)), file.with_name("x.parquet"))
     assert (await run.verify()).duplicates == {f"{run.topic}/0": Found(count=1, offsets=(13,))}
@@ -320,7 +324,7 @@ async def test_the_findings_are_stored_as_json(drained: HistoryRun) -> None:
 
     found = await drained.verify()
 
-    noted = json.loads((drained.directory / "verified.json").read_text())
-    assert noted == json.loads(json.dumps(found.asdict()))
-    assert noted["ok"] is False
-    assert noted["dead_lettered"] == 0
+    stored = json.loads((drained.directory / "verified.json").read_text())
+    assert stored == json.loads(json.dumps(found.asdict()))
+    assert stored["ok"] is False
+    assert stored["dead_lettered"] == 0

@@ -57,7 +57,7 @@ async def allow(
 async def deny(
     cluster: KafkaCluster, user: Credentials, resource: Resource, name: str, *operations: AclOperation
 ) -> None:
-    """Forbids *user* the *operations* (all when none is given), whatever else allows them."""
+    """Forbids *user* the *operations* (all when none is given); other ACLs do not change that."""
     await _bind(cluster, _bindings(user, resource, name, operations, AclPermissionType.DENY))
 
 
@@ -102,10 +102,10 @@ async def _bind(cluster: KafkaCluster, bindings: list[AclBinding]) -> None:
     admin = _admin(cluster)
     async with asyncio.timeout(DEADLINE):
         await _answers(admin.create_acls(bindings))
-        for one in bindings:
+        for acl in bindings:
             same = AclBindingFilter(
-                one.restype, one.name, one.resource_pattern_type, one.principal, one.host, one.operation,
-                one.permission_type,
+                acl.restype, acl.name, acl.resource_pattern_type, acl.principal, acl.host, acl.operation,
+                acl.permission_type,
             )  # fmt: skip
             while not await asyncio.wrap_future(admin.describe_acls(same)):  # noqa: ASYNC110  (the same)
                 await asyncio.sleep(POLL_INTERVAL)

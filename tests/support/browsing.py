@@ -58,6 +58,24 @@ MOVED = """([plot, wanted, drawn]) => {
 }"""
 
 
+BROKEN = """([selector, longest]) => [...document.querySelectorAll(selector)].flatMap((one) => {
+  if (!one.checkVisibility()) return [];
+  const range = document.createRange();
+  const texts = [...one.childNodes].filter((node) => node.nodeType === 3);
+  return texts.flatMap((text) => [...text.data.matchAll(/[\\w.]+/g)].filter((word) => {
+    range.setStart(text, word.index);
+    range.setEnd(text, word.index + word[0].length);
+    return word[0].length <= longest && new Set([...range.getClientRects()].map((box) => box.top)).size > 1;
+  }).map((word) => word[0]));
+})"""
+
+
+async def broken_words(page: Page, selector: str, longest: int = 40) -> list[str]:
+    """The names of visible elements, at most *longest* characters each, that do not stand on one line."""
+    words: list[str] = await page.evaluate(BROKEN, [selector, longest])
+    return words
+
+
 class Watched:
     """A page, with all that it said and asked for.
 

@@ -13,7 +13,7 @@ class Sweep(NamedTuple):
     """The outcome of the runs."""
 
     awaits: int
-    """At so many places the coroutine waited when nobody cancelled it."""
+    """The number of awaits at which the coroutine waited without a cancellation."""
     lost: list[str]
     """Lost cancellations: the frames of the coroutine, and the result."""
 
@@ -38,7 +38,7 @@ def cancel_at_each_await(make: Callable[[], Coroutine[Any, Any, object]]) -> Swe
 
 
 class _Run:
-    """One run, and what it came to."""
+    """One run, and its result."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, object]], number: int, *, done: bool) -> None:
         self.awaits = 0

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.provision import skip_or_fail
+from tests.support.requirements import skip_or_fail
 
 
 def checked(program: str, *arguments: object) -> None:

@@ -1,15 +1,11 @@
-"""A headless browser that opens pages without a network, and its installation."""
+"""A headless browser that opens pages without a network."""
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.provision import or_installed, provide
-
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PACKAGES = ("chromium", "fonts-dejavu-core")
 PAGE_TIMEOUT = 90.0
 OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update"]
 
@@ -40,7 +36,7 @@ def take_screenshot(page: Path, picture: Path, *, width: int, height: int, dark:
     """Open a page from the disk and write what it looks like as PNG.
 
     Raises:
-        ChromiumUnavailableError: There is no browser.
+        ChromiumUnavailableError: The browser is missing.
         ChromiumFailedError: It wrote nothing.
     """
     night = ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
@@ -53,7 +49,7 @@ def dump_page(page: Path) -> str:
     """The document of a page as the browser understood it.
 
     Raises:
-        ChromiumUnavailableError: There is no browser.
+        ChromiumUnavailableError: The browser is missing.
         ChromiumFailedError: It ended with an error.
     """
     return _run(["--dump-dom", page.absolute().as_uri()])
@@ -77,14 +73,3 @@ def _run(options: list[str]) -> str:
     if ran.returncode != 0:
         raise ChromiumFailedError(f"the browser ended with {ran.returncode}:\n{ran.stderr[-2_000:]}")
     return ran.stdout
-
-
-def main() -> int:
-    """Installs the browser where it is missing and that is possible; says so where it is not, an error only in CI."""
-    return provide(
-        "Chromium", lambda: or_installed(browser, PACKAGES, ChromiumUnavailableError), ChromiumUnavailableError
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

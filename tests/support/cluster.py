@@ -51,7 +51,7 @@ class KafkaCluster:
 
     @property
     def reachable(self) -> str:
-        """Address of the brokers that answer at the moment, for what is done from outside."""
+        """Address of the brokers that answer at the moment, for actions from outside."""
         return self.bootstrap
 
     async def create_topic(
@@ -102,13 +102,16 @@ class KafkaCluster:
         """The topic's partitions, in order.
 
         Raises:
-            UnknownTopicOrPartitionError: There is no such topic.
+            UnknownTopicOrPartitionError: The topic does not exist.
         """
         async with self._admin() as admin:
             (found,) = await admin.describe_topics([topic])
         if found["error_code"]:
             raise for_code(found["error_code"])(f"topic {topic!r}")
-        return [TopicPartition(topic, number) for number in sorted(one["partition"] for one in found["partitions"])]
+        return [
+            TopicPartition(topic, number)
+            for number in sorted(partition["partition"] for partition in found["partitions"])
+        ]
 
     async def produce(
         self,
@@ -232,7 +235,11 @@ class KafkaCluster:
         """Waits until the broker that answers knows the topic as it should be."""
         while True:
             (found,) = await admin.describe_topics([topic])
-            led = [one for one in found["partitions"] if one["error_code"] == 0 and one["leader"] >= 0]
+            led = [
+                partition
+                for partition in found["partitions"]
+                if partition["error_code"] == 0 and partition["leader"] >= 0
+            ]
             if found["error_code"] == 0 and len(led) == partitions:
                 return
             await asyncio.sleep(POLL_INTERVAL)
@@ -259,7 +266,7 @@ class GuardedCluster(KafkaCluster):
 
     Attributes:
         secure_bootstrap: Address of the SASL_SSL listener (PLAIN, SCRAM-SHA-256 and -512), which allows nobody
-            anything without an ACL. Who its users are: `tests.support.kafka_properties`; how to log in and
+            anything without an ACL. Its users: `tests.support.kafka_properties`; how to log in and
             what to allow: `tests.support.access`.
         certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
     """
@@ -335,7 +342,7 @@ async def committed_offsets(admin: Any, group: str) -> dict[TopicPartition, Offs
     """All that a group has committed; aiokafka's own question takes "I am not the coordinator" for "nothing".
 
     Raises:
-        KafkaError: What the broker answers, for the group or for a partition.
+        KafkaError: The answer of the broker, for the group or for a partition.
     """
     answer = await admin._send_request_to_node(await admin.find_coordinator(group), OffsetFetchRequest(group, None))
     codes = [answer.error_code, *(code for _, partitions in answer.topics for *_, code in partitions)]

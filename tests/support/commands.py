@@ -26,7 +26,7 @@ Run = Callable[..., Awaitable[Ended]]
 
 @pytest.fixture
 def aioshard(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs `aioshard` with these arguments in a thread, beside the loop of the test."""
+    """Runs `aioshard` with these arguments in a thread, next to the loop of the test."""
     for variable in [name for name in os.environ if name.startswith("AIOSHARD_") and "TEST" not in name]:
         monkeypatch.delenv(variable)
 

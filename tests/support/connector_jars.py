@@ -4,11 +4,10 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT
-from tests.support.provision import provide
+from tests.support.kafka_libs import FETCH_TIMEOUT
+from tests.support.paths import PROJECT
 
 ARTIFACTS = (
     "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
@@ -31,7 +30,9 @@ def connector_jars() -> list[Path]:
     """
     named = os.environ.get("AIOSHARD_CONNECTOR_JARS")
     directory = Path(named) if named else DEFAULT_JARS
-    wanted = [directory / f"{name}-{version}.jar" for _, name, version in (one.split(":") for one in ARTIFACTS)]
+    wanted = [
+        directory / f"{name}-{version}.jar" for _, name, version in (artifact.split(":") for artifact in ARTIFACTS)
+    ]
     missing = [path.name for path in wanted if not path.exists()]
     if missing and named:
         raise ConnectorUnavailableError(
@@ -40,7 +41,7 @@ def connector_jars() -> list[Path]:
     if missing:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "fetch.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here at once
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here concurrently
             for artifact, path in zip(ARTIFACTS, wanted, strict=True):
                 if not path.exists():
                     _fetch(artifact, path)
@@ -63,12 +64,3 @@ def _fetch(artifact: str, path: Path) -> None:
         raise ConnectorUnavailableError(f"Maven could not fetch {artifact}:\n{fetched.stdout}{fetched.stderr}")
     (partial / path.name).rename(path)
     partial.rmdir()
-
-
-def main() -> int:
-    """Fetches the jars; without Maven says so, which is an error only where `CI` is set."""
-    return provide("Kafka connector", lambda: connector_jars()[0].parent, ConnectorUnavailableError)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -38,7 +38,7 @@ class Row:
 
 
 def rebalance(after: float, seconds: float, cause: str) -> Row:
-    """The row of a rebalance that began so many seconds after `BEGIN`."""
+    """The row of a rebalance that began *after* seconds after `BEGIN`."""
     nothing: Any = None
     return Row(
         topic=nothing,
@@ -114,7 +114,7 @@ def write_journal(directory: Path, rows: Sequence[Row], *, member: str = "shop-h
 
     Args:
         directory: Made where it is missing.
-        rows: What it holds.
+        rows: Its rows.
         member: As it stands in the file's name.
         number: Of the file.
     """

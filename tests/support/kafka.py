@@ -21,8 +21,9 @@ import psutil
 from tests.support.certificates import make_certificates
 from tests.support.cluster import GuardedCluster, is_ready
 from tests.support.guard import wait_for_end
-from tests.support.kafka_libs import PROJECT, kafka_libs
+from tests.support.kafka_libs import kafka_libs
 from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
+from tests.support.paths import PROJECT
 
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
@@ -36,7 +37,7 @@ PORTS = range(16_000, 32_000)
 
 JVM_OPTIONS = [
     "-Xms128m",
-    "-XX:+UseSerialGC",  # the quickest start, and the least CPU beside the tests
+    "-XX:+UseSerialGC",  # the quickest start, and the least CPU next to the tests
     "-XX:TieredStopAtLevel=1",
     "-XX:-UsePerfData",
     "-Djava.awt.headless=true",
@@ -54,10 +55,11 @@ class KafkaBroker(GuardedCluster):
     processes may each have an object of the same broker, as long as only one at a time starts or ends it.
 
     Attributes:
-        log_file: What the broker printed, over all its starts.
+        log_file: The output of the broker, over all its starts.
         ports: Where it listens.
         properties: Settings that win over our own, as of the first start.
-        cluster_id: What its storage is formatted with.
+        cluster_id: The id with which its storage is formatted.
+        features: Levels of features that differ from the newest ones, such as `{"transaction.version": 1}`.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class KafkaBroker(GuardedCluster):
         watched: int | None = None,
         heap: str = "512m",
         cluster_id: uuid.UUID | None = None,
+        features: Mapping[str, int] | None = None,
     ) -> None:
         self.directory = directory
         self.log_file = directory / "broker.log"
         super().__init__("", "", make_certificates(directory / "certificates"))
         self.properties = dict(properties or {})
         self.cluster_id = cluster_id or uuid.uuid4()
+        self.features = dict(features or {})
         self._watched = watched or os.getpid()
         self._heap = heap
         self._process: subprocess.Popen[bytes] | None = None
@@ -112,7 +116,7 @@ class KafkaBroker(GuardedCluster):
                 taken = "Address already in use" in str(failure)
                 if not (first and taken) or attempt == PORT_ATTEMPTS:
                     raise
-                self._ports_file.unlink()  # nobody knows the old ones yet
+                self._ports_file.unlink()  # no client has the old ones yet
                 self._properties_file.unlink()
                 self._take_ports()
             else:
@@ -142,7 +146,7 @@ class KafkaBroker(GuardedCluster):
         await self._end(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """Ends the broker at once, without a chance to write anything."""
+        """Ends the broker immediately, without a chance to write anything."""
         await self._end(signal.SIGKILL)
 
     async def restart(self) -> None:
@@ -165,7 +169,7 @@ class KafkaBroker(GuardedCluster):
 
     def _take_ports(self) -> None:
         if not self._ports_file.exists():
-            self._ports_file.write_text(json.dumps(asdict(Ports(*_free_ports(5)))))
+            self._ports_file.write_text(json.dumps(asdict(Ports(*free_ports(5)))))
         self.ports = Ports(**json.loads(self._ports_file.read_text()))
         self.bootstrap = f"127.0.0.1:{self.ports.plain}"
         self.secure_bootstrap = f"127.0.0.1:{self.ports.secure}"
@@ -178,6 +182,7 @@ class KafkaBroker(GuardedCluster):
         command = ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
         # Joined with "=", as one id in 64 begins with a dash.
         command += [f"--cluster-id={cluster_id}", f"--config={written}"]
+        command += [f"--feature={name}={level}" for name, level in self.features.items()]
         for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
             credentials = f"name={SCRAM_USER.username},password={SCRAM_USER.password}"
             command += ["--add-scram", f"{mechanism}=[{credentials}]"]
@@ -246,7 +251,7 @@ def end_group(leader: int, number: signal.Signals, timeout: float) -> bool:
     give_up = time.monotonic() + timeout
     try:
         guard = psutil.Process(leader)
-        members = [leader, *(one.pid for one in guard.children())]
+        members = [leader, *(process.pid for process in guard.children())]
         os.killpg(leader, number)
     except (psutil.NoSuchProcess, ProcessLookupError):
         return True
@@ -263,7 +268,7 @@ async def _listens(port: int) -> bool:
     return True
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     found: list[int] = []
     while len(found) < count:
         port = random.choice(PORTS)

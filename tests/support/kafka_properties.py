@@ -25,7 +25,7 @@ SUPER_USER = Credentials("root", "root-secret")
 
 @dataclass(frozen=True)
 class Ports:
-    """The loopback ports of one broker; clients that come through *proxied* are told to speak to *proxy*."""
+    """The loopback ports of one broker; clients that come through *proxied* are sent to *proxy*."""
 
     plain: int
     secure: int
@@ -44,7 +44,7 @@ QUICK: dict[str, str] = {
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
     "auto.create.topics.enable": "false",
-    # Groups settle at once, and a test may use short sessions.
+    # Groups settle immediately, and a test may use short sessions.
     "group.initial.rebalance.delay.ms": "0",
     "group.min.session.timeout.ms": "500",
     "group.consumer.min.session.timeout.ms": "500",
@@ -112,6 +112,6 @@ def _security(certificates: Certificates) -> dict[str, str]:
         "listener.name.secure.scram-sha-512.sasl.jaas.config": f"{login}.scram.ScramLoginModule required;",
         "listener.name.secure.ssl.keystore.type": "PEM",
         "listener.name.secure.ssl.keystore.location": str(certificates.server_file),
-        # A refused login is answered at once instead of after the connection was held back.
+        # A refused login is answered immediately instead of after the connection was held back.
         "connection.failed.authentication.delay.ms": "0",
     }

@@ -84,12 +84,12 @@ class Load:
             assert not self._failures, self._failures
 
     async def _run(self) -> None:
-        places = ((number, partition) for number in itertools.count() for partition in range(self.partitions))
+        numbers = ((number, partition) for number in itertools.count() for partition in range(self.partitions))
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
             due = int((loop.time() - began) * self._rate)
-            for number, partition in itertools.islice(places, max(due - self.sent, 0)):
+            for number, partition in itertools.islice(numbers, max(due - self.sent, 0)):
                 key = self._key(partition, number)
                 self._producer.produce(self._topic, b"%d" % number, key, partition, on_delivery=self._acknowledged)
                 self.sent += 1
@@ -104,7 +104,7 @@ class Load:
             self.produced[partition, offset] = bytes(key or b"").decode()
 
     async def until_known(self, partitions: int) -> None:
-        """Send to so many partitions as soon as the producer knows them."""
+        """Send to that number of partitions as soon as the producer knows them."""
         known = 0
         while known < partitions:
             found = await asyncio.to_thread(self._producer.list_topics, self._topic, 5)

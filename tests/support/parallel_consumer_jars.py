@@ -5,7 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT
+from tests.support.kafka_libs import FETCH_TIMEOUT
+from tests.support.paths import PROJECT
 
 POM = PROJECT / "tests" / "support" / "parallel_consumer" / "pom.xml"
 JARS = PROJECT / "build" / "parallel-consumer"
@@ -26,7 +27,7 @@ def parallel_consumer_jars() -> Path:
     fetched_for = JARS / POM.name
     JARS.mkdir(parents=True, exist_ok=True)
     with (JARS / "fetch.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here concurrently
         if not fetched_for.exists() or fetched_for.read_bytes() != POM.read_bytes():
             _fetch(POM)
             shutil.copyfile(POM, fetched_for)

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server in its own process, on a free port of 127.0.0.1, and its installation."""
+"""A real PostgreSQL server in its own process, on a free port of 127.0.0.1."""
 
 import os
 import pwd
@@ -19,13 +19,11 @@ import psycopg
 from psycopg.sql import SQL, Identifier
 
 from tests.support.kafka import STOP_TIMEOUT, end_group
-from tests.support.kafka_libs import PROJECT
-from tests.support.provision import or_installed, provide
+from tests.support.paths import PROJECT
 
 DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")
 ACCOUNT = "postgres"
 """The account of the server if the tests run as root, because PostgreSQL refuses root; Debian's package creates it."""
-PACKAGES = ("postgresql",)
 START_TIMEOUT = 60.0
 READY_INTERVAL = 0.05
 PORT_ATTEMPTS = 3
@@ -192,7 +190,14 @@ def server_programs() -> Path:
     on_path = shutil.which("initdb")
     candidates = [Path(on_path).resolve().parent] if on_path else []
     candidates += sorted(DEBIAN_PROGRAMS.glob("*/bin"), key=lambda folder: _version(folder.parent.name), reverse=True)
-    found = next((one for one in candidates if (one / "initdb").exists() and (one / "postgres").exists()), None)
+    found = next(
+        (
+            directory
+            for directory in candidates
+            if (directory / "initdb").exists() and (directory / "postgres").exists()
+        ),
+        None,
+    )
     if found is None:
         raise PostgresqlUnavailableError(
             f"neither PATH nor {DEBIAN_PROGRAMS} has `initdb` and `postgres`: install the server, on Debian with "
@@ -205,7 +210,7 @@ def server_programs() -> Path:
             pwd.getpwnam(ACCOUNT)
         except KeyError:
             raise PostgresqlUnavailableError(
-                f"PostgreSQL refuses to run as root, and there is no account {ACCOUNT!r} to run it: run the tests as "
+                f"PostgreSQL refuses to run as root, and the account {ACCOUNT!r} is missing: run the tests as "
                 "somebody else"
             ) from None
     return found
@@ -230,16 +235,3 @@ def _free_port() -> int:
             except OSError:
                 continue
         return port
-
-
-def main() -> int:
-    """Installs the server where it is missing and that is possible; says so where it is not, an error only in CI."""
-    return provide(
-        "PostgreSQL",
-        lambda: or_installed(server_programs, PACKAGES, PostgresqlUnavailableError),
-        PostgresqlUnavailableError,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,20 +1,16 @@
-"""A real Prometheus with the targets of a test, promtool, and their installation."""
+"""A real Prometheus with the targets of a test, and promtool."""
 
 import asyncio
 import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
-from tests.support.provision import or_installed, provide
-
 PROGRAMS = ("prometheus", "promtool")
-PACKAGES = ("prometheus",)
 DEADLINE = 40.0
 TURN = 0.2
 """Seconds between two looks: Prometheus tells nobody when something has changed."""
@@ -146,7 +142,7 @@ class Prometheus:
 
         async def look() -> dict[str, str]:
             alerts = (await self._client.get("/api/v1/alerts")).json()["data"]["alerts"]
-            ours = [one for one in alerts if one["labels"]["alertname"] == alert and one["state"] == "firing"]
+            ours = [each for each in alerts if each["labels"]["alertname"] == alert and each["state"] == "firing"]
             return {**ours[0]["labels"], **ours[0]["annotations"]} if ours else {}
 
         found: dict[str, str] = await self._until(look, f"{alert} fires")
@@ -156,16 +152,3 @@ class Prometheus:
 def hurried(rules: str) -> str:
     """Alert rules that wait for a second where they waited for minutes."""
     return re.sub(r"(?m)^( +for): \w+$", r"\1: 1s", rules).replace("> 300", "> 3")
-
-
-def main() -> int:
-    """Installs it where it is missing and that is possible; says so where it is not, an error only in CI."""
-    return provide(
-        "Prometheus",
-        lambda: ", ".join(or_installed(programs, PACKAGES, PrometheusUnavailableError)),
-        PrometheusUnavailableError,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

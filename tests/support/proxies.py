@@ -1,10 +1,16 @@
-"""Proxies in front of brokers that delay, cut, swallow, hold and change requests and responses.
+"""Proxies in front of brokers that delay, cut, swallow, hold, strand and change requests and responses.
 
 A proxy reads the header of each request, so a rule may be for one node, one API and one client:
 
-    rule = proxies.hold(api_key=OFFSET_FETCH, client_id="heir*")
+    rule = proxies.hold(api_key=OFFSET_FETCH, client_id="successor*")
     await rule.met.wait()        # such a request has come; `rule.requests` has it
     rule.lift()                  # it continues to the broker now
+
+A request may also arrive after its client has lost the connection, sent it again, and begun something else:
+
+    rule = proxies.strand(api_key=END_TXN)
+    await rule.met.wait()        # the proxy has kept it, and cut the connection of its client
+    answer = await rule.arrive() # only now the broker has it
 """
 
 import asyncio
@@ -17,9 +23,12 @@ from typing import Literal, Self
 
 PRODUCE, FETCH, LIST_OFFSETS, METADATA, OFFSET_COMMIT, OFFSET_FETCH = 0, 1, 2, 3, 8, 9
 FIND_COORDINATOR, JOIN_GROUP, HEARTBEAT, LEAVE_GROUP, SYNC_GROUP, API_VERSIONS = 10, 11, 12, 13, 14, 18
+INIT_PRODUCER_ID, ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN, END_TXN, TXN_OFFSET_COMMIT = 22, 24, 25, 26, 28
 CONSUMER_GROUP_HEARTBEAT = 68
 GROUP_APIS = (OFFSET_COMMIT, OFFSET_FETCH, JOIN_GROUP, HEARTBEAT, LEAVE_GROUP, SYNC_GROUP, CONSUMER_GROUP_HEARTBEAT)
 """All that a member asks its coordinator."""
+_FIRST_FLEXIBLE = {INIT_PRODUCER_ID: 2, ADD_OFFSETS_TO_TXN: 3, END_TXN: 3}
+"""Versions from which tagged fields follow the correlation id of an answer."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Request:
 
 
 Change = Callable[[Request, bytes], bytes | None]
-"""Makes another answer of one, both without their length; None cuts the connection in its place."""
+"""Makes another answer of one, both without their length; None cuts the connection instead."""
 
 
 @dataclass(eq=False)
@@ -53,7 +62,7 @@ class Rule:
         met: Set when there is one.
     """
 
-    effect: Literal["delay", "cut", "swallow", "hold", "answer"]
+    effect: Literal["delay", "cut", "swallow", "hold", "strand", "answer"]
     node: int | None
     api_key: int | None
     client_id: str | None
@@ -63,6 +72,8 @@ class Rule:
     requests: list[Request] = field(default_factory=list)
     met: asyncio.Event = field(default_factory=asyncio.Event)
     lifted: asyncio.Event = field(default_factory=asyncio.Event)
+    stranded: "tuple[asyncio.StreamReader, asyncio.StreamWriter] | None" = None
+    """The connection to the broker of the request that `strand` has kept."""
 
     def covers(self, node: int, client_id: str | None, api_key: int | None = None) -> bool:
         """Whether it is for such a request, or without *api_key* for all requests of such a connection."""
@@ -77,6 +88,18 @@ class Rule:
         self.end(self)
         self.lifted.set()
 
+    async def arrive(self) -> bytes:
+        """Send the request that `strand` has kept to its broker; return the answer without its length."""
+        assert self.stranded is not None, "no request was stranded"
+        (request,) = self.requests
+        reader, writer = self.stranded
+        await _write(writer, request.frame)
+        while True:  # earlier requests of the connection are answered too
+            answer = await _read(reader)
+            if struct.unpack_from(">i", answer) == (request.correlation_id,):
+                writer.transport.abort()
+                return answer
+
 
 @dataclass(eq=False)
 class _Connection:
@@ -84,6 +107,8 @@ class _Connection:
     task: asyncio.Task[None]
     client_id: str | None = None
     silenced: Rule | None = None
+    broker: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    """The other side; None once a stranded request has taken it over."""
 
 
 class Proxies:
@@ -100,6 +125,7 @@ class Proxies:
         self._routes = routes
         self._rules: list[Rule] = []
         self._connections: set[_Connection] = set()
+        self._stranded: list[Rule] = []
         self._servers: list[asyncio.Server] = []
 
     async def __aenter__(self) -> Self:
@@ -116,6 +142,9 @@ class Proxies:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for rule in self._stranded:
+            assert rule.stranded is not None
+            rule.stranded[1].transport.abort()
 
     def delay(
         self, seconds: float, *, node: int | None = None, api_key: int | None = None, client_id: str | None = None
@@ -135,6 +164,10 @@ class Proxies:
         """Keep requests, and what follows them on their connection, until the rule is lifted."""
         return self._add(Rule("hold", node, api_key, client_id, self._rules.remove))
 
+    def strand(self, *, node: int | None = None, api_key: int | None = None, client_id: str | None = None) -> Rule:
+        """Keep the next request, and cut the connection of its client; the broker gets it by `Rule.arrive`."""
+        return self._add(Rule("strand", node, api_key, client_id, self._rules.remove))
+
     def answer(
         self, change: Change, *, node: int | None = None, api_key: int | None = None, client_id: str | None = None
     ) -> Rule:
@@ -142,7 +175,7 @@ class Proxies:
         return self._add(Rule("answer", node, api_key, client_id, self._rules.remove, change=change))
 
     def clear(self) -> None:
-        """Lift all rules."""
+        """Lift all rules; requests that are stranded stay so."""
         for rule in list(self._rules):
             rule.lift()
 
@@ -167,12 +200,11 @@ class Proxies:
         assert task is not None
         connection = _Connection(node, task)
         self._connections.add(connection)
-        writers = [writer]
         try:
             if any(rule.effect == "cut" and rule.covers(node, None) for rule in self._rules):
                 return
             answers, requests = await asyncio.open_connection("127.0.0.1", self._routes[node][1])
-            writers.append(requests)
+            connection.broker = answers, requests
             arrived: asyncio.Queue[tuple[float, Request]] = asyncio.Queue()
             awaited: dict[int, tuple[Rule, Request]] = {}
             async with asyncio.TaskGroup() as group:  # the first that ends raises, and so ends the others
@@ -183,8 +215,15 @@ class Proxies:
             pass  # a side has closed it, or a rule has
         finally:
             self._connections.discard(connection)
-            for one in writers:
-                one.transport.abort()
+            writer.transport.abort()
+            if connection.broker is not None:
+                connection.broker[1].transport.abort()
+
+    def _strand(self, rule: Rule, connection: _Connection) -> None:
+        """Take the broker's side of a connection out of it, for a request that arrives later."""
+        rule.stranded, connection.broker = connection.broker, None
+        self._stranded.append(rule)
+        rule.lift()  # the client sends the request again, and that one passes
 
     async def _pass_requests(
         self,
@@ -208,6 +247,9 @@ class Proxies:
                         connection.silenced = rule
                     case "hold":
                         await rule.lifted.wait()
+                    case "strand":
+                        self._strand(rule, connection)
+                        raise ConnectionAbortedError
                     case "answer":
                         awaited[request.correlation_id] = rule, request
             if connection.silenced is None:
@@ -251,3 +293,10 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 async def _write(writer: asyncio.StreamWriter, frame: bytes) -> None:
     writer.write(struct.pack(">i", len(frame)) + frame)
     await writer.drain()
+
+
+def code_after_throttle(request: Request, answer: bytes) -> int:
+    """Return the error code of an answer in which it follows the throttle time, as it does after EndTxn."""
+    flexible = request.api_version >= _FIRST_FLEXIBLE[request.api_key]
+    (code,) = struct.unpack_from(">h", answer, 4 + flexible + 4)
+    return int(code)

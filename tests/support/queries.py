@@ -14,7 +14,7 @@ class Queries:
         self.asked = Counter[int]()
         self.failures: list[BaseException] = []
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=one) for one in enumerate(queries)]
+        self._threads = [threading.Thread(target=self._ask, args=query) for query in enumerate(queries)]
 
     def _ask(self, index: int, question: Callable[[], object]) -> None:
         while not self._over.is_set():

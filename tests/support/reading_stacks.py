@@ -128,7 +128,7 @@ async def async_generator(asked: Asked, times: int) -> AsyncGenerator[None, None
 
 
 async def read_oneself(times: int) -> Queries:
-    """Stacks of what is executing are read at every state of the interpreter's counters."""
+    """Stacks of running code are read at every state of the interpreter's counters."""
     queries = Queries()
     kinds: tuple[Callable[[Asked, int], Any], ...] = (coroutine, generator, async_generator)
     for number, kind in enumerate(kinds):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,7 +26,7 @@ def spark_session(modules: Path) -> "Iterator[SparkSession]":
     """A session with two cores and four partitions of shuffles; it is stopped at the end.
 
     Args:
-        modules: Its workers import from here, and from this project. They are told when the session starts, and never
+        modules: Its workers import from here, and from this project. They know it when the session starts, and never
             again: what a test writes later has to be in this directory.
     """
     from aioshard.spark.session import local_session  # noqa: PLC0415 - pyspark only where a test needs it

@@ -8,7 +8,7 @@ A test takes the fixture `brokers`, is marked `cluster` thereby, and has the clu
         await brokers.stop(1)                                         # partition 0 of "x" has no leader
         await brokers.start(1)
         node = await brokers.move_coordinator(group)                  # no broker dies
-        held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id="heir")
+        held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id="successor")
         ...                                                           # an app at `brokers.proxied_bootstrap`
         await held.met.wait()
         held.lift()
@@ -119,13 +119,13 @@ class ThreeBrokers(KafkaCluster):
         await self.proxies.__aexit__()
 
     async def end(self) -> None:
-        """End all nodes at once, for good."""
+        """End all nodes immediately, for good."""
         await asyncio.gather(*(broker.kill() for broker in self.nodes.values()))
 
     # Nodes -----------------------------------------------------------------------------------
 
     async def kill(self, node: int) -> None:
-        """End a node at once; the others notice after `broker.session.timeout.ms`, see `until_fenced`."""
+        """End a node immediately; the others notice after `broker.session.timeout.ms`, see `until_fenced`."""
         await self.nodes[node].kill()
 
     async def stop(self, node: int) -> None:
@@ -156,7 +156,7 @@ class ThreeBrokers(KafkaCluster):
     # Leaders ---------------------------------------------------------------------------------
 
     async def leader_of(self, topic: str, partition: int = 0) -> int | None:
-        """The node that leads, as a broker sees it that answers; None where there is no leader."""
+        """The node that leads, as a broker sees it that answers; None without a leader."""
         seen = await self._describe(self._answering[0])
         leader = int(_partition(seen, topic, partition)["leader"])
         return leader if leader in _registered(seen) else None
@@ -246,7 +246,7 @@ class ThreeBrokers(KafkaCluster):
 
         async def look() -> bool:
             seen[:] = await asyncio.gather(*(self._try_describe(node) for node in self._answering))
-            return bool(seen) and all(one is not None and _holds(condition, one) for one in seen)
+            return bool(seen) and all(answer is not None and _holds(condition, answer) for answer in seen)
 
         async with self._deadline(lambda: f"{what}: {seen}", timeout):
             while not await look():  # noqa: ASYNC110
@@ -320,9 +320,9 @@ def _registered(seen: Mapping[str, Any]) -> set[int]:
 def _partition(seen: Mapping[str, Any], topic: str, partition: int) -> dict[str, Any]:
     for found in seen["topics"]:
         if found["topic"] == topic:
-            for one in found["partitions"]:
-                if one["partition"] == partition:
-                    return dict(one)
+            for described in found["partitions"]:
+                if described["partition"] == partition:
+                    return dict(described)
     raise LookupError(f"{topic}/{partition}")
 
 
@@ -335,7 +335,7 @@ def _holds(condition: Condition, seen: dict[str, Any]) -> bool:
 
 
 def _in_order(seen: Mapping[str, Any]) -> bool:
-    partitions = [one for topic in seen["topics"] for one in topic["partitions"]]
+    partitions = [described for topic in seen["topics"] for described in topic["partitions"]]
     return _registered(seen) == set(NODES) and all(
-        one["leader"] >= 0 and set(one["isr"]) == set(one["replicas"]) for one in partitions
+        described["leader"] >= 0 and set(described["isr"]) == set(described["replicas"]) for described in partitions
     )

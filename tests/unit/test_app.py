@@ -1,6 +1,9 @@
 """An app before, during and after its run."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ def make_app() -> App:
     return app
 
 
-@pytest.mark.parametrize("group_id", ["", "  ", None])
+@pytest.mark.parametrize("group_id", ["", "  ", None, "billing-\udce9"])
 def test_an_app_needs_a_group(group_id: str) -> None:
     with pytest.raises(SettingsError, match="expected a group id"):
         App(group_id)
@@ -35,16 +38,14 @@ def test_a_router_is_included_whole_or_not_at_all() -> None:
     assert [registration.topics for registration in app.handlers] == [("orders",)]
 
 
-def test_an_app_without_handlers_does_not_start() -> None:
-    app = App("billing")
+def test_an_app_without_handlers_is_not_served() -> None:
+    app = App("billing", bootstrap_servers="localhost:1", auto_offset_reset="earliest")
     assert bool(app)
 
-    async def scenario() -> None:
-        with pytest.raises(HandlerError, match="has no handlers"):
-            async with TestClient(app):
-                pass
-
-    run(scenario())
+    with pytest.raises(HandlerError, match="has no handlers"):
+        run(app.serve())
+    with pytest.raises(HandlerError, match="has no handlers"):
+        app.check()
 
 
 def test_changes_while_the_app_runs_are_refused() -> None:
@@ -115,3 +116,56 @@ async def test_a_timeout_longer_than_the_drain_gives_a_warning(caplog: pytest.Lo
     async with TestClient(app):
         pass
     assert "handler 'on_order' may run for timeout=60 s but drain_timeout=5 s" in caplog.text
+
+
+async def yields(_: App) -> AsyncIterator[str]:
+    yield "pool"
+
+
+def yields_plainly(_: App) -> Iterator[str]:
+    yield "pool"
+
+
+async def returns(_: App) -> str:
+    return "pool"
+
+
+@contextlib.asynccontextmanager
+async def takes_no_app() -> AsyncIterator[str]:
+    yield "pool"
+
+
+@contextlib.asynccontextmanager
+async def takes_more(_: App, address: str) -> AsyncIterator[str]:
+    yield address
+
+
+@pytest.mark.parametrize("resources", [yields, yields_plainly, returns, takes_no_app, takes_more])
+def test_unusable_resources_are_refused_before_the_start(resources: Any) -> None:
+    app = App("billing", resources=resources)
+    app.consume("orders")(on_record)
+
+    with pytest.raises(SettingsError, match="asynccontextmanager") as error:
+        app.check()
+
+    assert resources.__name__ in str(error.value)
+
+
+def test_resources_that_were_called_are_refused_before_the_start() -> None:
+    app = App("billing", resources=takes_no_app())  # type: ignore[arg-type]
+    app.consume("orders")(on_record)
+
+    with pytest.raises(SettingsError, match="without calling it"):
+        app.check()
+
+
+def test_a_result_of_resources_that_is_no_context_manager_is_refused() -> None:
+    app = App("billing", resources=lambda _: "pool")  # type: ignore[arg-type, return-value]
+    app.consume("orders")(on_record)
+
+    async def scenario() -> None:
+        with pytest.raises(SettingsError, match="it returned str"):
+            async with TestClient(app):
+                pass
+
+    run(scenario())

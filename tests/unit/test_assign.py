@@ -103,13 +103,13 @@ def test_group_settings_are_refused_with_assign(name: str, value: object) -> Non
 
 
 def test_kip_848_is_refused_with_assign() -> None:
-    told = refusal(assign="orders:0", client="confluent", group_protocol="consumer")
-    assert "group_protocol='consumer' has no effect with assign" in told
+    message = refusal(assign="orders:0", client="confluent", group_protocol="consumer")
+    assert "group_protocol='consumer' has no effect with assign" in message
 
 
 def test_drain_timeout_is_unlimited_with_assign() -> None:
     assert Settings(assign="orders:0", drain_timeout=600.0).drain_timeout == 600.0
-    assert "does not fit" in refusal(drain_timeout=600.0)
+    assert "does not fit" in refusal(drain_timeout=600.0, rebalance_timeout=60.0)
 
 
 def app_of(*topics: str, assign: Any, **options: Any) -> App:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from aioshard import __version__
-from tests.support.compiled import EXPECTED, PROJECT, modules
+from tests.support.paths import PROJECT
+from tests.tools.compiled import EXPECTED, modules
 
 COMPILED = EXPECTED in os.environ
 

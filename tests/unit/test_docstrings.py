@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 MODULES = [
     ".".join(path.relative_to(PROJECT).with_suffix("").parts)
@@ -16,11 +16,11 @@ MODULES = [
 
 @pytest.mark.parametrize("module", MODULES)
 def test_doctest_examples_pass(module: str) -> None:
-    told: list[str] = []
+    output: list[str] = []
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
 
     for example in doctest.DocTestFinder().find(importlib.import_module(module), module):
-        runner.run(example, out=told.append)
+        runner.run(example, out=output.append)
 
-    assert runner.failures == 0, "".join(told)
+    assert runner.failures == 0, "".join(output)
     assert runner.tries > 0

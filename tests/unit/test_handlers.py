@@ -1,4 +1,4 @@
-"""The decorator refuses invalid handlers at once and then registers nothing."""
+"""The decorator refuses invalid handlers immediately and then registers nothing."""
 
 import dataclasses
 import functools
@@ -119,7 +119,7 @@ class Service:
     async def on_order(self, order: Order, context: Context) -> None: ...
 
 
-def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def inner(*given: Any) -> object:
         return await function(*given)
@@ -127,8 +127,8 @@ def noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-@noted
-async def on_a_noted_order(order: "Order") -> None: ...
+@wrapped
+async def on_a_wrapped_order(order: "Order") -> None: ...
 
 
 async def on_some_orders(orders: "Annotated[list[Order], 'some']") -> None: ...
@@ -152,7 +152,7 @@ async def with_a_codec(codec: str, order: Order) -> None: ...
         (Service().on_order, "on_order", {}),
         (functools.partial(Service().on_order), "on_order", {}),
         (functools.partial(with_a_codec, "utf-8"), "with_a_codec", {}),
-        (on_a_noted_order, "on_a_noted_order", {}),
+        (on_a_wrapped_order, "on_a_wrapped_order", {}),
         (on_some_orders, "on_some_orders", {"batch": Batch()}),
         (on_a_collection, "on_a_collection", {"batch": Batch()}),
         (on_orders_by_name, "on_orders_by_name", {"batch": Batch()}),
@@ -180,7 +180,7 @@ if TYPE_CHECKING:
     from aioshard import Record, Context, BatchContext
     from shop import Order
 
-def noted(function):
+def wrapped(function):
     @functools.wraps(function)
     async def inner(*given):
         return await function(*given)
@@ -233,7 +233,7 @@ def test_a_decorated_function_is_resolved_in_its_own_module(
     elsewhere: dict[str, Any],
 ) -> None:
     handlers = Router()
-    handlers.consume("orders")(elsewhere["noted"](on_an_order))
+    handlers.consume("orders")(elsewhere["wrapped"](on_an_order))
     (registration,) = handlers
 
     assert registration.payload is not None
@@ -363,6 +363,9 @@ async def no_parameter() -> None: ...
 async def one_too_many(record: Record, context: Context, more: int) -> None: ...
 
 
+async def wraps_without_saying_so(*args: Any, **kwargs: Any) -> Any: ...
+
+
 async def a_foreign_second(record: Record, database: dict[str, int]) -> None: ...
 
 
@@ -381,6 +384,7 @@ async def takes_the_context_first(context: Context, record: Record) -> None: ...
     [
         (no_parameter, "takes (no parameter)"),
         (one_too_many, "expected the record and, optionally, a Context"),
+        (wraps_without_saying_so, "functools.wraps"),
         (
             a_foreign_second,
             "'a_foreign_second' takes database: dict[str, int] as its second parameter: expected a Context",

@@ -2,12 +2,15 @@
 
 import inspect
 import json
+import math
 import os
 import pickle
+import pprint
+import re
 import ssl
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiokafka
 import pytest
@@ -18,12 +21,14 @@ from aioshard.errors import AioshardError, SettingsError
 from aioshard.settings import (
     CLIENT_OPTIONS,
     OWNED_OPTIONS,
+    SHOWN_OPTIONS,
     Settings,
     default_of,
     misspelled_variables,
     timeout_warnings,
     unit_of,
 )
+from aioshard.timeouts import DEFAULTS, least_beside_drain
 from tests.project.docs.tables import descriptions
 
 
@@ -153,9 +158,9 @@ def test_replace_validates_everything_and_recomputes() -> None:
     assert replaced.sasl_password is not None
     assert replaced.sasl_password.get_secret_value() == "hunter2"
     assert settings.drain_timeout == 20.0
-    assert replaced.drain_timeout == pytest.approx(9.0)
+    assert replaced.drain_timeout == pytest.approx(0.9 * (18 - 5 - 3))
     with pytest.raises(SettingsError, match="session_timeout=1 s"):
-        settings.replace(session_timeout=1)
+        settings.replace(session_timeout=1, heartbeat_interval=1)
 
 
 def test_settings_survive_pickling() -> None:
@@ -214,7 +219,9 @@ def test_several_refusals_are_all_listed() -> None:
 
 
 def test_several_contradictions_are_all_listed() -> None:
-    message = refusal(session_timeout=5, rebalance_timeout=7, sasl_mechanism="PLAIN")
+    message = refusal(
+        session_timeout=5, heartbeat_interval=3, rebalance_timeout=7, drain_timeout=8, sasl_mechanism="PLAIN"
+    )
     assert message.startswith("3 settings were refused:")
 
 
@@ -227,13 +234,13 @@ def test_session_shorter_than_three_heartbeats_is_refused() -> None:
 
 def test_drain_timeout_that_does_not_fit_the_rebalance_is_refused() -> None:
     assert Settings(drain_timeout=51.9).drain_timeout == 51.9
-    message = refusal(drain_timeout=52)
+    message = refusal(drain_timeout=52, commit_timeout=5, heartbeat_interval=3, rebalance_timeout=60)
     assert "drain_timeout=52 s does not fit" in message
     assert "lower it below 52 s or raise rebalance_timeout above 60 s" in message
 
 
 def test_rebalance_timeout_without_time_to_drain_is_refused() -> None:
-    message = refusal(rebalance_timeout=8)
+    message = refusal(rebalance_timeout=8, commit_timeout=5, heartbeat_interval=3)
     assert "rebalance_timeout=8 s leaves no time to drain" in message
     assert "raise rebalance_timeout well above 8 s" in message
 
@@ -254,7 +261,70 @@ def test_a_computed_drain_timeout_always_fits(rebalance: float, commit: float, h
 
 
 def test_drain_timeout_none_is_computed() -> None:
-    assert Settings(drain_timeout=None, rebalance_timeout=18).drain_timeout == pytest.approx(9.0)
+    settings = Settings(drain_timeout=None, rebalance_timeout=18)
+    assert settings.drain_timeout == pytest.approx(9.0)
+    assert settings.replace(rebalance_timeout=15).drain_timeout < 15 - settings.commit_timeout
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"client": "confluent"},
+    {"client": "confluent", "processing_guarantee": "exactly_once"},
+    CONSUMER,
+    CONSUMER | {"processing_guarantee": "exactly_once"},
+]
+
+
+@given(
+    mode=st.sampled_from(MODES),
+    timeouts=st.dictionaries(st.sampled_from(sorted(DEFAULTS)), st.integers(1, 2_000).map(lambda number: number / 8)),
+)
+def test_only_timeouts_that_are_set_are_refused_and_named(mode: dict[str, Any], timeouts: dict[str, Any]) -> None:
+    if mode.get("group_protocol") == "consumer":  # there, these two are refused altogether
+        timeouts = {name: value for name, value in timeouts.items() if name not in NOT_OF_CONSUMERS}
+    if contradict(timeouts, mode):
+        message = refusal(**mode, **timeouts)
+        assert [name for name in DEFAULTS if f"{name}=" in message and name not in timeouts] == []
+        return
+    settings = Settings(**mode, **timeouts)
+    assert {name: getattr(settings, name) for name in timeouts} == timeouts
+    assert not contradict({name: getattr(settings, name) for name in DEFAULTS}, mode)
+    assert min(getattr(settings, name) for name in DEFAULTS) > 0
+
+
+NOT_OF_CONSUMERS = {"session_timeout", "heartbeat_interval"}
+
+
+def contradict(timeouts: dict[str, float], mode: dict[str, Any]) -> bool:
+    """Whether the timeouts cannot be used together, for any values of the others."""
+    exactly_once = "processing_guarantee" in mode
+    is_classic_confluent = "client" in mode and "group_protocol" not in mode
+
+    def part(name: str) -> float:
+        return timeouts.get(name, 0.0)
+
+    def limit(name: str) -> float:
+        return timeouts.get(name, math.inf)
+
+    needed = part("drain_timeout") + (2 if exactly_once else 1) * part("commit_timeout") + part("heartbeat_interval")
+    session = max(part("session_timeout"), 3 * part("heartbeat_interval"))
+    left = timeouts.get("rebalance_timeout", math.inf) - timeouts.get("drain_timeout", -math.inf)
+    is_tight = left < least_beside_drain(timeouts.get("rebalance_timeout", math.inf))
+    return (
+        (is_tight and not timeouts.keys() >= {"commit_timeout", "heartbeat_interval"})
+        or limit("session_timeout") < 3 * part("heartbeat_interval")
+        or limit("rebalance_timeout") <= needed
+        or (is_classic_confluent and limit("rebalance_timeout") < session)
+        or (exactly_once and limit("transaction_timeout") <= part("drain_timeout") + part("commit_timeout"))
+    )
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+@pytest.mark.parametrize("value", [0.5, 5, 30, 1_000])
+def test_a_single_timeout_is_never_refused(mode: dict[str, Any], name: str, value: float) -> None:
+    if mode.get("group_protocol") != "consumer" or name not in NOT_OF_CONSUMERS:
+        assert getattr(Settings(**mode | {name: value}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -280,7 +350,14 @@ def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, An
         ({"assignor": "fair", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
         ({"client": "confluent", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
         ({"balance_interval": 60}, "balance_interval=60 s has no effect here"),
-        ({"client": "confluent", "rebalance_timeout": 30}, "raise rebalance_timeout to 45 s"),
+        (
+            {"client": "confluent", "rebalance_timeout": 30, "session_timeout": 45},
+            "raise rebalance_timeout to 45 s or lower session_timeout",
+        ),
+        (
+            {"client": "confluent", "rebalance_timeout": 30, "heartbeat_interval": 15},
+            "raise rebalance_timeout to 45 s or lower heartbeat_interval",
+        ),
         (CONSUMER | {"session_timeout": 45}, "session_timeout=45 s has no effect under group_protocol='consumer'"),
         (CONSUMER | {"heartbeat_interval": 3}, "it belongs to the broker"),
         (CONSUMER | {"assignor": "sticky"}, "use client_options={'group.remote.assignor': …}"),
@@ -295,6 +372,15 @@ def test_session_variables_are_refused_when_the_broker_sets_the_session(
 ) -> None:
     monkeypatch.setenv("AIOSHARD_SESSION_TIMEOUT", "45")
     assert "it belongs to the broker" in refusal(**CONSUMER)
+
+
+@pytest.mark.parametrize(("client", "assignor"), [("aiokafka", "cooperative-fair"), ("confluent", "sticky")])
+@pytest.mark.parametrize("values", [{}, {"assignor": None}])
+def test_the_default_assignor_is_the_incremental_one_of_the_client(
+    client: Literal["aiokafka", "confluent"], assignor: str, values: dict[str, Any]
+) -> None:
+    assert Settings(client=client, **values).assignor == assignor
+    assert Settings(**values).replace(client=client).assignor == assignor
 
 
 @pytest.mark.parametrize(
@@ -417,6 +503,58 @@ def test_secrets_are_masked_everywhere(pem: str) -> None:
     assert settings.asdict()["client_options"] == {"sasl_oauth_token_provider": "<object>"}
 
 
+class TokenProvider:
+    """A provider whose text shows its secret, as that of a dataclass does."""
+
+    def __repr__(self) -> str:
+        return "TokenProvider(secret='user-secret')"
+
+
+SECRET_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("confluent", {"ssl.key.pem": "user-secret"}),
+    ("confluent", {"ssl.keystore.password": "user-secret"}),
+    ("confluent", {"sasl.oauthbearer.client.secret": "user-secret"}),
+    ("confluent", {"sasl_oauthbearer_config": "user-secret"}),
+    ("confluent", {"an.option.of.tomorrow": "user-secret"}),
+    ("confluent", {"an.option.of.tomorrow": {"nested": ["user-secret"]}}),
+    ("confluent", {"oauth_cb": TokenProvider()}),
+    ("aiokafka", {"sasl_oauth_token_provider": TokenProvider()}),
+]
+
+
+@pytest.mark.parametrize(("client", "options"), SECRET_OPTIONS, ids=lambda value: str(value)[:40])
+def test_client_options_that_may_be_secret_are_masked(client: Any, options: dict[str, Any]) -> None:
+    settings = Settings(client=client, client_options=options)
+    shown = [
+        repr(settings),
+        str(settings),
+        str(settings.asdict()),
+        settings.model_dump_json(),
+        str(settings.model_dump()),
+        str(dict(settings)),
+        pprint.pformat(settings.client_options),
+        f"{settings.client_options}",
+    ]
+    assert [text for text in shown if "user-secret" in text] == []
+    assert settings.asdict()["client_options"].keys() == options.keys(), "the names are shown"
+    assert settings.client_options == options, "the client gets the values"
+    assert Settings(**settings.model_dump()).client_options == options
+
+
+def test_client_options_known_to_be_harmless_are_shown() -> None:
+    options = {"reconnect.backoff.ms": 50, "client.rack": "eu-1a", "socket.keepalive.enable": True, "unknown": False}
+    settings = Settings(client="confluent", client_options=options)
+    assert settings.asdict()["client_options"] == options
+    assert repr(options) in repr(settings)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_no_option_that_may_be_shown_is_named_like_a_secret() -> None:
+    assert [name for name in SHOWN_OPTIONS if re.search("pem|password|secret|token_provider$|config", name)] == [
+        "sasl_oauth_token_provider"
+    ], "an object, which is shown as its type only"
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -425,6 +563,8 @@ def test_secrets_are_masked_everywhere(pem: str) -> None:
         {"sasl_password": "user-secret"},
         {"ssl_password": b"\xffuser-secret"},
         {"bootstrap_servers": "sasl://u:user-secret@broker:9092"},
+        {"bootstrap_servers": "Endpoint=sb://hub.example.com/;SharedAccessKey=user-secret"},
+        {"journal": "s3://key:user-secret@bucket"},
         {"client_options": "{user-secret"},
         {"client_options": {"sasl_plain_password": "user-secret"}},
         {"sasl_passwort": "user-secret"},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aioshard.settings import Settings, SettingsDict
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +44,12 @@ def pyright(directory: Path) -> set[int]:
     project = {"include": [str(USES)], "extraPaths": [str(PROJECT)], "typeCheckingMode": "standard"}
     path = directory / "pyrightconfig.json"
     path.write_text(json.dumps(project))
-    command = [str(Path(sys.executable).with_name("basedpyright")), "--project", str(path), "--outputjson"]
+    options = ["--project", str(path), "--pythonpath", sys.executable, "--outputjson"]
+    command = [str(Path(sys.executable).with_name("basedpyright")), *options]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)["generalDiagnostics"]
     assert found, done.stderr
-    return {one["range"]["start"]["line"] + 1 for one in found if one["severity"] == "error"}
+    return {error["range"]["start"]["line"] + 1 for error in found if error["severity"] == "error"}
 
 
 def test_mypy_reports_the_wrong_lines() -> None:

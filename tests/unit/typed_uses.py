@@ -3,6 +3,10 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Annotated
+
+import fastapi
+from fast_depends import Depends
 
 from aioshard import App, Batch, BatchContext, CallNext, Context, DeadLetter, Message, Record, Retry, Router, message
 
@@ -40,7 +44,22 @@ async def resources(app: App) -> AsyncIterator[Pool]:
     yield Pool()
 
 
-App("billing", resources=resources)
+with_pool = App("billing", resources=resources)
+
+
+async def uses_state() -> None:
+    """Use the state of an app with its type."""
+    await with_pool.state.fetch("select 1")
+    await with_pool.state.fetch(1)  # wrong: not a query
+    await app.state.anything()
+
+
+def any_app(app: App) -> App:
+    """Take an app with any state."""
+    return app
+
+
+any_app(with_pool)
 
 
 # Handlers
@@ -93,9 +112,9 @@ async def own_parameter(record: Record, cache: dict[str, int] = cache) -> None:
     """Take an extra parameter with a default."""
 
 
-@app.consume("numbers")  # wrong: the second parameter
-async def numbers(record: Record, count: int) -> None:
-    """Take what nobody gives."""
+@app.consume("nothing")  # wrong: no record
+async def nothing() -> None:
+    """Take nothing."""
 
 
 @app.consume("orders", concurency=3)  # wrong: no such option
@@ -106,6 +125,41 @@ async def misspelt(record: Record) -> None:
 @app.consume("orders", timeout="5s")  # wrong: not a number
 async def late(record: Record) -> None:
     """Have a timeout that is text."""
+
+
+# Dependencies
+
+
+def get_pool(record: Record, context: Context[Pool]) -> Pool:
+    """Take what a handler takes."""
+    return context.state
+
+
+@app.consume("annotated")
+async def annotated(record: Record, pool: Annotated[Pool, Depends(get_pool)], context: Context[Pool]) -> None:
+    """Take a dependency."""
+    await pool.fetch("select 1")
+    await pool.fetch(1)  # wrong: not a query
+
+
+@app.consume("by-default")
+def by_default(
+    record: Record,
+    *,
+    pool: Pool = Depends(get_pool),  # noqa: B008
+    other: Pool = fastapi.Depends(get_pool),  # noqa: B008
+) -> None:
+    """Take dependencies as defaults."""
+    pool.execute("select 1")  # wrong: no such method
+
+
+@app.consume("batch-dependency", batch=Batch())
+async def batch_dependency(records: list[Record], *, pool: Annotated[Pool, fastapi.Depends(get_pool)]) -> None:
+    """Take a dependency with a batch."""
+
+
+app.override_dependencies({get_pool: Pool})
+app.override_dependencies({get_pool: Pool()})  # wrong: not a function
 
 
 # Routers and middleware

@@ -2,13 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from io import BytesIO
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from aiokafka import errors as kafka
 from aiokafka.admin.config_resource import ConfigResourceType
 from aiokafka.client import CoordinationType
-from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
@@ -22,7 +20,11 @@ from aioshard.errors import (
     TransportError,
 )
 from aioshard.kafka.aiokafka.answers import (
+    DescribedGroup,
+    assigned_partitions,
+    broker_settings,
     cause_of,
+    described_group,
     error_for,
     existing_topics,
     log_offsets,
@@ -40,6 +42,7 @@ from aioshard.kafka.aiokafka.internals import RETENTION_MS
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
+from aioshard.kafka.topics import COMPACTED, POLICY, TopicDescription, side_topic_policy_problem, side_topic_problem
 from aioshard.ports import Committed, LogRange
 from aioshard.records import PartitionInfo, TopicPartition, by_topic
 from aioshard.settings import Settings
@@ -55,9 +58,8 @@ _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 _NO_SUCH_GROUP, _NOT_SERVED = 69, 35
 """Errors for a group of the classic protocol, and for brokers that do not have the KIP-848 protocol enabled."""
 _TOPIC_EXISTS = 36
-_POLICY = "cleanup.policy"
-_COMPACTED = {_POLICY: "compact", "segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
-"""Compact soon: a segment closes after at most an hour, and is cleaned once a tenth of the log is superseded."""
+_SESSION_LIMITS = ("group.min.session.timeout.ms", "group.max.session.timeout.ms")
+_CREATES_TOPICS = "auto.create.topics.enable"
 
 
 class LogBounds(NamedTuple):
@@ -189,6 +191,25 @@ class KafkaAdmin:
                 "on it"
             ) from error
 
+    async def creates_topics(self) -> bool | None:
+        """Return whether the brokers create topics on demand; None if they do not say, or not to this user."""
+
+        async def send() -> bool | None:
+            node = self._client.get_random_node()
+            request = DescribeConfigsRequest([(ConfigResourceType.BROKER, str(node), [_CREATES_TOPICS])])
+            try:
+                settings = broker_settings(await self._client.send(node, request), node, [_CREATES_TOPICS])
+            except (kafka.IncompatibleBrokerVersion, kafka.UnsupportedVersionError, NotImplementedError):
+                return None  # the embedded broker
+            return settings[_CREATES_TOPICS] == "true"
+
+        try:
+            return await self._send_with_retries(send, "say whether they create topics on demand")
+        except TransportError as error:
+            if error.retriable:
+                raise
+            return None
+
     async def ensure_compacted(self, topic: str, partitions: int) -> None:
         """Create a compacted topic, or check that an existing one is compacted and has enough partitions.
 
@@ -196,22 +217,17 @@ class KafkaAdmin:
             SideTopicError: The topic is not compacted, or has too few partitions.
         """
         count = await self._partition_count(topic)
-        if not count and await self._create_compacted(topic, partitions):
+        if not count and await self.create_topic(topic, partitions, COMPACTED):
             return
         count = count or await self._partition_count(topic)
         if not count:
             raise TransportError(f"topic {topic!r} was just created, and not every broker knows it yet")
-        if count < partitions:
-            raise SideTopicError(
-                f"topic {topic!r} has {count} partitions and needs {partitions}, as many as the topic whose records it "
-                f"keeps: add {partitions - count}"
-            )
-        policy = (await self.topic_settings(topic, [_POLICY]))[_POLICY]
-        if policy.strip() != "compact":
-            raise SideTopicError(
-                f"topic {topic!r} has cleanup.policy={policy}, so old entries would be deleted: set "
-                "cleanup.policy=compact on it, without delete, or name another topic"
-            )
+        problem = side_topic_problem(topic, count, partitions)
+        if problem is None:
+            policy = (await self.topic_settings(topic, [POLICY]))[POLICY]
+            problem = side_topic_policy_problem(topic, policy)
+        if problem is not None:
+            raise SideTopicError(problem)
 
     async def _partition_count(self, topic: str) -> int:
         """Return the number of partitions; 0 if the topic does not exist or this user may not see it."""
@@ -220,8 +236,29 @@ class KafkaAdmin:
         except AuthorizationError:
             return 0
 
-    async def _create_compacted(self, topic: str, partitions: int) -> bool:
-        """Create a topic with the broker's default replication factor; return False if it exists by now."""
+    async def describe_topic(self, topic: str, names: Collection[str]) -> TopicDescription | None:
+        """Return the partitions of a topic and the settings *names*; None if it does not exist."""
+        leaders = await self._partitions(topic)
+        if not leaders:
+            return None
+        try:
+            settings = await self.topic_settings(topic, names)
+        except AuthorizationError:
+            settings = {}
+        return TopicDescription(len(leaders), settings)
+
+    async def create_topic(self, topic: str, partitions: int, settings: Mapping[str, str]) -> bool:
+        """Create a topic with the brokers' default replication factor; return False if it exists by now.
+
+        Args:
+            topic: Its name.
+            partitions: Number of partitions; -1 for the brokers' default.
+            settings: Those that differ from the brokers' defaults.
+
+        Raises:
+            AuthorizationError: This user may not create it.
+            TransportError: The brokers refused it, or do not answer.
+        """
 
         async def send() -> tuple[int, str | None]:
             await self._client.force_metadata_update()
@@ -231,7 +268,7 @@ class KafkaAdmin:
                     f"topic {topic!r} does not exist and cannot be created now, because the cluster has no controller. "
                     "An election ends by itself; the embedded broker never has one, so use TestClient or a real broker"
                 )
-            wanted: Any = (topic, partitions, -1, [], list(_COMPACTED.items()))
+            wanted: Any = (topic, partitions, -1, [], list(settings.items()))
             request = CreateTopicsRequest([wanted], _CREATE_TIMEOUT_MS, validate_only=False)
             response = await self._client.send(controller.nodeId, request)
             _, code, *messages = only_part(response.topic_errors, f"topic {topic!r}")
@@ -241,10 +278,12 @@ class KafkaAdmin:
         if code in (0, _TOPIC_EXISTS):
             return not code
         if code in (TOPIC_DENIED, CLUSTER_DENIED):
+            by_hand = "" if partitions < 0 else f" with {partitions} partitions"
+            if settings:
+                by_hand += f", {' and '.join(f'{name}={value}' for name, value in settings.items())},"
             raise AuthorizationError(
                 f"topic {topic!r} does not exist, as far as this user may see, and the brokers do not allow this user "
-                f"to create it: grant CREATE on it, or create it with {partitions} partitions and "
-                "cleanup.policy=compact and grant READ, WRITE and DESCRIBE_CONFIGS"
+                f"to create it: grant CREATE on it, or create it{by_hand} and grant READ, WRITE and DESCRIBE_CONFIGS"
             )
         cause = cause_of(error_for(code))
         raise TransportError(
@@ -320,6 +359,22 @@ class KafkaAdmin:
 
         return await self._send_with_retries(send, f"name the coordinator of group {group_id!r}", group_id)
 
+    async def session_limits(self, group_id: str) -> tuple[float, float]:
+        """Return the least and the most seconds that a member of a classic group may give as its session timeout.
+
+        Raises:
+            TransportError: This user lacks DESCRIBE_CONFIGS on the cluster, or the brokers do not answer.
+        """
+
+        async def send() -> tuple[float, float]:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            request = DescribeConfigsRequest([(ConfigResourceType.BROKER, str(node), list(_SESSION_LIMITS))])
+            settings = broker_settings(await self._client.send(node, request), node, _SESSION_LIMITS)
+            least, most = (int(settings[name]) / 1000 for name in _SESSION_LIMITS)
+            return least, most
+
+        return await self._send_with_retries(send, "return their limits of session timeouts", group_id)
+
     async def group(self, group_id: str) -> Group:
         """Describe a group of either protocol; a group that does not exist is "dead"."""
 
@@ -366,11 +421,17 @@ class KafkaAdmin:
                 member["client_id"],
                 member["client_host"],
                 member.get("group_instance_id"),
-                _assigned(member["member_assignment"]),
+                assigned_partitions(member["member_assignment"]),
             )
             for member in group["members"]
         )
         return Group(group["state"].lower(), "classic", group["protocol"] or "", tuple(members))
+
+    async def classic_members(self, group_id: str) -> DescribedGroup:
+        """Describe the members of a group of the classic protocol with their subscriptions; empty for another group."""
+        return await self._query(
+            f"describe group {group_id!r}", DescribeGroup(group_id), described_group, group_id, group_id=group_id
+        )
 
     async def remove_member(self, group_id: str, member_id: str = "", *, instance_id: str | None = None) -> bool:
         """Remove a dead member, or a static one, from its group; others get its partitions immediately.
@@ -497,12 +558,3 @@ def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPa
         f"the offsets of group {group_id!r}{where} were not stored: {cause.reason}",
         retriable=cause.retriable or isinstance(error, TimeoutError),
     )
-
-
-def _assigned(content: bytes | None) -> tuple[TopicPartition, ...]:
-    """Decode a classic member's partitions; empty if the member is not a consumer, or the group rebalances."""
-    try:
-        topics = ConsumerProtocolMemberAssignment.decode(BytesIO(content or b"")).assignment
-        return tuple(sorted(TopicPartition(topic, number) for topic, numbers in topics for number in numbers))
-    except (ValueError, TypeError):  # nothing, or something else
-        return ()

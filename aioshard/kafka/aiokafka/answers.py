@@ -13,12 +13,23 @@ one level, and treats a missing part as success. The functions here read all lev
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from io import BytesIO
+from typing import Any, NamedTuple
 
 from aiokafka import errors as kafka
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
+from aioshard.core.assignment import Member
 from aioshard.errors import CorruptRecordError
-from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_DENIED, TOPIC_DENIED, Cause, corrupt_batch
+from aioshard.kafka.errors import (
+    CLUSTER_DENIED,
+    GROUP_DENIED,
+    INVALID_REQUEST,
+    TOPIC_DENIED,
+    UNSUPPORTED_VERSION,
+    Cause,
+    corrupt_batch,
+)
 from aioshard.ports import Committed
 from aioshard.records import PartitionInfo, TopicPartition
 
@@ -32,7 +43,13 @@ _EXPLAINED = {
     ),
 }
 """Names and texts for error codes that aiokafka does not explain."""
-_DENIED = {"GroupAuth": GROUP_DENIED, "TopicAuth": TOPIC_DENIED, "ClusterAuth": CLUSTER_DENIED}
+_WRAPPED = {
+    "GroupAuth": GROUP_DENIED,
+    "TopicAuth": TOPIC_DENIED,
+    "ClusterAuth": CLUSTER_DENIED,
+    "UnsupportedVersionError": UNSUPPORTED_VERSION,
+    "InvalidRequestError": INVALID_REQUEST,
+}
 """aiokafka wraps unexpected refusals in a KafkaError that contains only their repr."""
 
 
@@ -65,7 +82,7 @@ def reason(error: BaseException) -> str:
 def cause_of(error: BaseException) -> Cause:
     """Describe an error that aiokafka raised."""
     text = repr(error)
-    code = next((code for name, code in _DENIED.items() if name in text), -1)
+    code = next((code for name, code in _WRAPPED.items() if name in text), -1)
     if code < 0 and isinstance(error, kafka.BrokerResponseError):
         code = error.errno
     topics = error.args[0] if isinstance(error, kafka.TopicAuthorizationFailedError) and error.args else ()
@@ -109,7 +126,7 @@ def _refuse_missing(requested: Collection[TopicPartition], answered: Collection[
 
 
 def _parts(response: Any) -> Iterator[tuple[TopicPartition, list[Any]]]:
-    """Return each partition of a response, with what the response says about it."""
+    """Return each partition of a response, with its fields in the response."""
     return (
         (TopicPartition(topic, number), part[: len(part) - len(tags)])
         for topic, parts, *tags in response.topics
@@ -163,6 +180,11 @@ def produced(response: Any) -> dict[TopicPartition, tuple[int, kafka.KafkaError 
         topic_partition: (offset, error_for(code, topic_partition.topic) if code else None)
         for topic_partition, (code, offset, *_) in _parts(response)
     }
+
+
+def throttled(response: Any) -> float:
+    """Return for how many seconds the broker reads nothing more from this connection; 0 if we are within our quota."""
+    return max(getattr(response, "throttle_time_ms", 0), 0) / 1000  # from version 1 on
 
 
 # Logs -------------------------------------------------------------------------------------
@@ -240,15 +262,74 @@ def topic_settings(response: Any, topic: str, names: Collection[str]) -> dict[st
         IncompleteAnswerError: The topic or one of its settings is missing.
         KafkaError: The topic has an error code.
     """
-    code, _, _, _, entries = only_part(response.resources, f"topic {topic!r}")
-    raise_for(code, topic)
+    return _settings(response, f"topic {topic!r}", names, topic)
+
+
+def broker_settings(response: Any, broker: int, names: Collection[str]) -> dict[str, str]:
+    """Parse a DescribeConfigs response about one broker: the settings *names*; raises like `topic_settings`."""
+    return _settings(response, f"broker {broker}", names)
+
+
+def _settings(response: Any, what: str, names: Collection[str], *about: str) -> dict[str, str]:
+    code, _, _, _, entries = only_part(response.resources, what)
+    raise_for(code, *about)
     settings = {name: value for name, value, *_ in entries if name in names}
     if missing := set(names).difference(settings):
-        raise IncompleteAnswerError(f"{min(missing)} of topic {topic!r} is missing in the response")
+        raise IncompleteAnswerError(f"{min(missing)} of {what} is missing in the response")
     return settings
 
 
 # Members ----------------------------------------------------------------------------------
+
+
+class DescribedGroup(NamedTuple):
+    """A group of the classic protocol, as the broker describes it."""
+
+    is_stable: bool
+    """Whether all members have the partitions of one assignment; otherwise, `members` says nothing of them."""
+    members: dict[str, Member]
+    instances: dict[str, str]
+    """The member id of each static member, by instance id."""
+
+
+def described_group(response: Any, group_id: str) -> DescribedGroup:
+    """Parse a DescribeGroups response about one group, from version 4 on.
+
+    Raises:
+        IncompleteAnswerError: The group is missing.
+        KafkaError: The group has an error code, or the broker is too old to name static members.
+    """
+    group = only_part(response.to_object()["groups"], f"group {group_id!r}")
+    raise_for(group["error_code"], group_id)
+    members: dict[str, Member] = {}
+    instances: dict[str, str] = {}
+    for member in group["members"]:
+        if "group_instance_id" not in member:
+            raise kafka.UnsupportedVersionError("static members are not named")
+        name = member["member_id"]
+        members[name] = Member(
+            _subscription(member["member_metadata"]), assigned_partitions(member["member_assignment"])
+        )
+        if member["group_instance_id"]:
+            instances[member["group_instance_id"]] = name
+    return DescribedGroup(group["state"] == "Stable", members, instances)
+
+
+def _subscription(content: bytes | None) -> frozenset[str]:
+    """Decode a classic member's topics; empty if the member is not a consumer, or the group rebalances."""
+    try:
+        return frozenset(ConsumerProtocolMemberMetadata.decode(BytesIO(content or b"")).subscription)
+    except (ValueError, TypeError):
+        return frozenset()
+
+
+def assigned_partitions(content: bytes | None) -> tuple[TopicPartition, ...]:
+    """Decode a classic member's partitions; empty if the member is not a consumer, or the group rebalances."""
+    try:
+        topics = ConsumerProtocolMemberAssignment.decode(BytesIO(content or b"")).assignment
+        return tuple(sorted(TopicPartition(topic, number) for topic, numbers in topics for number in numbers))
+    except (ValueError, TypeError):  # nothing, or something else
+        return ()
 
 
 def removed_member(response: Any) -> bool:

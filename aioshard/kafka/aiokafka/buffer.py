@@ -111,6 +111,7 @@ class FetchBuffer:
         more stay, paused, until they are removed.
         """
         self._internals, self._assignment = internals, assignment
+        internals.fetched_bytes.clear()
         states = internals.states(assignment)
         for topic_partition, state in states.items():
             partition = self._partitions.setdefault(topic_partition, _Partition(topic_partition, state))
@@ -197,7 +198,8 @@ class FetchBuffer:
                 if chunk is None or chunk.result is not result:
                     if result._assignment is not assignment:
                         continue
-                    chunk = partition.chunk = Chunk(partition.name, result)
+                    data = internals.fetched_bytes.pop(partition.name, b"")
+                    chunk = partition.chunk = Chunk(partition.name, result, data)
                 self._take_from(partition, chunk, allowance_of, poll_result)
                 if poll_result.records and poll_result.records >= poll_result.most:
                     break  # The limit is reached for all; calling `allowance_of` costs more than a record.
@@ -238,7 +240,8 @@ class FetchBuffer:
             partition.taken_at = poll_result.at
             chunk.reported = False
             state.consumed_to(next_offset)
-            poll_result.add(FetchedBatch(partition.name, records, sizes, next_offset))
+            undecodable = chunk.undecodable or None
+            poll_result.add(FetchedBatch(partition.name, records, sizes, next_offset, undecodable=undecodable))
         if chunk.drained:
             self._drop(partition)
         elif chunk.oversized > allowance.bytes:

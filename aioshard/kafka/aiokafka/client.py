@@ -224,7 +224,8 @@ def _decoded(
         incomplete = TransportError(f"the record at offset {offset} of {topic_partition} is incomplete")
         return Fetched([], offset, end, incomplete if certain else None)
     part = PartitionRecords(topic_partition, memory, aborted, offset, None, None, True, isolation)  # noqa: FBT003 - aiokafka's
-    chunk = Chunk(topic_partition, FetchResult(topic_partition, assignment=None, partition_records=part, backoff=0))
+    result = FetchResult(topic_partition, assignment=None, partition_records=part, backoff=0)
+    chunk = Chunk(topic_partition, result, data or b"")
     records, _ = chunk.take(_EVERYTHING, _EVERYTHING, alone=True)
     error = None if chunk.error is None else corrupt_record(chunk.error, topic_partition, chunk.next_offset)
     return Fetched(records, chunk.next_offset, end, error)

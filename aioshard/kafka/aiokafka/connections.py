@@ -61,7 +61,7 @@ async def connected(settings: Settings, options: Mapping[str, Any], make: Callab
 
     Raises:
         ConnectError: No broker could be reached.
-        AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+        AuthenticationError: The brokers refused our credentials, or we refused their certificate.
         SettingsError: The client refused an option.
     """
     # The client itself would try the servers in turn, with its full timeout for each.
@@ -94,7 +94,7 @@ async def find_broker(settings: Settings, options: Mapping[str, Any]) -> str:
         options: The client's options.
 
     Raises:
-        AuthenticationError: A server rejected our credentials, or we rejected its certificate, and no server
+        AuthenticationError: A server refused our credentials, or we refused its certificate, and no server
             accepted.
         ConnectError: No server answered within `CONNECT_TIMEOUT`.
     """

@@ -1,16 +1,23 @@
 """Decode records from one fetch response: the hot path of reading."""
 
+import struct
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any, Final
 
 from aiokafka.consumer.fetcher import READ_COMMITTED
 from aiokafka.errors import CorruptRecordException
 
+from aioshard.errors import DecodeError
+from aioshard.kafka.aiokafka.lenient import lenient_records
 from aioshard.ports import RECORD_OVERHEAD
 from aioshard.records import Record, TopicPartition
+from aioshard.serde.header_names import undecodable
 
 _NEW_RECORD: Final = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
+_BATCH_HEAD: Final = struct.Struct(">qi")
+"""The head of a batch: its first offset, and its length without this head."""
 
 
 class Chunk:
@@ -22,6 +29,7 @@ class Chunk:
 
     __slots__ = (
         "_batch",
+        "_data",
         "_part",
         "_raw",
         "_unfit",
@@ -31,9 +39,17 @@ class Chunk:
         "reported",
         "result",
         "topic_partition",
+        "undecodable",
     )
 
-    def __init__(self, topic_partition: TopicPartition, result: Any) -> None:
+    def __init__(self, topic_partition: TopicPartition, result: Any, data: bytes = b"") -> None:
+        """Start at the first record.
+
+        Args:
+            topic_partition: The partition.
+            result: The fetch result of aiokafka.
+            data: The bytes of the fetch, from which a batch is decoded whose header names are not UTF-8.
+        """
         self.topic_partition = topic_partition
         self.result = result
         self._part: Any = result._partition_records
@@ -49,6 +65,9 @@ class Chunk:
         """Size of the first record of the latest `take` if it did not fit, else 0."""
         self.reported = False
         """Whether the record that did not fit was reported."""
+        self.undecodable: dict[int, DecodeError] = {}
+        """The error of each record so far that has a header whose name is not UTF-8, by offset."""
+        self._data = data
 
     @property
     def next_offset(self) -> int:
@@ -72,7 +91,7 @@ class Chunk:
             self.error = error
         return records, sizes
 
-    def _decode(  # noqa: C901, PLR0912 - a call in this loop would cost more than anything else in it
+    def _decode(  # noqa: C901, PLR0912, PLR0915 - a call in this loop would cost more than anything else in it
         self, records: list[Record], sizes: list[int], limit: int, room: int, *, alone: bool
     ) -> None:
         part, record_type = self._part, Record
@@ -128,11 +147,36 @@ class Chunk:
                     limit -= 1
                     if not limit:
                         return
+            except UnicodeDecodeError as error:
+                # Only header names are text. aiokafka cannot get past this record, so read the whole batch again.
+                self._raw = self._leniently(batch, error)
+            else:
+                # A batch keeps its last offset even if compaction removed that record.
+                next_offset = batch.next_offset
+                self._batch = None
             finally:
                 part.next_fetch_offset = next_offset
-            # A batch keeps its last offset even if compaction removed that record.
-            part.next_fetch_offset = batch.next_offset
-            self._batch = None
+
+    def _leniently(self, batch: Any, error: UnicodeDecodeError) -> Iterator[Any]:
+        """Return the records of a batch, with header names in `surrogateescape`.
+
+        Raises:
+            UnicodeDecodeError: The bytes of the batch are unknown.
+        """
+        data = _batch_at(self._data, batch.base_offset)
+        if data is None:
+            raise error
+        return self._marked(lenient_records(data))
+
+    def _marked(self, raw_records: Iterator[Any]) -> Iterator[Any]:
+        """Yield the records, and note the errors of those that no handler may see."""
+        topic, partition = self.topic_partition
+        for raw in raw_records:
+            headers = tuple(raw.headers)
+            decode_error = undecodable(Record(topic, partition, raw.offset, None, None, headers, 0.0))
+            if decode_error is not None:
+                self.undecodable[raw.offset] = decode_error
+            yield raw
 
     def _next_batch(self) -> Any:
         """Return the next batch with records for us, to be iterated from its first; None at the end of the chunk."""
@@ -152,3 +196,15 @@ class Chunk:
                 return batch
             part.next_fetch_offset = batch.next_offset
         return None
+
+
+def _batch_at(data: bytes, base_offset: int) -> memoryview | None:
+    """Find a batch in the bytes of a fetch by its first offset; None if it is not there."""
+    position = 0
+    while position + _BATCH_HEAD.size <= len(data):
+        offset, length = _BATCH_HEAD.unpack_from(data, position)
+        end = position + _BATCH_HEAD.size + length
+        if offset == base_offset and end <= len(data):
+            return memoryview(data)[position:end]
+        position = end
+    return None

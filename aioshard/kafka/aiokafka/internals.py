@@ -12,6 +12,7 @@ pinned (`aiokafka>=0.14,<0.15`). Why the public API of the consumer is not enoug
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from aiokafka.conn import CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED, FetchResult
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.group import LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest, OffsetResetStrategy
@@ -40,6 +42,8 @@ from aioshard.kafka.aiokafka.answers import (
     topic_partitions,
 )
 from aioshard.kafka.aiokafka.connections import close_client, end_tasks, refuse_useless_connections
+from aioshard.kafka.aiokafka.static_members import StaticJoins
+from aioshard.kafka.aiokafka.topic_ids import TopicIds, ids_in
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
@@ -53,6 +57,8 @@ default, would count from the time the group lost its last member: a group with 
 _REPLICATION_LAG = 2.0
 """Seconds until a new coordinator knows all commits: by default, replicas fetch from it at least every 0.5 s. On Kafka
 4.1.1, answers right after a commit were up to 1 s out of date in 5 of 6 moves, and in none of 6 after 2 s."""
+_BESIDE_JOIN = max(ConnectionGroup) + 1
+"""Key of a connection to the coordinator that carries neither joins nor fetches: brokers hold both."""
 _COORDINATOR_AWAY = (
     kafka.GroupCoordinatorNotAvailableError,
     kafka.NotCoordinatorForGroupError,
@@ -87,12 +93,16 @@ class Internals:
         self.assignor = assignor
         self.client: Any = consumer._client
         self.subscription: Any = consumer._subscription
+        self._patience = patience
+        self._static_joins: StaticJoins | None = None
         self._rejoin_timer: asyncio.TimerHandle | None = None
         self._session_timer: asyncio.TimerHandle | None = None
         self._lost: Callable[[], None] = lambda: None
         self._session_timeout = 0.0
         self._trusted: asyncio.Future[None] | None = None
         """Tenure of the coordinator known to have all commits: a future that ends when we look for a new one."""
+        self.fetched_bytes: dict[TopicPartition, bytes] = {}
+        """The bytes of the latest fetch of a partition, until they are taken; see `keep_fetched_bytes`."""
         self._suspected: tuple[asyncio.Future[None] | None, float] = (None, 0.0)
         """Tenure of a coordinator that took over later, and the loop time until which it may lack commits."""
         refuse_useless_connections(self.client, patience)
@@ -129,6 +139,15 @@ class Internals:
             lost()
 
         coordinator._do_heartbeat, coordinator.reset_generation = do_heartbeat, reset_generation
+
+    def complete_static_joins(self) -> None:
+        """See `StaticJoins`; call this once, before we join as a static member."""
+        self._static_joins = StaticJoins(self.client, self.coordinator, self.assignor, self._patience)
+
+    @property
+    def was_displaced(self) -> bool:
+        """See `StaticJoins.was_displaced`."""
+        return self._static_joins is not None and self._static_joins.was_displaced
 
     def joined(self, generation: int) -> None:
         """Start the session. The coordinator stored our assignment, so it knows all earlier commits."""
@@ -181,6 +200,25 @@ class Internals:
             return actions
 
         fetcher._get_actions_per_node = plan_within_bound
+
+    def keep_fetched_bytes(self) -> None:
+        """Keep the bytes of each fetch until its records are taken; call this once, before we join.
+
+        aiokafka holds the same bytes as long, but does not hand them out. Its decoder stops for good at a header name
+        that is not UTF-8, so `Chunk` needs them.
+        """
+        send = self.client.send
+
+        async def send_and_keep(node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
+            response = await send(node_id, request, group=group)
+            if isinstance(request, FetchRequest):
+                for topic, parts in response.topics:
+                    for partition, *part in parts:
+                        if part[-1]:
+                            self.fetched_bytes[TopicPartition(topic, partition)] = part[-1]
+            return response
+
+        self.client.send = send_and_keep
 
     # State ----------------------------------------------------------------------------
 
@@ -276,6 +314,13 @@ class Internals:
         """Look up the group's coordinator once; raises if the group is not authorized."""
         await self.client.coordinator_lookup(CoordinationType.GROUP, self.group_id)
 
+    async def topic_ids(self, topics: Collection[str]) -> dict[str, uuid.UUID]:
+        """Look up the ids of topics; leave out those that do not exist now, and all if the brokers have no ids."""
+        try:
+            return ids_in(await self.client.send(self.client.get_random_node(), TopicIds(topics)))
+        except kafka.IncompatibleBrokerVersion:
+            return {}
+
     async def commit_once(self, offsets: Mapping[TopicPartition, Committed], *, without_member: bool = False) -> None:
         """Send one commit request under the current membership: no await before the request is built.
 
@@ -284,6 +329,7 @@ class Internals:
                 the response as acknowledged.
         """
         coordinator = self.coordinator
+        membership = self.membership()
         request = OffsetCommitRequest(
             self.group_id,
             coordinator.generation,
@@ -291,17 +337,17 @@ class Internals:
             RETENTION_MS if without_member else -1,
             by_topic(offsets, lambda partition: (partition.partition, *offsets[partition])),
         )
-        refused = refused_offsets(await coordinator._send_req(request), offsets)
+        refused = refused_offsets(await self._ask_coordinator(request), offsets)
         if not refused:
             return
         error = next(iter(refused.values()))
         if isinstance(error, _COORDINATOR_AWAY):
             coordinator.coordinator_dead()
+        elif coordinator._performed_join_prepare or self.membership() != membership:
+            pass  # we are joining, or have joined since: the group was a generation ahead of us
         elif isinstance(error, kafka.RebalanceInProgressError):
             coordinator.request_rejoin()
-        elif isinstance(error, kafka.UnknownMemberIdError | kafka.IllegalGenerationError) and not (
-            coordinator._performed_join_prepare  # we keep partitions, and the group may be a generation ahead of us
-        ):
+        elif isinstance(error, kafka.UnknownMemberIdError | kafka.IllegalGenerationError):
             coordinator.reset_generation()
         raise error
 
@@ -317,7 +363,7 @@ class Internals:
         await self.coordinator.ensure_coordinator_known()
         await self._wait_for_commits()
         kind = FetchStableOffsets if stable else OffsetFetchRequest
-        response = await self.coordinator._send_req(kind(self.group_id, by_topic(partitions)))
+        response = await self._ask_coordinator(kind(self.group_id, by_topic(partitions)))
         try:
             commits = stored_offsets(response, partitions)
             await self._confirm_coordinator()
@@ -325,6 +371,17 @@ class Internals:
             self.coordinator.coordinator_dead()
             raise
         return commits
+
+    async def _ask_coordinator(self, request: Any) -> Any:
+        """Send a request to the group's coordinator; while a join is unanswered, over another connection.
+
+        A broker reads nothing from a connection until it has answered the join, or the fetch, that came over it.
+        """
+        coordinator = self.coordinator
+        node = coordinator.coordinator_id
+        if coordinator._performed_join_prepare and node is not None:
+            return await self.client.send(node, request, group=_BESIDE_JOIN)
+        return await coordinator._send_req(request)
 
     async def _confirm_coordinator(self) -> None:
         """Check with the other brokers who coordinates the group, unless we are a member; the first response counts.
@@ -406,18 +463,20 @@ class Internals:
     ) -> dict[TopicPartition, LogRange]:
         try:
             async with asyncio.timeout(patience):
-                # In this order, so that no end is older than its start, and no newest offset older than its end.
+                # In this order, so that no end is older than its start. The end is asked for last: records that
+                # are written between two requests would otherwise look like those of an open transaction.
                 isolation = self.fetcher._isolation_level
+                newest: dict[TopicPartition, int] = {}
                 starts = await self._offsets_at(leader, partitions, OffsetResetStrategy.EARLIEST, isolation)
-                newest = ends = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST, isolation)
                 if isolation == READ_COMMITTED:
                     newest = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST, READ_UNCOMMITTED)
+                ends = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST, isolation)
         except (kafka.KafkaError, TimeoutError) as error:
             if not getattr(error, "retriable", True):
                 raise
             return {}
-        answered = starts.keys() & ends.keys() & newest.keys()
-        return {name: LogRange(starts[name], ends[name], newest[name]) for name in answered}
+        answered = starts.keys() & ends.keys()
+        return {name: LogRange(starts[name], ends[name], max(newest.get(name, -1), ends[name])) for name in answered}
 
     async def _offsets_at(
         self, leader: int, partitions: Collection[TopicPartition], timestamp: int, isolation: int

@@ -1,15 +1,13 @@
 """Translate settings into options of aiokafka's clients."""
 
-import importlib.util
 import inspect
 import logging
-import ssl
 from typing import Any
 
 from aiokafka.client import AIOKafkaClient
 
-from aioshard.errors import SettingsError
 from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.kafka.wire.options import connection_options
 from aioshard.settings import Settings
 
 _NEVER_MS = 10**15
@@ -85,46 +83,14 @@ def security_options(settings: Settings) -> dict[str, Any]:
     """
     if settings.sasl_mechanism is not None:
         logging.getLogger("aiokafka.conn").addFilter(_hide_credentials)
-    if settings.sasl_mechanism == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
-        raise SettingsError(
-            "sasl_mechanism='GSSAPI' needs the package gssapi, which is not installed: install it with  "
-            "pip install gssapi"
-        )
-    password, uses_tls = settings.sasl_password, settings.security_protocol.endswith("SSL")
-    context = settings.client_options.get("ssl_context")
+    options = connection_options(settings)
     return {
-        "security_protocol": settings.security_protocol,
-        "ssl_context": (context or _tls_context(settings)) if uses_tls else None,
-        "sasl_mechanism": settings.sasl_mechanism,
-        "sasl_plain_username": settings.sasl_username,
-        "sasl_plain_password": None if password is None else password.get_secret_value(),
+        "security_protocol": options.security_protocol,
+        "ssl_context": options.ssl_context,
+        "sasl_mechanism": options.sasl_mechanism,
+        "sasl_plain_username": options.sasl_username,
+        "sasl_plain_password": options.sasl_password,
     }
-
-
-def _tls_context(settings: Settings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.ssl_cafile)
-    except (ssl.SSLError, OSError) as error:
-        raise SettingsError(
-            f"ssl_cafile={settings.ssl_cafile!r} cannot be used ({_short(error)}): it must hold PEM certificates"
-        ) from None
-    context.check_hostname = settings.ssl_check_hostname
-    if settings.ssl_certfile is not None:
-        # Without a password, OpenSSL would ask for one on the terminal, and the process would hang.
-        password = "" if settings.ssl_password is None else settings.ssl_password.get_secret_value()
-        try:
-            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password)
-        except (ssl.SSLError, OSError, ValueError) as error:
-            key = settings.ssl_keyfile or settings.ssl_certfile
-            raise SettingsError(
-                f"ssl_certfile={settings.ssl_certfile!r} with the key in {key!r} cannot be used ({_short(error)}): "
-                "both must be PEM, belong together, and ssl_password must open the key if it is encrypted"
-            ) from None
-    return context
-
-
-def _short(error: Exception) -> str:
-    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _hide_credentials(record: logging.LogRecord) -> bool:

@@ -7,15 +7,17 @@ batch that nobody waits for is retried forever.
 import asyncio
 import contextlib
 import copy
+import enum
 import functools
 import itertools
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from aiokafka import codec
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
 from aiokafka.partitioner import murmur2
@@ -23,14 +25,21 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from aioshard.errors import AuthorizationError, ClientLostError, MessageTooLargeError, TransportError
-from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, cause_of, produced, raise_for, reason
+from aioshard.errors import (
+    AuthorizationError,
+    ClientLostError,
+    MessageTooLargeError,
+    SettingsError,
+    TransportError,
+)
+from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, cause_of, produced, raise_for, reason, throttled
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected
 from aioshard.kafka.aiokafka.options import client_options
-from aioshard.kafka.errors import nothing_acknowledged, publish_error
-from aioshard.ports import RECORD_OVERHEAD, Message, record_size
-from aioshard.records import TopicPartition, by_topic
+from aioshard.kafka.errors import missing_topic, nothing_acknowledged, publish_error
+from aioshard.ports import RECORD_OVERHEAD, UNKNOWN_OFFSET, Message, record_size
+from aioshard.records import TOPIC_NAME, TopicPartition, by_topic
+from aioshard.serde.payloads import unwritable
 from aioshard.settings import Settings
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
@@ -38,10 +47,20 @@ Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 logger = logging.getLogger("aioshard.kafka.aiokafka.producer")
 
 _CODECS: Mapping[Compression, int] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
+_HAS_CODEC: Mapping[Compression, Callable[[], bool]] = {
+    "none": lambda: True,
+    "gzip": codec.has_gzip,
+    "snappy": codec.has_snappy,
+    "lz4": codec.has_lz4,
+    "zstd": codec.has_zstd,
+}
 _BATCH_BYTES = 64 * 1024
-_MOST_REQUEST_BYTES = 100 * 1024 * 1024
-"""The largest request that brokers read (`socket.request.max.bytes`). On a larger one, they close the connection
-without an error, and it would be resent forever. Smaller ones can only exceed the topic's limit, with a clear error."""
+_REQUEST_BYTES = 8 * 1024 * 1024
+"""A request contains no further batch that would make it larger than this."""
+_MOST_REQUEST_BYTES = 100 * 1024 * 1024 - 64 * 1024
+"""The largest message that brokers read: `socket.request.max.bytes`, less room for what a request adds. On a larger
+request, they close the connection without an error, and it would be resent forever. Smaller messages can only exceed
+the topic's limit, with a clear error."""
 _PATIENCE = 30.0
 """Seconds after which an unacknowledged message fails."""
 _REQUEST_TIMEOUT = 10.0
@@ -51,18 +70,74 @@ _PAUSE = 0.1
 _QUIET = 5.0
 """Seconds that a message may wait before `trouble` reports it."""
 _TOPIC_TIMEOUT = 5.0
-"""Seconds to wait until an unknown topic appears."""
+"""Seconds to wait until an unknown topic or partition appears: a broker may not have heard of it yet."""
 _REMEMBERED_KEYS = 10_000
 
-_DUPLICATE = 46
+_THROTTLED = "brokers delay this client, because it exceeds its produce quota: publish less, or raise the quota"
+
+_MOST_SEQUENCE = 2**31
+_LAST_EPOCH = 2**15 - 1
+_LONGEST_TIMESTAMP = 2**63 - 1
+"""Milliseconds; a float of seconds may round up to one more."""
+
+
+# Answers -----------------------------------------------------------------------------
+
+
+class _Verdict(enum.Enum):
+    """The meaning of an answer, or of its absence, for one batch."""
+
+    STORED = enum.auto()
+    AGAIN = enum.auto()
+    """This attempt certainly stored nothing: send it again."""
+    IN_DOUBT = enum.auto()
+    """This attempt may have stored it: send the same bytes again, and never use their numbers for others."""
+    SUSPECT = enum.auto()
+    """As in doubt, but probably permanent: try once more."""
+    REFUSED = enum.auto()
+    """This attempt stored nothing, and none will: no single message can be the reason."""
+    MESSAGE_REFUSED = enum.auto()
+    """As refused, but one message of several may be the reason."""
+    GAP = enum.auto()
+    """The broker expects other sequence numbers: it has forgotten us, or lost messages."""
+    FENCED = enum.auto()
+    """The broker knows a later epoch of the producer id, or does not know the id."""
+
+
+_VERDICTS: Mapping[int, _Verdict] = {
+    46: _Verdict.STORED,  # a duplicate of a batch whose offset the broker no longer knows
+    # Checked before anything is stored. Not so 3, 5, 6 and 56: a leader that changes while it waits for its replicas
+    # answers these too.
+    **dict.fromkeys((14, 15, 16, 19, 51, 74, 75), _Verdict.AGAIN),
+    # Damaged on the way, or an error of the broker that it cannot name. It may depend on the messages.
+    **dict.fromkeys((-1, 2), _Verdict.SUSPECT),
+    # Of the whole batch: the topic's name, its permissions, the record format, the codec.
+    **dict.fromkeys((17, 29, 31, 43, 76), _Verdict.REFUSED),
+    # The size, the timestamp, a policy, or the record itself (a compacted topic rejects records without a key).
+    **dict.fromkeys((10, 18, 32, 44, 87), _Verdict.MESSAGE_REFUSED),
+    **dict.fromkeys((45, 59), _Verdict.GAP),
+    **dict.fromkeys((47, 49, 90), _Verdict.FENCED),
+}
 _TOO_LARGE = frozenset({10, 18})
-_BAD_IDENTITY = frozenset({45, 47, 49, 59})
-"""Error codes that refuse the producer id or its sequence number."""
-_OF_THE_WHOLE_BATCH = _BAD_IDENTITY | {29, 31}
-"""Error codes that no single record of a batch can cause."""
 _FINAL = frozenset({17, 32, 43, 44, 76, 87})
-"""Error codes that are never transient. They concern the topic's name, the timestamp, the format, a policy, the
-compression, or the record itself (a compacted topic rejects records without a key)."""
+"""Error codes that the same message will get again."""
+
+
+def _verdict(error: kafka.KafkaError | None) -> _Verdict:
+    """Return what an error says about a batch. A code that no one has listed proves nothing: it is in doubt."""
+    if error is None:
+        return _Verdict.STORED
+    if isinstance(error, kafka.NodeNotReadyError):
+        return _Verdict.AGAIN  # there is no connection, so nothing was sent
+    if isinstance(error, kafka.IncompatibleBrokerVersion):
+        return _Verdict.REFUSED  # by the client, which has not sent it
+    known = _VERDICTS.get(getattr(error, "errno", 0))
+    if known is not None:
+        return known
+    return _Verdict.IN_DOUBT if error.retriable else _Verdict.SUSPECT
+
+
+# Partitions --------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +145,9 @@ class _Call:
     """A message, and the future of its offset."""
 
     message: Message
-    since: float = field(default_factory=time.monotonic)
-    acknowledged: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    since: float
+    """When it was accepted, by `time.monotonic`."""
+    acknowledged: asyncio.Future[int]
 
     def fail(self, error: TransportError) -> None:
         if not self.acknowledged.done():
@@ -79,68 +155,181 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
+class _Batch:
+    """Messages that are sent, unchanged, until the broker has stored or refused them."""
+
+    calls: list[_Call]
+    data: bytes
+    is_in_doubt: bool = False
+    """Whether an earlier attempt may have stored it: the broker may answer a batch with its numbers as a duplicate."""
+    is_suspect: bool = False
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no caller waits for it any more."""
+        return all(call.acknowledged.done() for call in self.calls)
+
+
+@dataclass(slots=True, eq=False)
 class _Partition:
-    """The unacknowledged messages of one partition.
+    """The unacknowledged messages of one partition, and the only owner of its sequence numbers.
+
+    Each partition raises the epoch of the producer id for itself: brokers remember the epoch and the sequence number
+    of a producer per partition. So a new epoch leaves uncertain batches of other partitions as they are.
 
     Invariants:
         * At most one batch is in flight, so messages stay in order.
-        * `sequence` counts acknowledged messages only. A refused batch was not stored and uses up no numbers.
+        * `sequence` counts messages that this epoch has stored. It belongs to another batch only if an answer says that
+          no attempt has stored the batch before. Else the epoch rises and numbers start at 0. Once the new epoch has
+          stored something, the broker refuses late copies of older batches.
     """
 
     name: TopicPartition
     waiting: deque[_Call] = field(default_factory=deque)
-    alone: int = 0
-    """How many of the next messages get a batch each."""
-    batch: list[_Call] = field(default_factory=list)
-    """The messages that are sent, unchanged, until the broker has stored or refused them."""
-    data: bytes = b""
-    busy: bool = False
+    sizes: deque[int] = field(default_factory=deque)
+    """How many messages the next batches may have, after one was refused and split."""
+    batch: _Batch | None = None
+    is_busy: bool = False
     """Whether a request is in flight, or a retry is due."""
     identity: tuple[int, int] | None = None
-    """Producer id and epoch of the batch."""
+    """The producer id, and its epoch when a broker issued it; kept as long as it has epochs left."""
+    epoch: int = 0
     sequence: int = 0
+    is_renewed: bool = False
+    """Whether the epoch has risen since the last stored batch because of a gap."""
 
-    def fill_batch(self, identity: tuple[int, int], codec: int) -> None:
-        """Make a new batch of waiting messages, unless the previous one must be sent again."""
-        if self.batch:
+    @property
+    def needs_new_id(self) -> bool:
+        """Whether the producer id has no epoch left for this partition."""
+        return self.epoch > _LAST_EPOCH
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no messages."""
+        return self.batch is None and not self.waiting
+
+    def successor(self) -> "_Partition":
+        """Return an empty partition that continues after an unknown outcome, in a new epoch."""
+        return _Partition(self.name, identity=self.identity, epoch=self.epoch + 1)
+
+    def drop_given_up(self) -> None:
+        """Forget messages that nobody waits for, unless they share a batch with others."""
+        if self.batch is not None and self.batch.is_given_up:
+            is_in_doubt = self.batch.is_in_doubt
+            self.batch = None
+            if is_in_doubt:
+                self._raise_epoch()
+        _drop_given_up(self.waiting)
+
+    def fill_batch(self, identity: tuple[int, int], codec_number: int) -> None:
+        """Make a batch of waiting messages, unless the previous one must be sent again.
+
+        A message that cannot be encoded fails alone; if no other waits, no batch is made.
+        """
+        if self.batch is not None:
             return
-        if self.identity is not identity:
-            self.identity, self.sequence = identity, 0
-        builder = DefaultRecordBatchBuilder(2, codec, 0, *identity, self.sequence, _BATCH_BYTES)
-        while self.waiting:
-            call = self.waiting[0]
+        producer_id = self._producer_id(identity)
+        new_builder = functools.partial(
+            DefaultRecordBatchBuilder, 2, codec_number, 0, producer_id, self.epoch, self.sequence, _BATCH_BYTES
+        )
+        builder = new_builder()
+        most = self.sizes.popleft() if self.sizes else _MOST_SEQUENCE
+        # A message without a timestamp has that of its acceptance, even if it is sent after an outage. In this order:
+        # a pause between the two calls must not lead to a time before the acceptance.
+        monotonic = time.monotonic()
+        ahead = time.time() - monotonic
+        calls: list[_Call] = []
+        waiting = self.waiting
+        while waiting and len(calls) < most:
+            call = waiting[0]
             if not call.acknowledged.done():
                 message = call.message
-                timestamp = None if message.timestamp is None else round(message.timestamp * 1000)
-                if (
-                    builder.append(len(self.batch), timestamp, message.key, message.value, list(message.headers))
-                    is None
-                ):
-                    break
-                self.batch.append(call)
-            self.waiting.popleft()
-            if self.alone:
-                self.alone -= 1
-                break
-        self.data = bytes(builder.build())
+                try:
+                    if message.timestamp is None:
+                        timestamp = int((call.since + ahead) * 1000)
+                    else:
+                        timestamp = min(round(message.timestamp * 1000), _LONGEST_TIMESTAMP)
+                    fits = builder.append(len(calls), timestamp, message.key, message.value, list(message.headers))
+                except Exception as error:  # noqa: BLE001 - the encoder reports what it cannot encode in many ways
+                    call.fail(_not_encoded(message, error))
+                    if not calls:
+                        builder = new_builder()  # the first message of a builder may be of any size
+                else:
+                    if fits is None:
+                        break
+                    calls.append(call)
+            waiting.popleft()
+        if calls:
+            self.batch = _Batch(calls, bytes(builder.build()))
 
-    def acknowledge(self, offset: int) -> None:
-        """Resolve the messages of the batch, stored from *offset* on."""
-        self.sequence = (self.sequence + len(self.batch)) % 2**31
-        for number, call in enumerate(self.batch):
-            if not call.acknowledged.done():
-                call.acknowledged.set_result(offset + number)
-        self.batch = []
+    def _producer_id(self, newest: tuple[int, int]) -> int:
+        """Return the producer id; the newest only if there is none, or no epoch is left: it fences no late copies."""
+        if self.identity is None or self.needs_new_id:
+            self.identity = newest
+            self.epoch = newest[1]
+            self.sequence = 0
+        return self.identity[0]
 
-    def refuse(self, error: kafka.KafkaError) -> None:
-        """Fail the messages of the batch, or send each alone if one of them may be the reason."""
-        if len(self.batch) > 1 and getattr(error, "errno", 29) not in _OF_THE_WHOLE_BATCH:
-            self.waiting.extendleft(reversed(self.batch))
-            self.alone = len(self.batch)
+    def apply(self, offset: int, error: kafka.KafkaError | None) -> None:
+        """Act on the answer to the batch; the batch stays if it must be sent again."""
+        batch = self.batch
+        assert batch is not None  # noqa: S101 - it was sent
+        match _verdict(error):
+            case _Verdict.STORED:
+                self._acknowledge(batch, offset)
+            case _Verdict.AGAIN:
+                pass
+            case _Verdict.IN_DOUBT:
+                batch.is_in_doubt = True
+            case _Verdict.SUSPECT if not batch.is_suspect:
+                batch.is_suspect = True
+                batch.is_in_doubt = True
+            case verdict:
+                assert error is not None  # noqa: S101 - it is not stored
+                self.batch = None
+                self._give_up(batch, verdict, error)
+
+    def _give_up(self, batch: _Batch, verdict: _Verdict, error: kafka.KafkaError) -> None:
+        """Fail the messages of a batch that the broker does not take, or put them back."""
+        if batch.is_in_doubt:
+            # 1. Perhaps an earlier attempt has stored it. Only its callers may send it again; its numbers are spent.
+            for call in batch.calls:
+                call.fail(_refused(error, call.message, is_in_doubt=True))
+        elif verdict in (_Verdict.GAP, _Verdict.FENCED) and not self.is_renewed:
+            # 2. Nothing is stored, and the reason is not the messages: send them again, in a new epoch.
+            self._put_back(batch)
+            self.is_renewed = True
+        elif verdict is _Verdict.MESSAGE_REFUSED and len(batch.calls) > 1:
+            # 3. Nothing is stored, and one of the messages may be the reason: look for it in each half.
+            half = (len(batch.calls) + 1) // 2
+            self._put_back(batch)
+            self.sizes.extendleft((len(batch.calls) - half, half))
         else:
-            for call in self.batch:
+            # 4. Nothing is stored.
+            for call in batch.calls:
                 call.fail(_refused(error, call.message))
-        self.batch = []
+        if verdict is _Verdict.FENCED:
+            self.epoch = _LAST_EPOCH + 1  # no epoch of this producer id is certainly later than that of the broker
+        elif verdict is _Verdict.GAP or batch.is_in_doubt:
+            self._raise_epoch()
+
+    def _acknowledge(self, batch: _Batch, offset: int) -> None:
+        """Resolve the messages of the batch, stored from *offset* on; below 0, it is unknown."""
+        self.batch = None
+        self.is_renewed = False
+        self.sequence = (self.sequence + len(batch.calls)) % _MOST_SEQUENCE
+        for number, call in enumerate(batch.calls):
+            if not call.acknowledged.done():
+                call.acknowledged.set_result(UNKNOWN_OFFSET if offset < 0 else offset + number)
+
+    def _put_back(self, batch: _Batch) -> None:
+        self.waiting.extendleft(reversed(batch.calls))
+
+    def _raise_epoch(self) -> None:
+        # No broker needs to be asked: without transactions, the epoch of a producer id is its producer's own, and
+        # InitProducerId would only return another id, which fences nothing.
+        self.epoch += 1
+        self.sequence = 0
 
 
 class KafkaProducer:
@@ -150,23 +339,30 @@ class KafkaProducer:
     30 s. Each broker has at most one request in flight, with at most one batch per partition.
 
     Invariants:
-        * A message that the brokers reject does not keep later ones of its partition from being stored.
-        * A message that was given up is never retried behind its caller's back.
+        * A message that the brokers reject, or that cannot be encoded, does not keep later ones of its partition from
+          being stored.
+        * A message that was given up is never retried behind its caller's back. If a copy of it is still on its way, it
+          is not stored behind messages that were published after it.
     """
 
     def __init__(self, settings: Settings, compression: Compression = "none") -> None:
         """Check the options; connects to nothing yet.
 
         Raises:
-            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+            SettingsError: The brokers are not set, TLS and SASL settings cannot work, or the codec is not installed.
         """
+        if not _HAS_CODEC[compression]():
+            raise SettingsError(
+                f"compression={compression!r} needs a package that is not installed: install it with  "
+                "pip install 'aiokafka[all]'"
+            )
         self._settings = settings
         self._codec = _CODECS[compression]
         self._options = client_options(settings, request_timeout=_REQUEST_TIMEOUT)
         self._client: BareClient | None = None
         self._closed = False
         self._identity: tuple[int, int] | None = None
-        """Producer id and epoch; None while a new one is needed."""
+        """Producer id and its first epoch; None while a new one is needed."""
         self._acknowledged_at = 0.0
         self._topics: dict[str, deque[_Call]] = {}
         """Messages without a partition yet."""
@@ -177,11 +373,17 @@ class KafkaProducer:
         """The partitions whose batch must be sent again."""
         self._missing: dict[str, float] = {}
         """When the brokers first reported that a topic does not exist."""
+        self._counts: dict[str, int] = {}
+        """Number of partitions by topic, as last used."""
+        self._shrunk: dict[str, float] = {}
+        """When the brokers first reported fewer partitions of a topic than before."""
         self._round_robin: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         """Counter of the messages without a key, by topic."""
         self._scheduled = False
         self._requests: set[int] = set()
-        """The brokers with a request in flight."""
+        """The brokers with a request in flight, or that throttle us."""
+        self._throttled: set[int] = set()
+        """The brokers that throttle us."""
         self._recovering = False
         self._recover_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,17 +401,19 @@ class KafkaProducer:
         )
         if self._client is None or not is_connected(self._client):
             return f"{text}; no connection to a broker of {self._settings.bootstrap_servers} is open"
+        if self._throttled:
+            return f"{text}; {_THROTTLED}"
         if self._acknowledged_at < oldest.since:
             return f"{text}; the brokers have acknowledged nothing since"
         return f"{text}; others were acknowledged meanwhile: check that enough replicas of its partition are in sync"
 
     async def publish(self, message: Message) -> int:
-        """See `Producer.publish`. Gives up after 30 s, or after 5 s if the topic does not exist.
+        """See `Producer.publish`. Gives up after 30 s, or after 5 s if the topic or the partition does not exist.
 
         Raises:
             ClientLostError: The producer is closed, or its client failed.
             ConnectError: No broker could be reached.
-            AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+            AuthenticationError: The brokers refused our credentials, or we refused their certificate.
             AuthorizationError: This user may not write to the topic.
             MessageTooLargeError: The message is larger than its topic allows.
             TransportError: The message was not acknowledged for another reason; see `retriable`.
@@ -230,7 +434,12 @@ class KafkaProducer:
         """
         if self._closed:
             raise _closed_error()
-        call, size = _Call(message), _size(message)
+        call = _Call(message, time.monotonic(), asyncio.get_running_loop().create_future())
+        try:
+            size = _size(message)
+        except (TypeError, ValueError) as error:  # its parts have no length
+            call.fail(_not_encoded(message, error))
+            return call.acknowledged
         if size > _MOST_REQUEST_BYTES:
             call.fail(
                 MessageTooLargeError(
@@ -266,23 +475,50 @@ class KafkaProducer:
             return
         client = self._client if self._client is not None and self._client.lost is None else None
         recover = self._has_unassigned(client) or bool(self._held)
-        requests: dict[int, list[_Partition]] = {}
-        for partition in [partition for partition in self._pending if not partition.busy]:
-            if not self._is_wanted(partition):
+        ready: dict[int, list[_Partition]] = {}
+        for partition in [partition for partition in self._pending if not partition.is_busy]:
+            partition.drop_given_up()
+            if partition.is_empty:
                 del self._pending[partition]
                 continue
-            leader = None if client is None or self._identity is None else client.leader(partition.name)
+            leader = self._leader(client, partition)
             if leader is None:
                 recover = True
             elif leader not in self._requests:
-                requests.setdefault(leader, []).append(partition)
+                ready.setdefault(leader, []).append(partition)
         if client is not None and self._identity is not None:
-            for node, partitions in requests.items():
-                self._requests.add(node)
-                self._start(self._request(client, node, partitions, self._identity))
+            for node, partitions in ready.items():
+                if chosen := self._fill_request(partitions, self._identity):
+                    self._requests.add(node)
+                    self._start(self._request(client, node, chosen))
         if recover and not self._recovering:
             self._recovering = True
             self._start(self._recover())
+
+    def _leader(self, client: BareClient | None, partition: _Partition) -> int | None:
+        """Return the broker to send a partition to; None while something is missing for that."""
+        if partition.needs_new_id and partition.identity is self._identity:
+            self._identity = None
+        return None if client is None or self._identity is None else client.leader(partition.name)
+
+    def _fill_request(self, partitions: Iterable[_Partition], identity: tuple[int, int]) -> list[_Partition]:
+        """Choose the partitions whose batches one request has room for."""
+        chosen: list[_Partition] = []
+        size = 0
+        for partition in partitions:
+            partition.fill_batch(identity, self._codec)
+            if partition.batch is None:  # none of its messages can be encoded
+                del self._pending[partition]
+                continue
+            size += len(partition.batch.data)
+            if chosen and size > _REQUEST_BYTES:
+                break
+            partition.is_busy = True
+            chosen.append(partition)
+            # Last from now on: those that this request has no room for come first in the next one.
+            del self._pending[partition]
+            self._pending[partition] = None
+        return chosen
 
     def _has_unassigned(self, client: BareClient | None) -> bool:
         """Move messages to the queues of their partitions; return whether some have no partition yet."""
@@ -294,53 +530,60 @@ class KafkaProducer:
                 del self._topics[topic]
         return bool(self._topics)
 
-    def _is_wanted(self, partition: _Partition) -> bool:
-        """Return whether a caller waits for a message; forget a batch that nobody waits for."""
-        if partition.batch and all(call.acknowledged.done() for call in partition.batch):
-            partition.batch = []
-            self._identity = None  # The batch may or may not have used its sequence numbers.
-        _drop_given_up(partition.waiting)
-        return bool(partition.batch or partition.waiting)
+    def _count_partitions(self, client: BareClient, topic: str) -> int:
+        """Return the number of partitions of a topic; 0 while it is unknown.
+
+        A broker that lags behind may report fewer than there are. They must not be used before that is certain: keys
+        would change their partitions.
+        """
+        count = client.partition_count(topic)
+        if count < self._counts.get(topic, 0):
+            now = time.monotonic()
+            if now < self._shrunk.setdefault(topic, now) + _TOPIC_TIMEOUT:
+                return 0
+        self._shrunk.pop(topic, None)
+        self._counts[topic] = count
+        return count
 
     def _assign_partitions(self, client: BareClient, topic: str, calls: deque[_Call]) -> None:
-        """Move messages of a topic to the queues of their partitions, up to one whose partition is unknown."""
-        count = client.partition_count(topic)
+        """Move messages of a topic to the queues of their partitions, except those whose partition is unknown."""
+        count = self._count_partitions(client, topic)
+        if not count:
+            return
         led: Sequence[int] = ()
+        unknown: list[_Call] = []
         while calls:
-            call = calls[0]
-            number, key = call.message.partition, call.message.chosen_by
-            if not count or (number is not None and number >= count and client.updated_at < call.since):
-                return
-            calls.popleft()
-            if number is None and key is not None:
-                number = _hash(key) % count
-            elif number is None:
-                led = led or sorted(client.cluster.available_partitions_for_topic(topic) or range(count))
-                number = led[next(self._round_robin[topic]) % len(led)]
-            elif not 0 <= number < count:
-                call.fail(
-                    TransportError(
-                        f"topic {topic!r} has partitions 0 to {count - 1} and not {number}: add partitions to it",
-                        retriable=False,
-                    )
-                )
+            call = calls.popleft()
+            try:
+                number = call.message.partition
+                if number is None:
+                    key = call.message.chosen_by
+                    if key is not None:
+                        number = _hash(key) % count
+                    else:
+                        led = led or sorted(client.cluster.available_partitions_for_topic(topic) or range(count))
+                        number = led[next(self._round_robin[topic]) % len(led)]
+                elif not 0 <= number < count:
+                    if client.updated_at < call.since + _TOPIC_TIMEOUT:
+                        unknown.append(call)  # it may be new
+                    else:
+                        call.fail(_no_partition(call.message, count))
+                    continue
+                name = TopicPartition(topic, number)
+                partition = self._partitions.get(name) or self._partitions.setdefault(name, _Partition(name))
+            except (TypeError, ValueError) as error:  # the key or the partition has a wrong type
+                call.fail(_not_encoded(call.message, error))
                 continue
-            name = TopicPartition(topic, number)
-            partition = self._partitions.get(name) or self._partitions.setdefault(name, _Partition(name))
             partition.waiting.append(call)
             self._pending[partition] = None
+        calls.extend(unknown)
 
-    async def _request(
-        self, client: BareClient, node: int, partitions: Collection[_Partition], identity: tuple[int, int]
-    ) -> None:
-        """Send one request to a broker; hold the batches that it neither stores nor refuses."""
-        batches = {}
-        for partition in partitions:
-            partition.busy = True
-            partition.fill_batch(identity, self._codec)
-            batches[partition.name] = partition.data
+    async def _request(self, client: BareClient, node: int, partitions: Collection[_Partition]) -> None:
+        """Send the batches of these partitions in one request; hold those that must be sent again."""
+        batches = {partition.name: partition.batch.data for partition in partitions if partition.batch is not None}
         results: dict[TopicPartition, tuple[int, kafka.KafkaError | None]] = {}
         failure: kafka.KafkaError = IncompleteAnswerError("a batch is missing in the response")
+        pause = 0.0
         try:
             request = ProduceRequest(
                 None,
@@ -348,25 +591,31 @@ class KafkaProducer:
                 round(_REQUEST_TIMEOUT * 1000),
                 by_topic(batches, lambda name: (name.partition, batches[name])),
             )
-            results = produced(await client.send(node, request))
+            response = await client.send(node, request)
+            results = produced(response)
+            pause = throttled(response)
         except kafka.KafkaError as error:
             logger.debug("a request to broker %d failed: %s", node, reason(error))
             failure = error
         finally:
             self._requests.discard(node)
         for partition in partitions:
-            offset, refusal = results.get(partition.name, (-1, failure))
-            code = getattr(refusal, "errno", None)
-            if refusal is None or code == _DUPLICATE:
-                partition.acknowledge(offset)
-            elif refusal.retriable:
-                self._held.append(partition)
-                continue
+            partition.apply(*results.get(partition.name, (UNKNOWN_OFFSET, failure)))
+            if partition.batch is None:
+                partition.is_busy = False
             else:
-                if code is None or code in _BAD_IDENTITY:
-                    self._identity = None
-                partition.refuse(refusal)
-            partition.busy = False
+                self._held.append(partition)
+        if pause:
+            # The broker reads nothing from us for so long. A request would only time out.
+            self._requests.add(node)
+            self._throttled.add(node)
+            asyncio.get_running_loop().call_later(pause, self._resume, node)
+        self._schedule()
+
+    def _resume(self, node: int) -> None:
+        """Send to a broker that has throttled us."""
+        self._requests.discard(node)
+        self._throttled.discard(node)
         self._schedule()
 
     async def _recover(self) -> None:
@@ -393,11 +642,12 @@ class KafkaProducer:
         finally:
             self._recovering = False
             for partition in held:
-                partition.busy = False
+                partition.is_busy = False
         self._schedule()
 
     async def _look_up(self, client: BareClient) -> None:
         """Look up the topics of all messages; fail those of missing topics."""
+        self._refuse_names()
         topics = {*self._topics, *(partition.name.topic for partition in self._pending)}
         if not await client.look_up(*topics):
             return
@@ -407,18 +657,25 @@ class KafkaProducer:
                 if client.may_not_see(topic):
                     error = publish_error(cause_of(kafka.TopicAuthorizationFailedError(topic)), topic)
                 elif now > self._missing.setdefault(topic, now) + _TOPIC_TIMEOUT:
-                    error = TransportError(
-                        f"topic {topic!r} does not exist, and the brokers did not create it within "
-                        f"{_TOPIC_TIMEOUT:g} s: create it, or check its name",
-                        retriable=False,
-                    )
+                    error = missing_topic(topic, _TOPIC_TIMEOUT)
                 else:
                     continue
                 client.forget(topic)
+                self._counts.pop(topic, None)
+                self._shrunk.pop(topic, None)
                 for call in self._unacknowledged():
                     if call.message.topic == topic:
                         call.fail(error)
             self._missing.pop(topic, None)
+
+    def _refuse_names(self) -> None:
+        """Fail the messages for topics that no look-up can name; it would fail for all topics."""
+        for topic, calls in list(self._topics.items()):
+            name: object = topic
+            if not isinstance(name, str) or not TOPIC_NAME.fullmatch(name):
+                del self._topics[topic]
+                for call in calls:
+                    call.fail(_not_encoded(call.message))
 
     # Ends -------------------------------------------------------------------------------
 
@@ -432,9 +689,10 @@ class KafkaProducer:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail_all(ClientLostError(f"the Kafka producer ended by itself ({reason(error)})"))
             self._drop_client()
-            self._identity = None
-            self._partitions.clear()
+            # Requests that are still in flight know the old partitions only.
+            self._partitions = {name: partition.successor() for name, partition in self._partitions.items()}
             self._pending.clear()
+            self._held.clear()
 
     def _drop_client(self) -> None:
         client, self._client = self._client, None
@@ -442,8 +700,12 @@ class KafkaProducer:
             self._start(client.tear_down())
 
     def _unacknowledged(self) -> list[_Call]:
-        assigned = (queue for partition in self._pending for queue in (partition.batch, partition.waiting))
-        return [*itertools.chain(*self._topics.values(), *assigned)]
+        calls = [*itertools.chain(*self._topics.values())]
+        for partition in self._pending:
+            if partition.batch is not None:
+                calls += partition.batch.calls
+            calls += partition.waiting
+        return calls
 
     def _fail_all(self, error: TransportError) -> None:
         for call in self._unacknowledged():
@@ -451,6 +713,10 @@ class KafkaProducer:
 
     def _given_up(self, message: Message, since: float) -> TransportError:
         """Return the error of a message that was not acknowledged in time."""
+        if self._throttled:
+            return TransportError(
+                f"a message for topic {message.topic!r} was not acknowledged within {_PATIENCE:g} s: {_THROTTLED}"
+            )
         if self._acknowledged_at > since:
             return TransportError(
                 f"a message for topic {message.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
@@ -476,17 +742,40 @@ def _closed_error() -> ClientLostError:
     return ClientLostError("the Kafka producer is closed")
 
 
-def _refused(error: kafka.KafkaError, message: Message) -> TransportError:
+def _refused(error: kafka.KafkaError, message: Message, *, is_in_doubt: bool = False) -> TransportError:
+    """Return the error of a message that a broker does not take.
+
+    Args:
+        error: From the broker.
+        message: The message.
+        is_in_doubt: Whether an earlier attempt may have stored it. The error is then retriable, as for any message
+            whose fate is unknown.
+    """
     code = getattr(error, "errno", None)
     if code in _TOO_LARGE:
-        return MessageTooLargeError(
+        refused: TransportError = MessageTooLargeError(
             f"a message of {_size(message)} bytes is too large for topic {message.topic!r}: raise max.message.bytes of "
             "the topic, or publish smaller messages"
         )
-    refused = publish_error(cause_of(error), message.topic)
-    if not isinstance(refused, AuthorizationError):
-        refused.retriable = code not in _FINAL
+    else:
+        refused = publish_error(cause_of(error), message.topic)
+        if not isinstance(refused, AuthorizationError):
+            refused.retriable = code not in _FINAL
+    if is_in_doubt:
+        return type(refused)(f"{refused}; an earlier attempt may have stored the message", retriable=True)
     return refused
+
+
+def _not_encoded(message: Message, error: Exception | None = None) -> TransportError:
+    why = unwritable(message) or (f"it cannot be encoded ({reason(error)})" if error else "it cannot be encoded")
+    return TransportError(f"a message for topic {message.topic!r} was not published: {why}", retriable=False)
+
+
+def _no_partition(message: Message, count: int) -> TransportError:
+    return TransportError(
+        f"topic {message.topic!r} has partitions 0 to {count - 1} and not {message.partition}: add partitions to it",
+        retriable=False,
+    )
 
 
 def _size(message: Message) -> int:

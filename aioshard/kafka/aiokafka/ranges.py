@@ -49,6 +49,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
         """See `Transport.start`; reads the ranges, regardless of *topics* and *pattern*."""
         self._topics = await self.topics()
         internals = await self._connect()
+        internals.keep_fetched_bytes()
         internals.consumer.assign(list(self._ranges))
         self._buffer.begin(internals, internals.assignment())
         self._watch_tasks(internals)
@@ -79,7 +80,8 @@ class RangeTransport(Groupless, AiokafkaTransport):
         if (finished := self._finished.get(topic_partition)) is not None:
             unfinished = [index for index, record in enumerate(records) if record.offset not in finished]
             records, sizes = [records[index] for index in unfinished], [sizes[index] for index in unfinished]
-        return FetchedBatch(topic_partition, records, sizes, min(item.next_offset, end))
+        next_offset = min(item.next_offset, end)
+        return FetchedBatch(topic_partition, records, sizes, next_offset, undecodable=item.undecodable)
 
     def position(self, topic_partition: TopicPartition) -> int | None:
         """See `Transport.position`."""

@@ -174,7 +174,7 @@ class KafkaSideTopics:
         Raises:
             ClientLostError: The reader is closed.
             ConnectError: No broker can be reached.
-            AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+            AuthenticationError: The brokers refused our credentials, or we refused their certificate.
             AuthorizationError: This user may not read a topic.
             CorruptRecordError: A batch cannot be read; nothing is skipped.
             TransportError: A partition cannot be read for another reason.

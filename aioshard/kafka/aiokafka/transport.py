@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,14 +14,23 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from aiokafka import errors as kafka
 
 from aioshard.core.ownership import Losses
-from aioshard.errors import ClientLostError, CommitRefusedError, StateError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.errors import (
+    ClientLostError,
+    CommitRefusedError,
+    GroupHasMembersError,
+    InstanceIdTakenError,
+    SessionTimeoutRefusedError,
+    StateError,
+    TopicRecreatedError,
+    TransportError,
+)
+from aioshard.kafka.aiokafka.admin import GroupMember, KafkaAdmin
 from aioshard.kafka.aiokafka.answers import cause_of, reason
 from aioshard.kafka.aiokafka.buffer import FetchBuffer
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, connected, is_connected
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.options import consumer_options
-from aioshard.kafka.errors import GROUP_CHANGED, UNSTABLE_OFFSET, commit_error, group_error, named, request_error
+from aioshard.kafka.errors import GROUP_CHANGED, UNSTABLE_OFFSET, Cause, commit_error, group_error, named, request_error
 from aioshard.kafka.groupless import manual_membership
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -28,9 +38,7 @@ from aioshard.ports import (
     Committed,
     Fault,
     FetchedBatch,
-    GroupHasMembersError,
     GroupListener,
-    InstanceIdTakenError,
     LogRange,
     Membership,
     Message,
@@ -43,6 +51,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger("aioshard.kafka.aiokafka")
 
+_CHECK_INTERVAL = 1.0
+_CHECK_INTERVAL_PER_PARTITION = 0.005
+"""Seconds between two checks of the ids of topics, at least and per partition."""
+
+_JOINING = "preparingrebalance"
+"""State of a group of the classic protocol that does not answer joins yet."""
 _LEAST_PATIENCE = 2.0
 """Minimum seconds to wait for a response that brokers send without delay, even if the session is short."""
 _RETRY_BACKOFF = 0.1
@@ -52,7 +66,7 @@ _BACKLOG_TIMEOUT = 0.5
 
 
 class KafkaTransport(ABC):
-    """What the transports of both client libraries have in common: its queries go through aiokafka.
+    """The common part of the transports of both client libraries: its queries go through aiokafka.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. With manual
     assignment (`assign`), it never joins the group: it takes its partitions at the start and keeps them until closed.
@@ -81,6 +95,15 @@ class KafkaTransport(ABC):
         """Whether all requests must stop, including the commits of a final drain."""
         self._membership = NOT_A_MEMBER
         self._listener: GroupListener | None = None
+        self._topic_ids: dict[str, uuid.UUID] = {}
+        """The id of each topic in the last check."""
+        self._retired_ids: dict[str, set[uuid.UUID]] = {}
+        """Ids that assigned topics had before they were created again."""
+        self._recreated: list[TopicPartition] = []
+        """Partitions of topics that were deleted and created again, until `poll` reports them."""
+        self._joining_with: Sequence[GroupMember] = ()
+        """The other members of the group, if our join has not been answered for a while."""
+        self._tasks: list[asyncio.Task[None]] = []
         self._released = asyncio.Event()
         """Set unless the engine is handing partitions over."""
         self._released.set()
@@ -94,9 +117,27 @@ class KafkaTransport(ABC):
             return None
         if not is_connected(internals.client):
             return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client keeps trying"
-        if missing := [topic for topic in sorted(self._topics) if not internals.cluster.partitions_for_topic(topic)]:
-            return f"topics that do not exist, or that this user may not see: {named(missing)}"
         return None
+
+    @property
+    def hang(self) -> str | None:
+        """See `Transport.hang`; the calls of asyncio clients end with their timeouts."""
+        return None
+
+    @property
+    def missing_topics(self) -> Sequence[str]:
+        """See `Transport.missing_topics`."""
+        internals = self._internals
+        if internals is None or self._closed:
+            return ()
+        return [topic for topic in sorted(self._topics) if not internals.cluster.partitions_for_topic(topic)]
+
+    @property
+    def slow_join(self) -> str | None:
+        """See `Transport.slow_join`."""
+        if not self._joining_with or self._closed or self._membership != NOT_A_MEMBER:
+            return None
+        return _still_joining(self._group_id, self._joining_with, self._settings.session_timeout)
 
     # Lifecycle ------------------------------------------------------------------------
 
@@ -119,14 +160,17 @@ class KafkaTransport(ABC):
 
     async def _check_permissions(self, internals: Internals) -> None:
         if denied := sorted(self._topics & internals.cluster.unauthorized_topics):
-            raise group_error(cause_of(kafka.TopicAuthorizationFailedError(denied)), self._group_id)
+            raise self._group_error(cause_of(kafka.TopicAuthorizationFailedError(denied)))
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 await internals.look_up_group()
         except kafka.GroupAuthorizationFailedError as error:
-            raise group_error(cause_of(error), self._group_id) from error
+            raise self._group_error(cause_of(error)) from error
         except (kafka.KafkaError, TimeoutError) as error:
             logger.debug("the first look-up of the group failed, which may be transient: %s", reason(error))
+
+    def _group_error(self, cause: Cause) -> TransportError:
+        return group_error(cause, self._group_id, self._settings.session_timeout)
 
     @abstractmethod
     async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:
@@ -180,6 +224,9 @@ class KafkaTransport(ABC):
 
     async def _tear_down(self) -> None:
         """End all tasks and connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._internals is not None:
             await self._internals.tear_down()
 
@@ -200,13 +247,78 @@ class KafkaTransport(ABC):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         self._woken = False
+        try:
+            while True:
+                self._raise_loss()
+                if self._recreated:
+                    return self._take_recreated()
+                result = self._buffer.take(allowance)
+                remaining = deadline - loop.time()
+                if result.new or self._woken or remaining <= 0:
+                    return result.new + result.repeated  # type: ignore[no-any-return]
+                await self._wait_for_records(remaining)
+        except SessionTimeoutRefusedError as error:
+            raise SessionTimeoutRefusedError(error.session_timeout, await self._session_limits()) from error
+
+    async def _session_limits(self) -> tuple[float, float] | None:
+        """Return the least and the most seconds that the brokers accept as a session timeout; None if unknown."""
+        try:
+            async with (
+                asyncio.timeout(2 * CONNECT_TIMEOUT),
+                KafkaAdmin(self._settings, patience=CONNECT_TIMEOUT) as admin,
+            ):
+                return await admin.session_limits(self._group_id)
+        except (TransportError, TimeoutError) as error:
+            logger.debug("the limits of session_timeout are unknown: %s", reason(error))
+            return None
+
+    def _take_recreated(self) -> list[FetchedBatch | Fault | Oversized]:
+        """Report partitions whose positions belong to an old log; what was fetched from them is dropped."""
+        recreated, self._recreated = self._recreated, []
+        faults: list[FetchedBatch | Fault | Oversized] = []
+        for partition in recreated:
+            position = self._buffer.position(partition)
+            if position is not None:
+                self._buffer.pause([partition])
+                faults.append(Fault(partition, TopicRecreatedError(partition, position)))
+        return faults
+
+    async def _watch_topic_ids(self) -> None:
+        """Check the topic ids until cancelled."""
         while True:
-            self._raise_loss()
-            result = self._buffer.take(allowance)
-            remaining = deadline - loop.time()
-            if result.new or self._woken or remaining <= 0:
-                return result.new + result.repeated  # type: ignore[no-any-return]
-            await self._wait_for_records(remaining)
+            # The brokers describe every partition, which takes a while to decode.
+            await asyncio.sleep(max(_CHECK_INTERVAL, _CHECK_INTERVAL_PER_PARTITION * len(self._buffer.partitions)))
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    await self._check_topic_ids()
+            except (TransportError, TimeoutError) as error:
+                logger.debug("the brokers did not return the ids of topics: %s", reason(error))
+            except Exception:  # a broker may answer in a form that we cannot read
+                logger.exception("topics that are created again are not noticed now, because their ids are unknown")
+
+    async def _check_topic_ids(self) -> None:
+        """Find topics that were deleted and created again since the last check.
+
+        Raises:
+            TransportError: The brokers did not answer.
+        """
+        topics = {partition.topic for partition in self._buffer.partitions}
+        # A topic that is assigned later gets its positions from the log that it has then.
+        self._topic_ids = {topic: topic_id for topic, topic_id in self._topic_ids.items() if topic in topics}
+        self._retired_ids = {topic: retired for topic, retired in self._retired_ids.items() if topic in topics}
+        if not topics:
+            return
+        ids = await self._answered(self._running().topic_ids(topics), "return the ids of topics")
+        for topic, topic_id in ids.items():
+            retired = self._retired_ids.setdefault(topic, set())
+            if topic_id in retired:
+                continue  # a broker that has not heard of the new topic yet
+            known = self._topic_ids.get(topic, topic_id)
+            self._topic_ids[topic] = topic_id
+            if topic_id != known:
+                retired.add(known)
+                self._recreated += [partition for partition in self._buffer.partitions if partition.topic == topic]
+                self._check_again()
 
     @abstractmethod
     def _raise_loss(self) -> None:
@@ -256,6 +368,32 @@ class KafkaTransport(ABC):
     def membership(self) -> Membership:
         """See `Transport.membership`: that of the latest assignment passed to the engine."""
         return self._membership
+
+    async def _watch_joins(self) -> None:
+        """Look up the other members of the group whenever a join takes long, until cancelled."""
+        was_outside = True  # the first join begins now
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_interval)  # members that answer rejoin within it
+            is_outside = self._membership == NOT_A_MEMBER
+            self._joining_with = await self._look_up_others() if is_outside and was_outside else ()
+            was_outside = is_outside
+
+    async def _look_up_others(self) -> Sequence[GroupMember]:
+        """Return the other members of a group that is rebalancing; none if the brokers do not name them."""
+        try:
+            own_id = await self._own_member_id()
+            async with asyncio.timeout(CONNECT_TIMEOUT), KafkaAdmin(self._settings) as admin:
+                group = await admin.group(self._group_id)
+        except (TransportError, TimeoutError) as error:
+            logger.debug("the members of group %r are unknown: %s", self._group_id, reason(error))
+            return ()
+        if group.state != _JOINING:
+            return ()
+        return [member for member in group.members if member.member_id != own_id]
+
+    @abstractmethod
+    async def _own_member_id(self) -> str:
+        """Return the id with which this client joins; empty before the brokers have given it one."""
 
     async def commit(
         self,
@@ -336,6 +474,11 @@ class KafkaTransport(ABC):
         """See `Transport.topics`."""
         return await self._answered(self._running().look_up_topics(), "list the topics")
 
+    async def creates_topics(self) -> bool | None:
+        """See `Transport.creates_topics`; uses a separate connection."""
+        async with KafkaAdmin(self._settings, patience=CONNECT_TIMEOUT) as admin:
+            return await admin.creates_topics()
+
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`. Has no deadline; retries transient errors."""
         return await self._answered(
@@ -396,6 +539,20 @@ async def commit_without_member(internals: Internals, offsets: Mapping[TopicPart
         raise commit_error(cause_of(error), offsets, internals.group_id) from error
 
 
+def _still_joining(group_id: str, others: Sequence[GroupMember], session: float) -> str:
+    """Describe a rebalance that lasts; the brokers do not say which member has not rejoined, nor why."""
+    if len(others) == 1:
+        members = str(others[0])
+        which = "it"
+    else:
+        members = f"{len(others)} other members ({named(others)})"
+        which = "one of them"
+    return (
+        f"group {group_id!r} is still rebalancing with {members}; if {which} has died, the rebalance lasts until its "
+        f"session ends, session_timeout={session:g} s after its last heartbeat"
+    )
+
+
 def _has_members(group_id: str, what: str) -> GroupHasMembersError:
     return GroupHasMembersError(
         f"group {group_id!r} has members ({what}), so the brokers refuse commits of this app, which uses manual "
@@ -429,7 +586,6 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             may_wait_longer="fetch_max_wait" not in settings.model_fields_set,
         )
         self._listener_failure: Exception | None = None
-        self._balancing: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -451,17 +607,22 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
 
     async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
         internals.bound_prefetch(self._settings.max_buffered_bytes // 2)
+        internals.keep_fetched_bytes()
         if self._settings.assign is not None:
             internals.consumer.assign(await self._manual_assignment())
             self.on_partitions_assigned(())
         else:
             internals.watch_session(self._settings.session_timeout, self._lose)
+            if self._settings.group_instance_id is not None:
+                internals.complete_static_joins()
             if internals.assignor.cooperative:
                 internals.coordinator._on_join_prepare = self.on_partitions_revoked
             self.subscribe(self._topics, pattern)
+            self._tasks.append(asyncio.create_task(self._watch_joins(), name=f"joins of {self._group_id}"))
         self._watch_tasks(internals)
+        self._tasks.append(asyncio.create_task(self._watch_topic_ids(), name=f"topic ids of {self._group_id}"))
         if self._settings.balance_interval:
-            self._balancing = asyncio.create_task(self._balance(internals), name=f"balance of {self._group_id}")
+            self._tasks.append(asyncio.create_task(self._balance(internals), name=f"balance of {self._group_id}"))
 
     async def _balance(self, internals: Internals) -> None:
         """As the leader, request a rebalance once two checks in a row have found unequal backlogs."""
@@ -474,12 +635,6 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
                 logger.info("the members of group %r have unequal backlogs: requesting a rebalance", self._group_id)
                 internals.coordinator.request_rejoin()
                 seen = False
-
-    async def _tear_down(self) -> None:
-        if self._balancing is not None:
-            self._balancing.cancel()
-            await asyncio.gather(self._balancing, return_exceptions=True)
-        await super()._tear_down()
 
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
         """See `Transport.subscribe`."""
@@ -509,7 +664,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             await waiter
         except kafka.KafkaError as error:
             internals.take_pending_error()
-            raise group_error(cause_of(error), self._group_id) from error
+            raise self._group_error(cause_of(error)) from error
         except Exception as error:
             raise ClientLostError(f"the Kafka client failed ({reason(error)}); a new client is needed") from error
         finally:
@@ -532,7 +687,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         if (lost := internals.lost) is not None:
             raise lost
         if (pending := internals.take_pending_error()) is not None:
-            raise group_error(cause_of(pending), self._group_id) from pending
+            raise self._group_error(cause_of(pending)) from pending
 
     # The group ------------------------------------------------------------------------
 
@@ -542,6 +697,9 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         if internals is None or (internals.membership() != self._membership and not manual):
             return NOT_A_MEMBER
         return self._membership
+
+    async def _own_member_id(self) -> str:
+        return str(self._running().coordinator.member_id)
 
     async def _commit_as_member(
         self,
@@ -655,7 +813,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self._membership = manual_membership()
         else:
             self._membership = internals.membership()
-            self._instance.joined(self._membership)
+            self._instance.joined(self._membership, was_displaced=internals.was_displaced)
             internals.joined(self._membership.generation)
         try:
             listener.assigned(buffer.partitions, self._membership)
@@ -685,20 +843,19 @@ class _InstanceWatch:
     def __init__(self, settings: Settings, group_id: str) -> None:
         self._is_static = settings.group_instance_id is not None
         self._within = settings.session_timeout
-        self._error = InstanceIdTakenError(group_id, str(settings.group_instance_id), self._within, goes_on=True)
+        self._error = InstanceIdTakenError(group_id, str(settings.group_instance_id), self._within, persists=True)
         self._previous = NOT_A_MEMBER
         self._losses = Losses(time.monotonic)
         self._was_taken = False
         self.taken: InstanceIdTakenError | None = None
         """The error, once we lost the place again; from then on, the client must not rejoin."""
 
-    def joined(self, now: Membership) -> None:
-        """Record a new membership."""
+    def joined(self, now: Membership, *, was_displaced: bool = False) -> None:
+        """Record a new membership; *was_displaced* if the group had another process in our place before."""
         previous, self._previous = self._previous, now
+        took_back = now.generation == previous.generation and now.member_id != previous.member_id
         # Only for a static member: a group that was deleted and recreated counts generations from 1 again.
-        self._was_taken = (
-            self._is_static and now.generation == previous.generation and now.member_id != previous.member_id
-        )
+        self._was_taken = self._is_static and (took_back or was_displaced)
         if self._was_taken:
             self._losses.again(0.0)
             logger.warning("%s. If it continues, one of the processes ends", self._error)

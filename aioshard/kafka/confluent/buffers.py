@@ -2,18 +2,20 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import KafkaError
 
-from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
+from aioshard.errors import DecodeError, OffsetOutOfRangeError, StateError, TransportError
 from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL, PollResult
 from aioshard.kafka.confluent.consumer import Change
+from aioshard.kafka.confluent.headers import headers_of
 from aioshard.kafka.confluent.translate import cause_of
 from aioshard.kafka.errors import fetch_error
 from aioshard.ports import RECORD_OVERHEAD, Allowance, AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import Record, TopicPartition
+from aioshard.serde.header_names import undecodable_among
 
 _PATIENCE = 0.25
 """Seconds to pause reading while a buffer is full, before we stop fetching its partition. Stopping discards records
@@ -22,6 +24,9 @@ _SHORT_PATIENCE = 0.02
 """The same while the buffer of another fetched partition is empty."""
 _FAILURES = 20
 """Failed attempts, 50 ms each, to change what the client does with a partition before we assume it has given up."""
+_STALL = 10.0
+"""Seconds without anything from a partition that is not at its end before we assume the same. Rarely, librdkafka
+accepts a seek and then fetches nothing, without an error."""
 
 _new_record = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
@@ -50,13 +55,24 @@ class _Partition:
     """Consecutive changes that the client could not make."""
     records: list[Record] = dataclasses.field(default_factory=list)
     sizes: list[int] = dataclasses.field(default_factory=list)
+    bytes: int = 0
+    """Their sum, kept up to date: summing up a full buffer for each record of a batch would take most of the time."""
+    undecodable: Mapping[int, DecodeError] | None = None
+    """The errors of the buffered records that no handler may see; see `FetchedBatch.undecodable`."""
     full_since: float | None = None
     """Since when the buffer exceeds its share."""
     fault: TransportError | None = None
     retry_at: float = 0.0
     """When a partition with a fault is tried again."""
+    heard_at: float = 0.0
+    """When the client last delivered something of it, or was last told to fetch it."""
     reported: bool = False
     """Whether the record that did not fit was reported."""
+
+    def has_stalled(self, now: float) -> bool:
+        """Whether the client should have delivered something of it by now."""
+        is_behind = self.end is not None and self.reach != self.end
+        return self.fetching and is_behind and not self.records and now >= self.heard_at + _STALL
 
 
 class Buffers:
@@ -69,6 +85,7 @@ class Buffers:
     Invariants:
         * Buffered records lie between `position` and `reach`; the client always resumes at `reach`.
         * A buffer exceeds its share by at most the records that the client had in its own queue.
+        * `bytes` of a partition is the sum of its `sizes`.
     """
 
     def __init__(self, share: int) -> None:
@@ -178,9 +195,13 @@ class Buffers:
             wanted = partition.position is not None and not partition.paused and partition.fault is None
             if wanted and partition.full_since is not None:
                 wanted = partition.fetching and now < partition.full_since + self._patience()
+            if wanted and partition.has_stalled(now):
+                partition.broken = True
+                partition.moved = True
             if wanted and (partition.moved or not partition.fetching):
                 partition.moved = False
                 partition.fetching = True
+                partition.heard_at = now
                 changes.append(Change(partition.name, partition.reach, partition.broken))
                 partition.broken = False
             elif not wanted and partition.fetching:
@@ -218,7 +239,8 @@ class Buffers:
         partition: _Partition | None = None
         last_topic: str | None = None
         last_number = -1
-        for message in messages:
+        all_headers, misnamed = headers_of(messages)
+        for message, pairs in zip(messages, all_headers, strict=True):
             topic = message.topic()
             number = message.partition()
             if number != last_number or topic != last_topic:
@@ -240,35 +262,39 @@ class Buffers:
                 continue
             key = message.key()
             value = message.value()
-            headers = message.headers()
             size = RECORD_OVERHEAD
             if key is not None:
                 size += len(key)
             if value is not None:
                 size += len(value)
-            if headers:
-                headers = tuple(headers)
+            headers: tuple[tuple[str, bytes | None], ...] = ()
+            if pairs:
+                headers = tuple(pairs)
                 size += sum([len(name) + len(content or b"") for name, content in headers])
-            else:
-                headers = ()
             timestamp = message.timestamp()[1] / 1000
             partition.records.append(_new_record(Record, (topic, number, offset, key, value, headers, timestamp)))
             partition.sizes.append(size)
+            partition.bytes += size
             partition.reach = offset + 1
         if partition is not None:
             self._filled(partition, now)
+        if misnamed:
+            for partition in self._ready:
+                partition.undecodable = undecodable_among(partition.records)
         return unassigned
 
     def _filled(self, partition: _Partition, now: float) -> None:
+        partition.heard_at = now
         if partition.records:
             partition.failures = 0
             if partition.end is None or partition.end < partition.reach:
                 partition.end = partition.reach
             self._ready.setdefault(partition)
-            if partition.full_since is None and sum(partition.sizes) >= self.share:
+            if partition.full_since is None and partition.bytes >= self.share:
                 partition.full_since = now
 
     def _accept_error(self, partition: _Partition, message: Any, error: KafkaError, now: float) -> None:
+        partition.heard_at = now
         offset = message.offset()
         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is how the client names it
             # With a fault, records before this end were dropped; they are read again from `reach`.
@@ -314,11 +340,14 @@ class Buffers:
             return
         records, partition.records = partition.records[:count], partition.records[count:]
         sizes, partition.sizes = partition.sizes[:count], partition.sizes[count:]
+        partition.bytes -= sum(sizes)
         partition.position = records[-1].offset + 1 if partition.records else partition.reach
         partition.reported = False
-        if partition.full_since is not None and sum(partition.sizes) < self.share // 2:
+        if partition.full_since is not None and partition.bytes < self.share // 2:
             partition.full_since = None
-        result.add(FetchedBatch(partition.name, records, sizes, partition.position))
+        result.add(FetchedBatch(partition.name, records, sizes, partition.position, undecodable=partition.undecodable))
+        if partition.undecodable is not None:
+            partition.undecodable = undecodable_among(partition.records)
         self.room.set()
         self._ready.pop(partition, None)
         if partition.records or partition.fault is not None:

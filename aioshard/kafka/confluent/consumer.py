@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -81,6 +81,17 @@ class CallQueue:
     def serve(self) -> None:
         """Make queued calls until `end`."""
         while (call := self._calls.get()) is not None:
+            call()
+
+    def serve_for(self, seconds: float) -> bool:
+        """Make queued calls until `end`, or until none has come for this time; return whether it was `end`."""
+        while True:
+            try:
+                call = self._calls.get(timeout=seconds)
+            except Empty:
+                return False
+            if call is None:
+                return True
             call()
 
 

@@ -17,7 +17,7 @@ _FETCH_PAUSE_MS = 10
 _LEAST_SOCKET_TIMEOUT = 10.0
 """Seconds without a response after which a broker counts as gone."""
 
-_LOGGER = logging.getLogger("aioshard.kafka.confluent.librdkafka")
+LOGGER = logging.getLogger("aioshard.kafka.confluent.librdkafka")
 """Receives librdkafka's own log lines; without `debug`, they never show what is committed."""
 
 
@@ -37,7 +37,7 @@ def connection_options(settings: Settings) -> dict[str, Any]:
         # are all gone returns to the bootstrap servers 20 times a second, with an error in the log each time.
         "reconnect.backoff.ms": 1000,
         "reconnect.backoff.max.ms": 1000,
-        "logger": _LOGGER,
+        "logger": LOGGER,
         "ssl.ca.location": settings.ssl_cafile,
         "ssl.certificate.location": settings.ssl_certfile,
         "ssl.key.location": settings.ssl_keyfile or settings.ssl_certfile,

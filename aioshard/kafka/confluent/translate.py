@@ -5,9 +5,8 @@ from collections.abc import Collection
 
 from confluent_kafka import KafkaError, KafkaException
 
-from aioshard.errors import ClientLostError, TransportError
+from aioshard.errors import ClientLostError, InstanceIdTakenError, TransportError
 from aioshard.kafka import errors
-from aioshard.ports import InstanceIdTakenError
 from aioshard.records import TopicPartition
 
 _CODES = {
@@ -18,7 +17,13 @@ _CODES = {
     KafkaError._BAD_COMPRESSION: KafkaError.INVALID_MSG,
 }
 """Brokers' codes for errors that librdkafka reports under another code."""
-_FINAL = frozenset({KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._FATAL})
+_FINAL = errors.JOIN_REFUSED | {
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError._FATAL,
+}
+_FATAL_TEXTS = {KafkaError(code).str(): code for code in (*errors.JOIN_REFUSED, errors.GROUP_DENIED)}
+"""Brokers' codes by the text of librdkafka's fatal errors, which have no other code."""
 _RETRIABLE = frozenset(
     {
         KafkaError._TRANSPORT,
@@ -56,11 +61,19 @@ def cause_of(error: KafkaError | None, topics: Collection[str] = ()) -> errors.C
     if error is None:
         return errors.Cause(-1, reason(error))
     return errors.Cause(
-        _CODES.get(error.code(), error.code()),
+        _code_of(error),
         reason(error),
         error.retriable() or error.code() in _RETRIABLE,
         tuple(sorted(set(topics))),
     )
+
+
+def _code_of(error: KafkaError) -> int:
+    if error.code() == KafkaError._FATAL:
+        for text, code in _FATAL_TEXTS.items():
+            if text in error.str():
+                return code
+    return _CODES.get(error.code(), error.code())
 
 
 def is_final(error: KafkaError) -> bool:
@@ -71,7 +84,7 @@ def is_final(error: KafkaError) -> bool:
 def group_error(
     raised: Exception | KafkaError, group_id: str, instance: str | None, session_timeout: float
 ) -> TransportError:
-    """Return the error that ends this life of the client: missing permission, or a client that gave up."""
+    """Return the error that ends this life of the client: a refusal, or a client that gave up."""
     if isinstance(raised, TransportError):
         return raised
     error = raised if isinstance(raised, KafkaError) else error_of(raised)
@@ -85,7 +98,7 @@ def group_error(
         killed = "; a killed process keeps the id until its session has timed out"
         why = f" ({reason(error)}{killed if 'still used' in error.str() else ''})"
         return InstanceIdTakenError(group_id, str(instance), session_timeout, why)
-    return errors.group_error(cause_of(error), group_id)
+    return errors.group_error(cause_of(error), group_id, session_timeout)
 
 
 def commit_error(error: KafkaError | None, partitions: Collection[TopicPartition], group_id: str) -> TransportError:

@@ -11,9 +11,10 @@ from typing import Any
 import anyio
 from confluent_kafka import KafkaError, KafkaException
 
+from aioshard import timeouts
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, TransportError
-from aioshard.kafka import errors
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.transport import KafkaTransport
 from aioshard.kafka.confluent.buffers import Buffers
@@ -71,8 +72,14 @@ class ConfluentTransport(KafkaTransport):
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
+        # Computed timeouts stay as they are, although they depend on the client.
+        computed = {name: getattr(settings, name) for name in timeouts.DEFAULTS} if settings.assign is None else {}
         queries = settings.replace(
-            client="aiokafka", client_options={}, group_protocol="classic", processing_guarantee="at_least_once"
+            client="aiokafka",
+            client_options={},
+            group_protocol="classic",
+            processing_guarantee="at_least_once",
+            **computed,
         )
         super().__init__(queries, group_id)
         self._consumer_options = consumer_options(settings, group_id)
@@ -90,7 +97,6 @@ class ConfluentTransport(KafkaTransport):
         """The error that ends this life of the client; `poll` raises it."""
         self._readable = asyncio.Event()
         """Set when `poll` must check again."""
-        self._tasks: list[asyncio.Task[None]] = []
         self._pattern: re.Pattern[str] | None = None
         self._subscribed: frozenset[str] = frozenset()
         self._looked_up_at = 0.0
@@ -117,17 +123,38 @@ class ConfluentTransport(KafkaTransport):
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
         if self._settings.assign is None:
             names = self._subscribed = await self._look_up_topics()
+            existing = frozenset([name for name in names - {_NO_TOPIC} if await self.partitions(name)])
+            if self._settings.group_protocol == "classic" and self._settings.group_instance_id is not None:
+                await self._give_up_outdated_place(self._settings.group_instance_id, existing)
             await consumer.call(consumer.subscribe, names)
-            if not any([await self.partitions(name) for name in names - {_NO_TOPIC}]):
+            if not existing:
                 listener.assigned((), self._membership)  # the client does not join the group before a topic exists
         else:
             assigned = await self._manual_assignment()
             await consumer.call(consumer.assign, assigned)
             await self._on_assigned(assigned, manual_membership())
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._until_lost(work, consumer), name=f"{work.__name__} of {self._group_id}")
             for work in (self._read, self._check_brokers)
         ]
+        self._tasks.append(asyncio.create_task(self._watch_topic_ids(), name=f"topic ids of {self._group_id}"))
+        if self._settings.assign is None and self._is_classic:
+            self._tasks.append(asyncio.create_task(self._watch_joins(), name=f"joins of {self._group_id}"))
+
+    async def _give_up_outdated_place(self, instance_id: str, topics: frozenset[str]) -> None:
+        """Leave the group for our predecessor if it subscribed to other topics, so that we join as a new member.
+
+        Otherwise, the broker would give us its partitions without a rebalance: nobody would read our new topics, and we
+        would get partitions of topics that we no longer read.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT), KafkaAdmin(self._settings) as admin:
+                group = await admin.classic_members(self._group_id)
+                predecessor = group.instances.get(instance_id)
+                if predecessor is not None and group.is_stable and group.members[predecessor].topics != topics:
+                    await admin.remove_member(self._group_id, instance_id=instance_id)
+        except (TransportError, TimeoutError) as error:
+            logger.info("the subscription from before a restart is unknown: %s", reason(error))
 
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:  # noqa: ARG002
         """See `Transport.subscribe`; takes effect within a second or two."""
@@ -147,9 +174,6 @@ class ConfluentTransport(KafkaTransport):
             self._consumer.stop()
         if self._transactions is not None:
             await self._transactions.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await super()._tear_down()
 
     # Background work ------------------------------------------------------------------
@@ -253,7 +277,7 @@ class ConfluentTransport(KafkaTransport):
         error: KafkaError = message.error()
         topic: str | None = message.topic()
         if topic and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-            self._fail(errors.group_error(cause_of(error, [topic]), self._group_id))
+            self._fail(self._group_error(cause_of(error, [topic])))
         elif is_final(error):
             self._fail(error)
         elif error.code() not in _REPORTED_ELSEWHERE:
@@ -285,6 +309,9 @@ class ConfluentTransport(KafkaTransport):
 
     # The group ------------------------------------------------------------------------
 
+    async def _own_member_id(self) -> str:
+        return "" if self._consumer is None else (await self._consumer.call(self._consumer.membership)).member_id
+
     async def _commit_as_member(
         self,
         internals: Internals,  # noqa: ARG002
@@ -300,10 +327,17 @@ class ConfluentTransport(KafkaTransport):
         metadata = await self._consumer.call(self._consumer.group_metadata)
         self._check_commit(offsets, membership)
         now = membership_of(metadata)
-        # Under KIP-848 the generation rises without a new assignment; brokers accept the client's own.
-        if now.member_id != membership.member_id or (self._is_classic and now != membership):
+        # Under KIP-848 the generation rises without a new assignment; brokers accept the client's own. While we hand
+        # partitions over, the client is a generation ahead, and they are still ours.
+        must_agree = self._is_classic and self._released.is_set()
+        if now.member_id != membership.member_id or (must_agree and now != membership):
             raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: the group has rebalanced")
         await self._transactions.commit(messages or (), offsets, metadata)
+
+    @property
+    def hang(self) -> str | None:
+        """See `Transport.hang`."""
+        return None if self._transactions is None else self._transactions.hang
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`; with transactions, only offsets that no open transaction may change."""

@@ -370,12 +370,12 @@
   }
 
   const FAILURE_STATES = { halted: ["bad", "halted", 2], retrying: ["warn", "retrying", 1], recovery: ["warn", "diverting", 1] };
-  const SHARD_STATES = { running: ["info", "running"], retrying: ["warn", "retrying"], halted: ["bad", "halted"] };
+  const SHARD_STATES = { in_flight: ["info", "in flight"], retrying: ["warn", "retrying"], halted: ["bad", "halted"] };
 
   const plots = {
     rate: new Plot($("plot-rate"), { title: "Throughput", unit: "records/s", say: rate, tick: (n) => short.format(n) }),
     lag: new Plot($("plot-lag"), { title: "Lag", unit: "records", say: count, tick: (n) => short.format(n) }),
-    age: new Plot($("plot-age"), { title: "Oldest record in flight", unit: "", say: time, tick: ticks }),
+    age: new Plot($("plot-age"), { title: "Oldest incomplete record", unit: "", say: time, tick: ticks }),
     time: new Plot($("plot-time"), { title: "Run time", unit: "", say: time, tick: ticks, lines: ["median", "99 %"] }),
   };
 
@@ -518,9 +518,9 @@
           write(cell.children[0], row.key === null ? "no key" : row.key);
           write(cell.children[1], `${recordName(row)} · in ${row.stored_in}`);
         } },
-        state((row) => (row.running ? ["info", "runs again", 0] : row.due === null ? ["bad", "waits for release", 2] : ["warn", "parked", 1])),
-        { label: "Runs again", num: true, by: (row) => row.due, text: (row) => (row.running ? "now" : row.due === null ? "when released" : `in ${time(row.due)}`) },
-        { label: "Replays", num: true, by: (row) => row.replays, text: (row) => count(row.replays) },
+        state((row) => (row.in_flight ? ["info", "runs again", 0] : row.due === null ? ["bad", "waits for release", 2] : ["warn", "parked", 1])),
+        { label: "Runs again", num: true, by: (row) => row.due, text: (row) => (row.in_flight ? "now" : row.due === null ? "when released" : `in ${time(row.due)}`) },
+        { label: "Retries", num: true, by: (row) => row.retries, text: (row) => count(row.retries) },
         { label: "Error", class: "why", text: (row) => row.error || "" },
       ],
     }),
@@ -569,6 +569,12 @@
       say: (now) => (now.pausedManually ? "Resume" : "Pause"),
       act: (now) => act(now.pausedManually ? "resume_handler" : "pause_handler", { handler: now.name }),
     })]),
+    workers: buttons((row) => [button(row, {
+      name: recordName,
+      say: () => "Cancel",
+      act: confirmCancel,
+      when: (now) => now.state === "in_flight",
+    })]),
     failed: buttons((row) => [
       button(row, { name: recordName, say: (now) => (now.first ? "Retry the first" : "Retry"), act: (now) => act("retry_now", coordinates(now)) }),
       button(row, { name: recordName, say: (now) => (now.first ? "Skip the first" : "Skip"), act: confirmSkip }),
@@ -577,7 +583,7 @@
       name: recordName,
       say: (now) => (now.first ? "Release the first" : "Release"),
       act: (now) => act("release_parked", coordinates(now)),
-      when: (now) => !now.running,
+      when: (now) => !now.in_flight,
     })]),
   };
 
@@ -685,10 +691,10 @@
 
   /* Return the reasons why parked keys wait, except those that are running again. */
   function parkedCauses(parked) {
-    return parked.filter((row) => !row.running).map((row) => ({
+    return parked.filter((row) => !row.in_flight).map((row) => ({
       key: `parked|${row.handler}|${row.due === null}|${alike(row.error || "")}`, tone: row.due === null ? "warn" : "quiet", word: "parked",
       partition: partitionName(row), parked: row,
-      text: `is parked ${row.due === null ? "until it is released" : `for ${time(row.due)}`}: ${row.error || "an earlier record of its key failed"}`,
+      text: `is parked ${row.due === null ? "until it is released" : `and runs again in ${time(row.due)}`}: ${row.error || "an earlier record of its key failed"}`,
     }));
   }
 
@@ -858,7 +864,7 @@
     const failed = now === "failed" ? [{ key: "failed", tone: "bad", word: "failed", title: "", text: sentence(`the app has failed${trouble ? `: ${trouble}` : "; see its log"}`) }] : [];
     const findings = [...failed, ...all.findings];
     const real = findings.filter((finding) => finding.tone !== "quiet");
-    write($("attention-count"), real.length ? count(real.length) : "");
+    write($("attention-count"), findings.length ? count(findings.length) : "");
     setAttribute($("attention"), "data-tone", real.some((finding) => finding.tone === "bad") ? "bad" : real.length ? "warn" : null);
     sync($("findings"), findings, (finding) => finding.key, makeFinding, updateFinding);
     $("attention-empty").hidden = findings.length > 0;
@@ -927,7 +933,7 @@
   function framesOf(stack) {
     const lines = stack.frames.map((frame, n) => ({ key: `${n}`, own: frame.own, function: frame.function, file: `${frame.own ? frame.file : shortPath(frame.file)}:${frame.line}`, whole: `${frame.file}:${frame.line}` }));
     if (stack.thread) lines.unshift({ key: "thread", own: false, function: `in thread ${stack.thread}`, file: "" });
-    if (stack.executing && !stack.thread) lines.push({ key: "busy", own: false, function: "computes or blocks there: nothing else runs meanwhile", file: "" });
+    if (stack.executing && !stack.thread) lines.push({ key: "busy", own: false, function: "was executing at that moment", file: "" });
     return lines;
   }
 
@@ -1064,6 +1070,16 @@
       ok: "Skip the record",
       danger: true,
       then: () => act("skip", coordinates(row)),
+    });
+  }
+
+  function confirmCancel(row) {
+    openDialog({
+      title: `Cancel the run of ${recordName(row)}?`,
+      text: "The attempt fails as if it had taken longer than its timeout; retries and the failure policy follow. A thread cannot be stopped.",
+      ok: "Cancel the run",
+      danger: true,
+      then: () => act("cancel_run", coordinates(row)),
     });
   }
 

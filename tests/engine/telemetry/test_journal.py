@@ -25,9 +25,9 @@ from aioshard.telemetry import journal
 from aioshard.telemetry.journal import SCHEMA, JournalFiles, record_batch
 from aioshard.telemetry.outcome_rows import ROW_WIDTH
 from aioshard.testing import TestClient, run
-from aioshard.testing.replaying import replay_prefixes
-from tests.engine.running import until
-from tests.support.running import PROJECT
+from aioshard.testing.idempotence import assert_idempotent
+from tests.engine.live_apps import until
+from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
 
@@ -85,12 +85,12 @@ def test_every_outcome_of_a_record_has_a_row(tmp_path: Path) -> None:
         return {"attempt": context.attempt} if record.value != b"nothing" else None
 
     app.consume("skips", retry=retry, on_failure="skip")(handle)
-    app.consume("letters", retry=retry, on_failure=DeadLetter("letters.dlt"))(handle)
+    app.consume("dead-letters", retry=retry, on_failure=DeadLetter("dead-letters.dlt"))(handle)
     app.consume("parks", retry=retry, on_failure=Park("parks.parked", delay=1e6))(handle)
 
     async def scenario() -> None:
         async with TestClient(app) as client:
-            for topic in ("skips", "letters", "parks"):
+            for topic in ("skips", "dead-letters", "parks"):
                 for value in ("fine", "once", "bad", "nothing"):
                     await client.publish(topic, value, key=value, partition=0)
             await client.publish("parks", "behind", key="bad", partition=0)
@@ -99,13 +99,13 @@ def test_every_outcome_of_a_record_has_a_row(tmp_path: Path) -> None:
     run(scenario())
     rows = read(tmp_path)
 
-    told = {(row["topic"], row["offset"]): (row["status"], row["attempts"], row["result"]) for row in rows}
-    for topic, status in (("skips", "skipped"), ("letters", "dead_lettered"), ("parks", "parked")):
-        assert told.pop((topic, 0)) == ("processed", 1, b'{"attempt":1}')
-        assert told.pop((topic, 1)) == ("processed", 2, b'{"attempt":2}')
-        assert told.pop((topic, 2)) == (status, 3, None)
-        assert told.pop((topic, 3)) == ("processed", 1, None)
-    assert told == {("parks", 4): ("parked", 0, None)}
+    outcomes = {(row["topic"], row["offset"]): (row["status"], row["attempts"], row["result"]) for row in rows}
+    for topic, status in (("skips", "skipped"), ("dead-letters", "dead_lettered"), ("parks", "parked")):
+        assert outcomes.pop((topic, 0)) == ("processed", 1, b'{"attempt":1}')
+        assert outcomes.pop((topic, 1)) == ("processed", 2, b'{"attempt":2}')
+        assert outcomes.pop((topic, 2)) == (status, 3, None)
+        assert outcomes.pop((topic, 3)) == ("processed", 1, None)
+    assert outcomes == {("parks", 4): ("parked", 0, None)}
     for row in rows:
         failed = row["status"] != "processed" and row["offset"] == 2
         assert (row["error_type"], row["error"]) == (("LookupError", "no such customer") if failed else (None, None))
@@ -115,6 +115,42 @@ def test_every_outcome_of_a_record_has_a_row(tmp_path: Path) -> None:
         else:
             assert row["duration"] == pytest.approx(2.0)
             assert row["started"] >= row["arrived"]
+
+
+class FlakyKey:
+    """A shard key that cannot be hashed any more once the journal has it."""
+
+    raises = False
+
+    def fail(self) -> None:
+        self.raises = True
+
+    def __hash__(self) -> int:
+        if self.raises:
+            raise RuntimeError("hash")
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("key", ["caf\udce9", 10**5_000, FlakyKey()], ids=["surrogate", "huge", "flaky"])
+def test_text_and_keys_that_cannot_be_stored_lose_no_row(tmp_path: Path, key: Any) -> None:
+    app = App("billing", journal=tmp_path)
+
+    async def handle(_: Record) -> None:
+        if isinstance(key, FlakyKey):
+            asyncio.get_running_loop().call_later(0.01, key.fail)
+        raise OSError("cannot open caf\udce9.txt")
+
+    handle.__name__ = "on_caf\udce9"
+    app.consume("orders", shard_by=lambda _: key, retry=Retry(attempts=1), on_failure="skip")(handle)
+
+    live(app, (None, "bad"))
+
+    (row,) = read(tmp_path)
+    assert (row["handler"], row["error"]) == (r"on_caf\udce9", r"cannot open caf\udce9.txt")
+    assert (row["shard"] is None) == (not isinstance(key, str))
 
 
 def test_a_rebalance_has_a_row_without_a_record(tmp_path: Path) -> None:
@@ -189,7 +225,7 @@ def test_runs_shorter_than_a_millisecond_are_measured_on_uvloop_too(tmp_path: Pa
     uvloop.run(scenario())
     durations = [row["duration"] for row in read(tmp_path)]
 
-    assert all(told >= seen for told, seen in zip(durations, took, strict=True))
+    assert all(recorded >= seen for recorded, seen in zip(durations, took, strict=True))
     assert sorted(durations)[10] < 0.0009, "and not a millisecond or nothing"
 
 
@@ -608,7 +644,7 @@ def test_rows_taken_for_writing_no_longer_count_as_waiting(tmp_path: Path, monke
                 await client.settle(timeout=100.0)
                 go_on.set()
                 await until(lambda burst=burst: sum(written) == 10 * burst, 20.0, look_every=0.01)  # type: ignore[misc]
-            assert max(written) > 1, "several chunks were taken at once"
+            assert max(written) > 1, "several chunks were written together"
             held = app.statistics().journal
             assert held is not None
             assert held.dropped == 0
@@ -696,7 +732,7 @@ def test_a_full_disk_is_reported_and_writing_resumes_when_there_is_room(
 def test_trouble_lasts_until_rows_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows that wait for their group are no sign that there is room again."""
+    """Rows that wait for their group do not mean that there is room again."""
     monkeypatch.setattr(journal, "_PAUSE", 0.0)
     monkeypatch.setattr(journal, "_GROUP_ROWS", 3)
     full = threading.Event()
@@ -774,7 +810,7 @@ def test_one_named_thread_runs_as_long_as_the_app(tmp_path: Path) -> None:
             assert journal_threads() == []
 
     run(scenario())
-    assert names(tmp_path / "made" / "anew") == [], "without a record there is no file"
+    assert names(tmp_path / "made" / "anew") == [], "without a record no file is made"
 
 
 def test_an_app_that_does_not_start_leaves_no_thread(tmp_path: Path) -> None:
@@ -880,7 +916,7 @@ def test_replayed_prefixes_write_no_rows(tmp_path: Path) -> None:
         done.add(record.offset)
 
     history = [Record("orders", 0, offset, b"k", b"", (), 1.0) for offset in range(2)]
-    run(replay_prefixes(app, history, reset=done.clear, effects=lambda: done))
+    run(assert_idempotent(app, history, reset=done.clear, effects=lambda: done))
 
     assert list(tmp_path.iterdir()) == []
     assert app.settings.journal == str(tmp_path)

@@ -61,6 +61,14 @@ def test_text_is_one_readable_line_with_the_extra_fields(configured: Configure) 
     )
 
 
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_text_that_cannot_be_encoded_is_escaped(configured: Configure, style: LogFormat) -> None:
+    stream = configured("info", style)
+    error = OSError("cannot open caf\udce9.txt")
+    logging.getLogger("aioshard.engine").error("%s", error, exc_info=error, extra={"file": "caf\udce9.txt"})
+    assert stream.getvalue().encode().count(rb"caf\udce9.txt") == 3, "in the sentence, the field and the traceback"
+
+
 def test_json_is_one_object_per_line_whatever_is_logged(configured: Configure) -> None:
     stream = configured("info", "json")
     logger = logging.getLogger("aioshard.engine")
@@ -135,7 +143,10 @@ def test_only_a_few_messages_of_a_library_are_remembered(
     monkeypatch.setattr("aioshard.telemetry.logs._REMEMBERED", 10)
     stream = configured("info", "text")
     (repeats,) = [
-        one for handler in logging.getLogger().handlers for one in handler.filters if isinstance(one, _NoRepeats)
+        log_filter
+        for handler in logging.getLogger().handlers
+        for log_filter in handler.filters
+        if isinstance(log_filter, _NoRepeats)
     ]
     for number in range(95):
         logging.getLogger("aiokafka.conn").warning("no answer at port %d", number)
@@ -190,7 +201,7 @@ USERS = logging.getLogger("shop")
 
 @pytest.mark.parametrize("kind", ["async", "plain", "task group", "gather", "nested"])
 def test_a_handlers_log_line_names_its_record(configured: Configure, kind: str) -> None:
-    """Also in what the handler starts and waits for, and although many run at once."""
+    """Also in tasks and threads that the handler awaits, while many runs are in flight."""
     stream = configured("info", "json")
     app = App("billing")
 
@@ -303,6 +314,28 @@ def test_a_task_left_behind_by_a_handler_never_logs_another_record(configured: C
         assert all(line.get("offset", offset) == offset for line in lines)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks are new in Python 3.12")
+def test_an_eager_task_logs_the_record_of_its_handler(configured: Configure) -> None:
+    """It begins inside the handler's own call, before the handler can wait for it."""
+    stream = configured("info", "json")
+    app = App("billing")
+
+    async def log_twice(offset: int) -> None:
+        USERS.info("eagerly by %d", offset)
+        await asyncio.sleep(0.01)
+        USERS.info("eagerly by %d", offset)
+
+    @app.consume("orders", shard_by="record")
+    async def handle(record: Record) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.Task(log_twice(record.offset), loop=loop, eager_start=True)  # type: ignore[call-arg]
+
+    consume(app, *"123")
+
+    for offset in range(3):
+        assert [line.get("offset") for line in logged(stream, f"eagerly by {offset}")] == [offset, offset]
+
+
 def test_a_task_that_outlives_its_run_still_logs_its_own_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")
@@ -334,20 +367,20 @@ def test_a_task_that_outlives_its_run_still_logs_its_own_record(configured: Conf
 def test_a_thread_that_outlives_its_run_never_logs_another_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing", bootstrap_servers="nowhere:1")
-    go_on, told = threading.Event(), threading.Event()
+    resume, logged_late = threading.Event(), threading.Event()
 
     def slowly() -> None:
-        go_on.wait(10)
+        resume.wait(10)
         USERS.info("outlived")
-        told.set()
+        logged_late.set()
 
     @app.consume("orders", concurrency=1, on_failure="skip", retry=Retry(attempts=1))
     async def handle(record: Record) -> None:
         if record.offset == 0:
             await asyncio.wait_for(asyncio.to_thread(slowly), 0.01)
         else:
-            go_on.set()
-            await asyncio.get_running_loop().run_in_executor(None, told.wait, 10)
+            resume.set()
+            await asyncio.get_running_loop().run_in_executor(None, logged_late.wait, 10)
 
     consume(app, "1", "2")
 

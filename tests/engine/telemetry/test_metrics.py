@@ -20,7 +20,7 @@ from aioshard.telemetry.metrics import METRICS, AppCollector
 from aioshard.telemetry.versions import version
 from tests.support import fake_app
 from tests.support.fake_app import FakeApp
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 DEPLOY = PROJECT / "deploy"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
@@ -295,7 +295,7 @@ def test_metrics_parse_in_every_format(accept: str) -> None:
     families = {family.name: family for family in parse(encoder(registry).decode())}
 
     lag = families["aioshard_partition_lag_records"].samples
-    assert {one.labels["topic"] for one in lag} == {PARTITION.topic, hostile.topic}
+    assert {sample.labels["topic"] for sample in lag} == {PARTITION.topic, hostile.topic}
 
 
 @pytest.mark.parametrize("file", ["grafana/aioshard.json", "prometheus/aioshard.rules.yml"])
@@ -311,7 +311,7 @@ def test_the_dashboard_can_be_imported() -> None:
     dashboard = json.loads((DEPLOY / "grafana/aioshard.json").read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "group", "topic"}
+    assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "group", "topic"}
     assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {"${datasource}"}
     for row in {panel["gridPos"]["y"] for panel in panels}:
         side_by_side = [panel["gridPos"] for panel in panels if panel["gridPos"]["y"] == row]

@@ -16,7 +16,7 @@ ROUNDS = 3
 MOST_PER_PRINTING = 2.5
 """CPU time of a scrape, as a multiple of what printing its page takes. Today it is 1.3."""
 MOST_HELD = 0.4
-"""The part of a scrape's CPU time for which it may hold the event loop at once. Today it is 0.1."""
+"""The part of a scrape's CPU time for which it may block the event loop without a pause. Today it is 0.1."""
 
 
 class Printed(Collector):

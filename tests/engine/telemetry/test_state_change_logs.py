@@ -13,7 +13,8 @@ from aioshard.engine.committer import Committer
 from aioshard.errors import CommitError, ConnectError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import until
+from tests.engine.deliveries import make_buffer
+from tests.engine.live_apps import until
 
 ONCE = Retry(attempts=1)
 
@@ -32,8 +33,8 @@ class World:
     def lines(self, event: str) -> list[dict[str, Any]]:
         """The fields of the lines about something that has happened."""
         standard = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "event"}
-        told = [vars(record) for record in self._caplog.records if getattr(record, "event", None) == event]
-        return [{name: value for name, value in one.items() if name not in standard} for one in told]
+        records = [vars(record) for record in self._caplog.records if getattr(record, "event", None) == event]
+        return [{name: value for name, value in fields.items() if name not in standard} for fields in records]
 
     def run(self, act: Act) -> None:
         async def scenario() -> None:
@@ -101,7 +102,7 @@ def test_every_assigned_partition_has_a_log_line_with_its_state(world: World, ca
 
 @pytest.mark.chaos
 def test_the_log_of_a_whole_day_stays_readable(caplog: pytest.LogCaptureFixture) -> None:
-    """A start, two rebalances, 500 failures of three kinds, an outage of 10 s, a stop; each cause is told once."""
+    """A start, two rebalances, 500 failures of three kinds, an outage of 10 s, a stop; each cause is logged once."""
     partitions = 60
     app = App("billing", auto_offset_reset="earliest")
     caplog.set_level(logging.INFO, "aioshard")
@@ -145,8 +146,8 @@ def test_the_log_of_a_whole_day_stays_readable(caplog: pytest.LogCaptureFixture)
     assert len(lines) < 60, "\n".join(record.getMessage() for record in lines)
     traced = [record.exc_info[0] for record in lines if record.exc_info]
     assert sorted(kind.__name__ for kind in traced if kind) == ["ConnectionError", "KeyError", "ValueError"]
-    told = {getattr(record, "event", None): record for record in lines}
-    assert {"running", "rebalanced", "diverted", "retry", "draining", "stopped"} <= told.keys()
+    by_event = {getattr(record, "event", None): record for record in lines}
+    assert {"running", "rebalanced", "diverted", "retry", "draining", "stopped"} <= by_event.keys()
     assert sum(vars(record).get("repeats", 0) for record in lines if vars(record).get("event") == "diverted") == 500 - 3
 
 
@@ -203,9 +204,9 @@ def test_pauses_and_seeks_of_the_application_are_logged(world: World) -> None:
 
     world.run(act)
 
-    place = {"topic": "orders", "partition": 1}
-    assert world.lines("paused") == [place | {"why": "the ledger is being migrated"}]
-    assert world.lines("resumed") == [place]
+    partition = {"topic": "orders", "partition": 1}
+    assert world.lines("paused") == [partition | {"why": "the ledger is being migrated"}]
+    assert world.lines("resumed") == [partition]
     assert world.lines("seek") == [{"topic": "orders", "partition": 0, "offset": 0}]
 
 
@@ -286,13 +287,13 @@ def test_a_run_that_outlives_its_timeout_is_logged(world: World) -> None:
 
     async def act(world: World, client: TestClient) -> None:
         await client.publish("orders", "{}", partition=1)
-        await until(lambda: world.lines("outlives_time_out"))
+        await until(lambda: world.lines("outlives_timeout"))
         world.gate.set()
         await client.settle(60)
 
     world.run(act)
 
-    assert world.lines("outlives_time_out") == [{"topic": "orders", "partition": 1, "offset": 0}]
+    assert world.lines("outlives_timeout") == [{"topic": "orders", "partition": 1, "offset": 0}]
 
 
 def test_a_batch_that_swallows_its_cancellation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -349,14 +350,14 @@ def test_a_committed_offset_outside_the_log_is_logged(world: World) -> None:
 
     place = {"topic": "orders", "partition": 1, "offset": 50}
     assert world.lines("out_of_range") == [place | {"position": 0}]
-    assert world.lines("note_unused") == [place | {"why": "another program wrote it"}]
+    assert world.lines("commit_metadata_unused") == [place | {"why": "another program wrote it"}]
 
 
 def test_a_broker_that_rejects_long_metadata_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = World(caplog)
-    Committer(1.0, 5.0, lambda: 0.0)._shorten(3000)
+    Committer(make_buffer(), lambda: 0.0, interval=1.0, timeout=5.0)._shorten(3000)
 
-    (line,) = world.lines("note_shortened")
+    (line,) = world.lines("commit_metadata_shortened")
     assert (line["refused"], line["tried"]) == (3000, 1500)
 
 

@@ -56,10 +56,10 @@ def test_the_schema_is_the_newest_in_the_package() -> None:
 
 
 def test_operation_types_match_the_semantic_conventions() -> None:
-    values = {one.value for one in messaging_attributes.MessagingOperationTypeValues}
+    values = {operation.value for operation in messaging_attributes.MessagingOperationTypeValues}
 
     assert {"process", "send"} <= values
-    assert "kafka" in {one.value for one in messaging_attributes.MessagingSystemValues}
+    assert "kafka" in {system.value for system in messaging_attributes.MessagingSystemValues}
 
 
 # Exported spans ----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def join(group: ConsumerGroup, *, topic: str = "orders") -> str:
 
 
 def complete(group: ConsumerGroup) -> None:
-    """Let every member give back and take over."""
+    """Let every member release and adopt partitions."""
     for member_id in group.members:
         group.rejoin(member_id)
     for member_id in group.members:

@@ -401,7 +401,7 @@ def test_time_does_not_jump_while_a_thread_works(in_thread: Callable[..., Awaita
 
 
 def test_time_waits_for_a_thread_that_lingers_after_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of anyio's is busy for a moment after it has told its result, and wakes nobody when that is over."""
+    """A thread of anyio's is busy for a moment after it has returned its result, and wakes nobody when that is over."""
     task_done = queue.Queue.task_done
 
     def lingering(of: queue.Queue[object]) -> None:
@@ -419,7 +419,7 @@ def test_time_waits_for_a_thread_that_lingers_after_its_work(monkeypatch: pytest
 
     began = time.monotonic()
     assert run(scenario()) == 1.0
-    assert time.monotonic() - began < 0.45, "it was waited for in vain"
+    assert time.monotonic() - began < 0.45, "the loop waited to no effect"
 
 
 def test_a_hanging_thread_does_not_stop_time() -> None:

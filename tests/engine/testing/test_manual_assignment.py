@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record, TopicPartition
-from aioshard.errors import ClientLostError, StartError, StateError
-from aioshard.ports import GroupHasMembersError
+from aioshard.errors import ClientLostError, GroupHasMembersError, StartError, StateError
 from aioshard.testing import InMemoryBroker, TestClient, run
 
 

@@ -399,7 +399,7 @@ def test_a_partition_has_one_owner_under_any_latency(seed: int) -> None:
     broker = make_broker()
     group = broker.group("billing")
     members: list[tuple[InMemoryTransport, Owner]] = []
-    told: list[Assigned] = []
+    assignments: list[Assigned] = []
 
     async def join() -> None:
         client = InMemoryTransport(broker, "billing", latency=lambda _: rng.choice([0.0, 0.1, 0.7]))
@@ -412,7 +412,7 @@ def test_a_partition_has_one_owner_under_any_latency(seed: int) -> None:
         await client.close()
         owner.release()
         assert owner.shared == []
-        told.extend(event for event in owner.events if isinstance(event, Assigned))
+        assignments.extend(event for event in owner.events if isinstance(event, Assigned))
 
     async def scenario() -> None:
         for _ in range(40):
@@ -430,7 +430,7 @@ def test_a_partition_has_one_owner_under_any_latency(seed: int) -> None:
     scripts: list[Callable[[], None]] = [group.rebalance, partial(group.revoke, ONE), partial(group.assign, ONE)]
     run(scenario(), seed=seed)
 
-    memberships = [event.membership for event in told]
+    memberships = [event.membership for event in assignments]
     assert len(set(memberships)) == len(memberships) > 5
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import HandlerError, SettingsError, StateError
-from aioshard.web.actions import Action, RefusedError, check_token, parse, perform
+from aioshard.web.actions import Action, ActionRefusedError, check_token, parse, perform
 from aioshard.web.page import dashboard
 
 TOKEN = "correct-horse-battery"
@@ -20,40 +20,43 @@ PAUSE = {"action": "pause", "topic": "orders", "partition": 3}
 
 
 class FakeApp(App):
-    """An app that does not run, and notes what it is told."""
+    """An app that does not run and records the calls of its controls."""
 
     def __init__(self) -> None:
         super().__init__("billing")
-        self.told: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
         self.refuses: Exception | None = None
 
-    def _note(self, *told: object) -> None:
+    def _called(self, *call: object) -> None:
         if self.refuses is not None:
             raise self.refuses
-        self.told.append(told)
+        self.calls.append(call)
 
     def pause(self, topic: str, partition: int | None = None, *, why: str = "") -> None:
         assert "operator" in why
-        self._note("pause", topic, partition)
+        self._called("pause", topic, partition)
 
     def resume(self, topic: str, partition: int | None = None) -> None:
-        self._note("resume", topic, partition)
+        self._called("resume", topic, partition)
 
     def pause_handler(self, name: str, *, why: str = "") -> None:
         assert "operator" in why
-        self._note("pause_handler", name)
+        self._called("pause_handler", name)
 
     def resume_handler(self, name: str) -> None:
-        self._note("resume_handler", name)
+        self._called("resume_handler", name)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
-        self._note("retry_now", topic, partition, offset)
+        self._called("retry_now", topic, partition, offset)
+
+    def cancel_run(self, topic: str, partition: int, offset: int) -> None:
+        self._called("cancel_run", topic, partition, offset)
 
     def skip(self, topic: str, partition: int, offset: int) -> None:
-        self._note("skip", topic, partition, offset)
+        self._called("skip", topic, partition, offset)
 
     def release_parked(self, topic: str, partition: int, offset: int) -> None:
-        self._note("release_parked", topic, partition, offset)
+        self._called("release_parked", topic, partition, offset)
 
 
 @pytest.fixture
@@ -93,7 +96,7 @@ async def test_a_client_with_the_token_may_act(client: httpx.AsyncClient, app: F
     answer = await post(client, PAUSE)
 
     assert (answer.status_code, answer.json()) == (200, {"done": "orders/3 is paused"})
-    assert app.told == [("pause", "orders", 3)]
+    assert app.calls == [("pause", "orders", 3)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ async def test_a_client_without_the_token_may_not_act(
 
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert app.told == []
+    assert app.calls == []
 
 
 async def test_tokens_are_compared_in_constant_time(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +144,7 @@ async def test_a_token_in_the_url_is_ignored(client: httpx.AsyncClient, app: Fak
     )
 
     assert answer.status_code == 401
-    assert app.told == []
+    assert app.calls == []
 
 
 async def test_a_token_with_odd_bytes_is_rejected_without_error(client: httpx.AsyncClient) -> None:
@@ -172,7 +175,7 @@ async def test_a_page_of_another_site_is_refused_even_with_the_token(
     answer = await post(client, PAUSE, origin=origin)
 
     assert answer.status_code == 403
-    assert app.told == []
+    assert app.calls == []
 
 
 async def test_two_origin_headers_are_refused(client: httpx.AsyncClient, app: FakeApp) -> None:
@@ -181,7 +184,7 @@ async def test_two_origin_headers_are_refused(client: httpx.AsyncClient, app: Fa
     answer = await client.post("/actions", json=PAUSE, headers=[*given, ("origin", "http://elsewhere.example")])
 
     assert answer.status_code == 403
-    assert app.told == []
+    assert app.calls == []
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ async def test_without_a_token_there_are_no_actions(app: FakeApp) -> None:
         assert (await post(client, PAUSE)).status_code == 404
         assert (await post(client, PAUSE, authorization="Bearer ")).status_code == 404
         assert (await client.get("/dashboard.json")).json()["actions"] is False
-    assert app.told == []
+    assert app.calls == []
 
 
 @pytest.mark.parametrize(
@@ -229,25 +232,26 @@ def test_whitespace_around_a_token_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("requested", "call"),
     [
         ({"action": "pause", "topic": "orders", "partition": 0}, ("pause", "orders", 0)),
         ({"action": "resume", "topic": "orders", "partition": 0}, ("resume", "orders", 0)),
         ({"action": "pause_handler", "handler": "on_order"}, ("pause_handler", "on_order")),
         ({"action": "resume_handler", "handler": "on_order"}, ("resume_handler", "on_order")),
         ({"action": "retry_now", "topic": "t", "partition": 1, "offset": 7}, ("retry_now", "t", 1, 7)),
+        ({"action": "cancel_run", "topic": "t", "partition": 1, "offset": 7}, ("cancel_run", "t", 1, 7)),
         ({"action": "skip", "topic": "t", "partition": 1, "offset": 7}, ("skip", "t", 1, 7)),
         ({"action": "release_parked", "topic": "t", "partition": 1, "offset": 7}, ("release_parked", "t", 1, 7)),
     ],
-    ids=["pause", "resume", "pause-handler", "resume-handler", "retry", "skip", "release"],
+    ids=["pause", "resume", "pause-handler", "resume-handler", "retry", "cancel", "skip", "release"],
 )
 async def test_each_action_reaches_the_app(
-    client: httpx.AsyncClient, app: FakeApp, asked: dict[str, Any], told: tuple[object, ...]
+    client: httpx.AsyncClient, app: FakeApp, requested: dict[str, Any], call: tuple[object, ...]
 ) -> None:
-    answer = await post(client, asked)
+    answer = await post(client, requested)
 
     assert answer.status_code == 200, answer.text
-    assert app.told == [told]
+    assert app.calls == [call]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ async def test_an_unknown_action_is_refused_with_a_reason(
 
     assert answer.status_code == status, answer.text
     assert len(answer.json()["error"]) > 20
-    assert app.told == []
+    assert app.calls == []
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
@@ -293,7 +297,7 @@ async def test_content_types_of_html_forms_are_refused(
     client: httpx.AsyncClient, app: FakeApp, kind: str | None
 ) -> None:
     assert (await post(client, PAUSE, content_type=kind)).status_code == 415
-    assert app.told == []
+    assert app.calls == []
 
 
 @pytest.mark.parametrize("error", [StateError("orders/3 is not assigned"), HandlerError("it has fixed shards")])
@@ -310,7 +314,7 @@ async def test_a_refusal_of_the_app_is_passed_on_verbatim(
 def test_an_unresponsive_app_is_reported(app: FakeApp) -> None:
     app.refuses = TimeoutError()
 
-    with pytest.raises(RefusedError, match="did not answer in time") as refused:
+    with pytest.raises(ActionRefusedError, match="did not answer in time") as refused:
         perform(app, Action(action="pause", topic="orders", partition=3))
     assert refused.value.status_code == 504
 
@@ -341,7 +345,7 @@ async def test_a_truncated_body_is_refused_without_error(app: FakeApp) -> None:
         return {"type": "http.disconnect"}
 
     assert await begun(app, disconnect) == 400
-    assert app.told == []
+    assert app.calls == []
 
 
 async def test_a_chunked_body_is_reassembled(client: httpx.AsyncClient, app: FakeApp) -> None:
@@ -351,7 +355,7 @@ async def test_a_chunked_body_is_reassembled(client: httpx.AsyncClient, app: Fak
 
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     assert (await client.post("/actions", content=pieces(), headers=headers)).status_code == 200
-    assert app.told == [("pause", "orders", 3)]
+    assert app.calls == [("pause", "orders", 3)]
 
 
 async def test_the_body_of_an_unauthorized_request_is_not_read(client: httpx.AsyncClient) -> None:
@@ -379,7 +383,7 @@ async def test_only_post_requests_act(client: httpx.AsyncClient, app: FakeApp, m
 
     assert answer.status_code == 405
     assert "access-control-allow-origin" not in answer.headers
-    assert app.told == []
+    assert app.calls == []
 
 
 # The log ----------------------------------------------------------------------------------

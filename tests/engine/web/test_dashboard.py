@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from itertools import starmap
@@ -13,12 +14,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from aioshard import App, Record
-from aioshard.engine import watch
+from aioshard import App, Record, Retry
+from aioshard.engine import monitor
 from aioshard.observe import Diagnosis, PartitionDiagnosis, Verdict
 from aioshard.testing import InMemoryBroker, TestClient
+from aioshard.web import PollFilter
 from aioshard.web.page import MOST_DIAGNOSED, dashboard, snapshot
-from tests.engine.running import until
+from tests.engine.live_apps import until
+from tests.support import browsing
 
 PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/dashboard.json", "/history.json", "/messages.json"]
 STATIC = Path(importlib.import_module("aioshard.web.page").__file__ or "").with_name("static")
@@ -36,6 +39,33 @@ async def served(app: App, path: str) -> httpx.Response:
         return await client.get(path)
 
 
+# The access log ---------------------------------------------------------------------------
+
+
+async def test_polls_can_be_kept_out_of_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
+    web = FastAPI()
+    web.mount("/aioshard", dashboard(App("billing")))
+    web.get("/dashboard.json")(lambda: "of the application itself")
+    access, polls = logging.getLogger("uvicorn.access"), PollFilter("/aioshard")
+    caplog.set_level(logging.INFO, access.name)
+    access.addFilter(polls)
+    try:
+        async with browsing.served(web) as address, httpx.AsyncClient(base_url=address) as client:
+            for path in ("/aioshard/", "/aioshard/dashboard.json", "/dashboard.json", "/aioshard/dashboard.json/x"):
+                await client.get(path)
+            await client.post("/aioshard/dashboard.json")
+    finally:
+        access.removeFilter(polls)
+
+    lines = [line.getMessage().partition(" - ")[2] for line in caplog.records if line.name == access.name]
+    assert lines == [
+        '"GET /aioshard/ HTTP/1.1" 200',
+        '"GET /dashboard.json HTTP/1.1" 200',
+        '"GET /aioshard/dashboard.json/x HTTP/1.1" 404',
+        '"POST /aioshard/dashboard.json HTTP/1.1" 405',
+    ]
+
+
 # Served files -----------------------------------------------------------------------------
 
 
@@ -44,7 +74,7 @@ async def test_the_dashboard_is_isolated_from_other_sites(client: httpx.AsyncCli
     answer = await client.get(path)
 
     assert answer.status_code == 200
-    policy = dict(one.split(" ", 1) for one in answer.headers["content-security-policy"].split("; "))
+    policy = dict(directive.split(" ", 1) for directive in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'self'"
     assert policy["frame-ancestors"] == "'none'"
     assert "unsafe" not in answer.headers["content-security-policy"]
@@ -54,6 +84,27 @@ async def test_the_dashboard_is_isolated_from_other_sites(client: httpx.AsyncCli
     assert answer.headers["cross-origin-resource-policy"] == "same-origin"
     assert answer.headers["x-frame-options"] == "DENY"
     assert not {"set-cookie", "access-control-allow-origin"} & set(answer.headers)
+
+
+@pytest.mark.parametrize("show_keys", [False, True])
+async def test_text_that_cannot_be_encoded_breaks_no_data(show_keys: bool) -> None:
+    app = App("billing", show_keys=show_keys, shutdown_timeout=2.0)
+
+    @app.consume("orders", shard_by=lambda _: "\udce9", retry=Retry(attempts=1))
+    async def handle(_: Record) -> None:
+        raise OSError("cannot open caf\udce9.txt")
+
+    async with TestClient(app) as broker:
+        await broker.publish("orders", b"", partition=0)
+        await until(lambda: app.statistics().handlers[0].halted == 1)
+        app.pause("orders", 0, why="see caf\udce9.txt")
+        response = await served(app, "/dashboard.json")
+
+    assert response.status_code == 200
+    (failed,) = response.json()["workload"]["failed"]
+    assert failed["error"] == r"OSError: cannot open caf\udce9.txt"
+    (pause,) = response.json()["workload"]["pauses"]
+    assert pause["why"] == r"see caf\udce9.txt"
 
 
 def test_the_dashboard_needs_no_external_or_inline_resources() -> None:
@@ -77,7 +128,7 @@ async def test_the_dashboard_works_under_any_path() -> None:
     transport = httpx.ASGITransport(app=api)
     async with httpx.AsyncClient(transport=transport, base_url="http://app", follow_redirects=True) as client:
         found = await client.get("/ops/aioshard")
-        assert found.url.path == "/ops/aioshard/", "else its relative addresses lead beside it"
+        assert found.url.path == "/ops/aioshard/", "otherwise its relative addresses would not resolve"
         assert "<title>aioshard</title>" in found.text
         for path in PATHS:
             assert (await client.get(f"/ops/aioshard{path}")).status_code == 200
@@ -150,14 +201,16 @@ async def test_the_snapshot_has_no_record_values() -> None:
     (found,) = shown["diagnosis"]["partitions"]
     assert (found["topic"], found["partition"], found["verdict"]) == ("orders", 0, "waiting")
     assert shown["statistics"].keys() == expected.keys()
-    assert [one.keys() for one in shown["statistics"]["partitions"]] == [one.keys() for one in expected["partitions"]]
+    assert [partition.keys() for partition in shown["statistics"]["partitions"]] == [
+        partition.keys() for partition in expected["partitions"]
+    ]
     assert shown["workload"]["workers"][0]["key"] == found["head"]["key"]
     assert "secret" not in text
     assert '"stuck"' not in text
 
 
 async def test_history_is_recorded_without_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "HISTORY_STEP", 0.0)
+    monkeypatch.setattr(monitor, "HISTORY_STEP", 0.0)
     app = App("billing", stuck_after=0.04)  # it is looked at every 0.01 s
 
     @app.consume("orders")
@@ -184,13 +237,13 @@ async def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     async with TestClient(app):
-        found = app._watch
-        assert found is not None
-        found.check()
+        monitoring = app._monitor
+        assert monitoring is not None
+        monitoring.check()
         assert len(app.history()) == 1, "one each 5 s"
-        monkeypatch.setattr(watch, "HISTORY_STEP", 0.0)
+        monkeypatch.setattr(monitor, "HISTORY_STEP", 0.0)
         for _ in range(800):
-            found.check()
+            monitoring.check()
         assert len(app.history()) == 720
 
 
@@ -215,21 +268,22 @@ async def test_explanations_are_bounded() -> None:
 
 
 class Standing(App):
-    """An app of which a test says which partitions wait."""
+    """An app with the diagnosis that the test gives it."""
 
     def diagnose(self) -> Diagnosis:
         found = (("waiting", 3.0), ("up to date", None), ("stuck", 1.0), ("waiting", 9.0), ("advancing", None))
         verdicts = cast("list[tuple[Verdict, float | None]]", found)
         return Diagnosis("running", (), tuple(starmap(self._partition, enumerate(verdicts))), ())
 
-    def _partition(self, number: int, told: tuple[Verdict, float | None]) -> PartitionDiagnosis:
-        return PartitionDiagnosis("orders", number, told[0], told[1], "a sentence", None, (), 0, 0)
+    def _partition(self, number: int, standing: tuple[Verdict, float | None]) -> PartitionDiagnosis:
+        verdict, since = standing
+        return PartitionDiagnosis("orders", number, verdict, since, "a sentence", None, (), 0, 0)
 
 
 def test_the_worst_partition_comes_first_and_advancing_ones_are_omitted() -> None:
     shown = snapshot(Standing("billing"))
 
-    assert [(one["partition"], one["verdict"]) for one in shown["diagnosis"]["partitions"]] == [
+    assert [(partition["partition"], partition["verdict"]) for partition in shown["diagnosis"]["partitions"]] == [
         (2, "stuck"),
         (3, "waiting"),
         (0, "waiting"),

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.applications import Starlette
 
-from aioshard import App, Record
+from aioshard import App, Record, Retry
 from aioshard.observe import (
     AppState,
     Diagnosis,
@@ -26,6 +26,7 @@ from aioshard.observe import (
 from aioshard.telemetry.metrics import AppCollector
 from aioshard.testing import TestClient, run
 from aioshard.web.health import findings, health_routes
+from tests.engine.live_apps import until
 from tests.support.fake_app import HANDLER, STATISTICS, FakeApp
 
 HEAD = IncompleteRecord(
@@ -38,9 +39,9 @@ HEAD = IncompleteRecord(
     age=61.0,
     attempt=1,
     attempts=5,
-    state="running",
+    state="in_flight",
     since=61.0,
-    reason="it has been running for 61.0 s",
+    reason="it has been in handler handle for 61.0 s",
     what_to_do="see why",
     stack=Stack(
         frames=(Frame("/shop/handlers.py", 7, "on_order", own=True),),
@@ -60,7 +61,7 @@ DIAGNOSED = PartitionDiagnosis(
     partition=3,
     verdict="waiting",
     since=3.0,
-    sentence="orders/3 has not advanced for 61.0 s: it has been running",
+    sentence="orders/3 has not advanced for 61.0 s: it has been in handler handle",
     head=HEAD,
     findings=(),
     window=19,
@@ -69,7 +70,7 @@ DIAGNOSED = PartitionDiagnosis(
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(DIAGNOSED,), outliving=())
 
 
-def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> FakeApp:
+def app_with(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> FakeApp:
     return FakeApp(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
 
 
@@ -94,7 +95,7 @@ def client_of(app: App) -> httpx.AsyncClient:
 )
 async def test_every_state_has_its_health_status(state: AppState, live: int, ready: int) -> None:
     cures = ("the app has failed: the brokers are away",) if state == "failed" else ()
-    async with client_of(told(dataclasses.replace(STATISTICS, state=state, restart_cures=cures))) as client:
+    async with client_of(app_with(dataclasses.replace(STATISTICS, state=state, restart_cures=cures))) as client:
         for path, expected in (("/livez", live), ("/readyz", ready)):
             response = await client.get(path)
             assert response.status_code == expected, path
@@ -111,7 +112,7 @@ async def test_an_outage_or_rebalance_is_reported_but_keeps_both_statuses() -> N
         Finding("nothing assigned", "", None, None),
     )
     diagnosis = dataclasses.replace(DIAGNOSIS, findings=findings, partitions=())
-    async with client_of(told(rebalancing, diagnosis)) as client:
+    async with client_of(app_with(rebalancing, diagnosis)) as client:
         for path in ("/livez", "/readyz"):
             response = await client.get(path)
             assert response.status_code == 200
@@ -120,13 +121,13 @@ async def test_an_outage_or_rebalance_is_reported_but_keeps_both_statuses() -> N
 
 async def test_a_hanging_start_names_its_cause() -> None:
     starting = dataclasses.replace(STATISTICS, state="starting", trouble="connection refused by 127.0.0.1:1")
-    async with client_of(told(starting)) as client:
+    async with client_of(app_with(starting)) as client:
         response = await client.get("/readyz")
         assert response.json()["reasons"] == ["the group has not been joined yet: connection refused by 127.0.0.1:1"]
 
 
 async def test_statistics_explanation_and_metrics_are_served() -> None:
-    async with client_of(told()) as client:
+    async with client_of(app_with()) as client:
         assert (await client.get("/statistics.json")).json() == json.loads(json.dumps(STATISTICS.asdict()))
         explanation = await client.get("/explain")
         assert explanation.text == "orders/3 waits for record 101 (key #1f2e)"
@@ -142,7 +143,7 @@ async def test_statistics_explanation_and_metrics_are_served() -> None:
 async def test_a_custom_registry_serves_its_own_metrics_too() -> None:
     registry = prometheus_client.CollectorRegistry()
     prometheus_client.Counter("orders_paid", "The user's own.", registry=registry).inc()
-    app = told()
+    app = app_with()
     AppCollector(app, registry=registry)
     transport = httpx.ASGITransport(app=Starlette(routes=health_routes(app, registry=registry)))
     async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
@@ -152,9 +153,66 @@ async def test_a_custom_registry_serves_its_own_metrics_too() -> None:
 
 
 async def test_the_routes_work_in_a_fastapi_application() -> None:
-    application = FastAPI(routes=health_routes(told()))
+    application = FastAPI(routes=health_routes(app_with()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=application), base_url="http://app") as client:
         assert (await client.get("/readyz")).status_code == 200
+
+
+SURROGATE = b"caf\xe9.txt".decode("utf-8", "surrogateescape")
+"""A file name that is not UTF-8, as Python returns it: its lone surrogate cannot be encoded."""
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/statistics.json", "/explain", "/explain?format=json"])
+async def test_text_that_cannot_be_encoded_breaks_no_response(path: str) -> None:
+    stuck = dataclasses.replace(DIAGNOSED, verdict="stuck", sentence=f"orders/3: cannot open {SURROGATE}")
+    statistics = dataclasses.replace(STATISTICS, trouble=SURROGATE)
+    app = FakeApp(statistics, dataclasses.replace(DIAGNOSIS, partitions=(stuck,)), stuck.sentence)
+    async with client_of(app) as client:
+        response = await client.get(path)
+
+    assert response.status_code == 200
+    assert r"caf\udce9.txt" in response.text
+
+
+async def test_one_halted_record_with_such_an_error_leaves_the_process_healthy() -> None:
+    app = App("billing", shutdown_timeout=2.0)
+
+    async def on_order(_: Record) -> None:
+        raise OSError(f"cannot open {SURROGATE}")
+
+    on_order.__name__ = f"on_{SURROGATE}"
+    app.consume("orders", retry=Retry(attempts=1))(on_order)
+
+    async with TestClient(app) as broker, client_of(app) as client:
+        await broker.publish("orders", b"", key=b"k", partition=0)
+        await until(lambda: app.statistics().handlers[0].halted == 1)
+        for path in ("/livez", "/readyz", "/statistics.json", "/explain", "/explain?format=json", "/metrics"):
+            response = await client.get(path)
+            assert response.status_code == 200, path
+            assert r"caf\udce9.txt" in response.text.replace("\\\\", "\\"), path
+        found = (await client.get("/explain?format=json")).json()["partitions"][0]
+        assert found["head"]["error"] == r"OSError: cannot open caf\udce9.txt"
+
+
+class Undiagnosed(FakeApp):
+    """An app whose diagnosis fails."""
+
+    def diagnose(self) -> Diagnosis:
+        raise RuntimeError("a method of the application")
+
+
+@pytest.mark.parametrize(("state", "status"), [("running", 200), ("failed", 503)])
+async def test_a_failed_diagnosis_does_not_change_the_status(
+    state: AppState, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cures = ("the app has failed",) if state == "failed" else ()
+    app = Undiagnosed(dataclasses.replace(STATISTICS, state=state, restart_cures=cures), DIAGNOSIS, "")
+    async with client_of(app) as client:
+        responses = [await client.get("/livez") for _ in range(3)]
+
+    assert {response.status_code for response in responses} == {status}
+    assert responses[0].json()["findings"] == ["the app could not be diagnosed; the log says why"]
+    assert len(caplog.records) == 1
 
 
 # Why it does not advance
@@ -171,7 +229,7 @@ async def test_the_routes_work_in_a_fastapi_application() -> None:
     ],
 )
 async def test_the_explanation_is_available_as_json(query: str, accept: str, *, for_programs: bool) -> None:
-    async with client_of(told()) as client:
+    async with client_of(app_with()) as client:
         response = await client.get(f"/explain{query}", headers={"accept": accept})
     if not for_programs:
         assert response.text.startswith("orders/3 waits")
@@ -202,7 +260,7 @@ def test_a_real_app_reports_where_it_hangs() -> None:
             await kafka.publish("orders", "book", key="alice", partition=1)
             await asyncio.sleep(8.0)
             found = (await client.get("/explain", params={"format": "json"})).json()["partitions"][1]
-            assert (found["verdict"], found["head"]["offset"], found["head"]["state"]) == ("stuck", 0, "running")
+            assert (found["verdict"], found["head"]["offset"], found["head"]["state"]) == ("stuck", 0, "in_flight")
             assert found["head"]["stack"]["frames"][0]["file"] == __file__
             ready = await client.get("/readyz")
             assert ready.status_code == 200
@@ -234,7 +292,7 @@ def test_findings_name_partition_record_limit_and_handler() -> None:
 
     assert findings(troubled, diagnosis) == [
         "access refused",
-        "orders/3 has not advanced for 61.0 s: it has been running",
+        "orders/3 has not advanced for 61.0 s: it has been in handler handle",
         "orders/3: nothing more is taken in for 4.0 s: the buffer is full",
         "handler on_order has 2 halted records; /explain names them",
         "handler on_order still runs for orders/3/101 although the run was cancelled or its partition was revoked",

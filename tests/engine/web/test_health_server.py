@@ -1,23 +1,28 @@
 """The health server: its own thread, unaffected by a blocked event loop."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from aioshard import App
-from aioshard.errors import AioshardError
+from aioshard.errors import AioshardError, PortError
 from aioshard.observe import Statistics
+from aioshard.web import connections
 from aioshard.web.health import serve_health
-from aioshard.web.server import SAFE, PortError
+from aioshard.web.server import SAFE
+from tests.engine.live_apps import until
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +31,7 @@ THREAD = "health server"
 
 
 class Idle(App):
-    """An app that has not been started, asked in whichever thread."""
+    """An app that has not been started, asked in any thread."""
 
     def __init__(self) -> None:
         super().__init__("billing", bootstrap_servers="127.0.0.1:1", auto_offset_reset="earliest")
@@ -109,7 +114,119 @@ async def test_a_foreign_host_is_a_clear_error() -> None:
             pytest.fail("the address belongs to nobody")
 
 
-# Beside the app's loop
+# Clients that keep it waiting
+
+
+async def connect(bound: tuple[str, int], request: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*bound)
+    writer.write(request)
+    return reader, writer
+
+
+async def is_ended(reader: asyncio.StreamReader) -> bool:
+    """Wait until the server ends the connection; whether it sent nothing before."""
+    async with asyncio.timeout(30.0):
+        try:
+            return await reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def holds_the_other_end(caller: socket.socket) -> bool:
+    """Whether this process has a socket that is connected to the caller's."""
+    held = psutil.Process().net_connections("tcp4")
+    return any(end.raddr == caller.getsockname() and end.status == psutil.CONN_ESTABLISHED for end in held)
+
+
+HEAD = b"POST /livez HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", HEAD, HEAD + b"Content-Length: 5\r\n\r\nab"],
+    ids=["nothing", "part of the headers", "part of the body"],
+)
+async def test_a_client_that_does_not_finish_its_request_is_disconnected(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_all(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(str(len(await request.body())))
+
+    monkeypatch.setattr(connections, "CLIENT_TIMEOUT", 0.1)
+    routes = [Route("/livez", read_all, methods=["POST"])]
+    async with serve_health(Idle(), routes=routes) as bound:
+        reader, writer = await connect(bound, sent)
+        assert await is_ended(reader)
+        writer.close()
+
+
+async def test_a_client_that_sends_slowly_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "CLIENT_TIMEOUT", 0.1)
+    async with serve_health(Idle()) as bound:
+        reader, writer = await connect(bound, HEAD)
+        ended = asyncio.create_task(is_ended(reader))
+        while not ended.done():
+            writer.write(b"X-Header: x\r\n")
+            await asyncio.sleep(0.02)
+        assert ended.result()
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_its_response_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    much, asked = Idle(), threading.Event()
+
+    def explain() -> str:
+        asked.set()
+        return "x" * 2**26
+
+    much.explain = explain  # type: ignore[method-assign]
+    monkeypatch.setattr(connections, "CLIENT_TIMEOUT", 0.1)
+    async with serve_health(much) as bound:
+        with socket.socket() as caller:
+            await asyncio.to_thread(caller.connect, bound)
+            caller.sendall(b"GET /explain HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await asyncio.to_thread(asked.wait, 30.0)
+            await until(lambda: not holds_the_other_end(caller), 60.0)
+
+
+async def test_a_handler_that_takes_long_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "CLIENT_TIMEOUT", 0.1)
+    begun, released = threading.Event(), threading.Event()
+
+    def answer_late(_: Request) -> PlainTextResponse:
+        begun.set()
+        released.wait(30.0)
+        return PlainTextResponse("late")
+
+    async with serve_health(Idle(), routes=[Route("/late", answer_late)]) as bound:
+        late, writer = await connect(bound, b"GET /late HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await asyncio.to_thread(begun.wait, 30.0)
+        idle, other = await connect(bound)
+        assert await is_ended(idle), "both are older than the limit now"
+        released.set()
+        assert (await late.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        other.close()
+
+
+async def test_idle_connections_neither_hide_probes_nor_take_all_file_descriptors() -> None:
+    async with serve_health(Idle()) as bound:
+        before = descriptors()
+        with contextlib.ExitStack() as stack:
+            for _ in range(5 * connections.MOST_CONNECTIONS):
+                stack.enter_context(await asyncio.to_thread(socket.create_connection, bound, 30.0))
+            async with httpx.AsyncClient(base_url=f"http://{bound[0]}:{bound[1]}", timeout=30.0) as client:
+                assert (await client.get("/livez")).status_code == 200
+            callers = 5 * connections.MOST_CONNECTIONS
+            servers = descriptors() - before - callers
+            assert servers <= connections.MOST_CONNECTIONS + connections.BACKLOG + 4
+
+
+# Next to the app's loop
 
 
 async def test_it_answers_while_the_event_loop_is_blocked() -> None:
@@ -195,7 +312,7 @@ async def test_a_hanging_request_does_not_delay_the_end_of_the_app(
         released.set()
         asking.cancel()
         await asyncio.wait([asking])
-    while threads():  # noqa: ASYNC110 - its end is not told any more
+    while threads():  # noqa: ASYNC110 - nothing reports its end
         await asyncio.sleep(0.01)
 
 
@@ -207,10 +324,10 @@ async def test_a_server_that_ends_by_itself_is_logged(
 
     monkeypatch.setattr("uvicorn.Server.serve", fail)
     async with serve_health(Idle()):
-        while threads():  # noqa: ASYNC110 - nobody is told
+        while threads():  # noqa: ASYNC110 - nothing reports it
             await asyncio.sleep(0.01)
-    (told,) = [record for record in caplog.records if record.name == "aioshard.web"]
-    assert (told.levelno, told.getMessage()) == (
+    (record,) = [record for record in caplog.records if record.name == "aioshard.web"]
+    assert (record.levelno, record.getMessage()) == (
         logging.CRITICAL,
         "the health server has failed; probes are not answered",
     )
@@ -222,7 +339,7 @@ PATHS = ["/livez", "/readyz", "/statistics.json", "/explain", "/metrics"]
 
 
 def kept_out(answer: httpx.Response) -> bool:
-    """Whether an answer says that no page of another site may have it, and none of ours show it in a frame."""
+    """Whether an answer says that no page of another site may have it, and none of this site show it in a frame."""
     return SAFE.items() <= dict(answer.headers).items()
 
 

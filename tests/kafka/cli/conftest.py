@@ -7,8 +7,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from aioshard.ports import Message
+from tests.support.brokers import SharedKafka
 from tests.support.commands import aioshard as aioshard  # noqa: PLC0414 - a fixture of the tests beside this file
-from tests.support.shared_kafka import SharedKafka
 
 DEADLINE = 30.0
 
@@ -36,7 +36,7 @@ async def publish(kafka: SharedKafka) -> AsyncIterator[Publish]:
                     )
                 )
             stored = await asyncio.gather(*storing)
-        return [(one.partition, one.offset) for one in stored]
+        return [(record.partition, record.offset) for record in stored]
 
     async with asyncio.timeout(DEADLINE):
         await producer.start()

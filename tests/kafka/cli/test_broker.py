@@ -14,7 +14,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from aioshard import Settings
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
@@ -86,23 +86,23 @@ async def test_the_broker_prints_how_to_use_it_and_its_limits(start: Start) -> N
 async def test_json_has_the_address_and_the_topics_exist(start: Start) -> None:
     process = await start("--json", "--topic", "orders:8", "--topic", "clicks")
 
-    told = json.loads(await says(process, "{"))
+    description = json.loads(await says(process, "{"))
 
-    assert told["topics"] == {"orders": 8, "clicks": 4}
-    assert told["environment"]["AIOSHARD_BOOTSTRAP_SERVERS"] == told["bootstrap_servers"]
-    async with AIOKafkaProducer(bootstrap_servers=told["bootstrap_servers"]) as producer:
+    assert description["topics"] == {"orders": 8, "clicks": 4}
+    assert description["environment"]["AIOSHARD_BOOTSTRAP_SERVERS"] == description["bootstrap_servers"]
+    async with AIOKafkaProducer(bootstrap_servers=description["bootstrap_servers"]) as producer:
         assert await producer.partitions_for("orders") == set(range(8))
         assert await producer.partitions_for("clicks") == set(range(4))
 
 
 async def test_the_printed_environment_is_valid_for_settings(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = await start("--json")
-    told = json.loads(await says(process, "{"))
-    for name, value in told["environment"].items():
+    description = json.loads(await says(process, "{"))
+    for name, value in description["environment"].items():
         monkeypatch.setenv(name, value)
 
     settings = Settings()
-    assert settings.bootstrap_servers == told["bootstrap_servers"]
+    assert settings.bootstrap_servers == description["bootstrap_servers"]
     assert settings.session_timeout == 3
 
 
@@ -146,7 +146,7 @@ async def test_a_killed_command_leaves_no_broker_behind(start: Start) -> None:
     await process.wait()
 
     _, alive = psutil.wait_procs([broker], timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from aioshard.cli.main import COMMANDS, cli, main
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 APP = """
 from aioshard import App, DeadLetter, Router, Record
@@ -154,7 +154,7 @@ def test_the_payload_of_every_handler_is_shown(write: Write, check: Check) -> No
         "on_avro": "decoded by with_the_key()",
         "on_long": long[:47] + "…",
     }
-    assert {one["name"]: (one["payload"], one["decode"]) for one in handlers} == {
+    assert {handler["name"]: (handler["payload"], handler["decode"]) for handler in handlers} == {
         "on_order": ("Order | Refund | None", None),
         "on_lines": ("list[dict[str, Order]]", None),
         "on_raw": ("list[Record]", None),
@@ -168,10 +168,11 @@ def test_secrets_are_masked(write: Write, check: Check) -> None:
         "shop",
         APP.replace(
             "commit_interval=0.5",
-            "security_protocol='SASL_SSL', sasl_mechanism='PLAIN', sasl_username='u', sasl_password='hunter2'",
+            "security_protocol='SASL_SSL', sasl_mechanism='PLAIN', sasl_username='u', sasl_password='hunter2', "
+            "client='confluent', client_options={'ssl.key.pem': 'hunter2'}",
         ),
     )
-    for arguments in (["shop:app"], ["shop:app", "--json"]):
+    for arguments in (["shop:app"], ["shop:app", "--all"], ["shop:app", "--json"]):
         code, output, errors = check(*arguments)
         assert code == 0
         assert "hunter2" not in output + errors
@@ -244,7 +245,7 @@ def test_a_target_without_an_app_is_refused(write: Write, check: Check, target: 
 
 
 def test_a_refused_setting_names_the_line_of_the_app(write: Write, check: Check, tmp_path: Path) -> None:
-    write("shop", APP.replace("commit_interval=0.5", "session_timeout=5"))
+    write("shop", APP.replace("commit_interval=0.5", "session_timeout=5, heartbeat_interval=3"))
     code, _, errors = check("shop:app")
     assert code == 2
     assert errors.startswith(f"Error: {tmp_path / 'shop.py'}:4: session_timeout=5 s is less than 3 times")

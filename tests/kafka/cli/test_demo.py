@@ -18,7 +18,7 @@ from aioshard.errors import MissingExtraError, TransportError
 from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.ports import Message
 from aioshard.records import Record
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 DEADLINE = 90.0
 FIGURES = [
@@ -117,7 +117,7 @@ async def test_an_interrupt_ends_the_demo_with_130_and_leaves_no_broker_behind()
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert len(children) == 1
-    assert [one for one in children if one.is_running()] == []
+    assert [process for process in children if process.is_running()] == []
 
 
 @pytest.mark.parametrize(

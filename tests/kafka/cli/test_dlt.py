@@ -15,7 +15,7 @@ from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Committed
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import Failure, dead_letter, park
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Aioshard = Callable[..., Awaitable[Any]]
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
@@ -34,8 +34,8 @@ def failure(number: int = 0, **fields: Any) -> Failure:
 
 
 @pytest.fixture
-async def letters(kafka: SharedKafka, topic: str, publish: Publish) -> str:
-    """A dead-letter topic with two partitions and seven records, of which one is no dead letter.
+async def dead_letter_topic(kafka: SharedKafka, topic: str, publish: Publish) -> str:
+    """A dead-letter topic with two partitions and seven records, one of them not a dead letter.
 
     Without the retention of 7 days, which deletes a dead letter as soon as its *record* is a week old.
     """
@@ -58,17 +58,17 @@ async def letters(kafka: SharedKafka, topic: str, publish: Publish) -> str:
 
 
 async def test_dead_letters_are_counted_and_listed_in_failure_order(
-    aioshard: Aioshard, kafka: SharedKafka, letters: str, monkeypatch: pytest.MonkeyPatch
+    aioshard: Aioshard, kafka: SharedKafka, dead_letter_topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
 
-    ended = await aioshard("dlt", "show", letters, "--bootstrap-servers", kafka.bootstrap)
+    ended = await aioshard("dlt", "show", dead_letter_topic, "--bootstrap-servers", kafka.bootstrap)
 
     assert (ended.code, ended.errors) == (0, "")
     lines = ended.output.splitlines()
     assert lines[:6] == [
-        f"6 dead letters in {letters}, 0 of them already replayed",
-        f"1 other record in {letters}",
+        f"6 dead letters in {dead_letter_topic}, 0 of them already replayed",
+        f"1 other record in {dead_letter_topic}",
         "  failed: 2023-11-14 22:13:21+00:00 to 2023-11-14 22:13:26+00:00",
         "  errors: ValueError 4, TimeoutError 2",
         "  handlers: on_order 5, on_refund 1",
@@ -87,12 +87,14 @@ async def test_dead_letters_are_counted_and_listed_in_failure_order(
     assert lines[13].endswith("x" * 59 + "…")
 
 
-async def test_json_has_every_field_of_the_dead_letters(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
-    ended = await aioshard("dlt", "show", letters, "--json", "--bootstrap-servers", kafka.bootstrap)
+async def test_json_has_every_field_of_the_dead_letters(
+    aioshard: Aioshard, kafka: SharedKafka, dead_letter_topic: str
+) -> None:
+    ended = await aioshard("dlt", "show", dead_letter_topic, "--json", "--bootstrap-servers", kafka.bootstrap)
 
-    told = json.loads(ended.output)
-    assert told["topic"] == letters
-    assert told["summary"] == {
+    report = json.loads(ended.output)
+    assert report["topic"] == dead_letter_topic
+    assert report["summary"] == {
         "selected": 6,
         "dead_letters": 6,
         "replayed": 0,
@@ -103,7 +105,7 @@ async def test_json_has_every_field_of_the_dead_letters(aioshard: Aioshard, kafk
         "handlers": {"on_order": 5, "on_refund": 1},
         "topics": {"orders": 5, "refunds": 1},
     }
-    by_offset = {one["record"]["offset"]: one for one in told["dead_letters"]}
+    by_offset = {entry["record"]["offset"]: entry for entry in report["dead_letters"]}
     assert by_offset[2] == {
         "partition": 0,
         "offset": 1,
@@ -148,16 +150,16 @@ async def test_json_has_every_field_of_the_dead_letters(aioshard: Aioshard, kafk
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 async def test_filters_select_dead_letters(
-    aioshard: Aioshard, kafka: SharedKafka, letters: str, options: list[str], offsets: set[int]
+    aioshard: Aioshard, kafka: SharedKafka, dead_letter_topic: str, options: list[str], offsets: set[int]
 ) -> None:
-    ended = await aioshard("dlt", "show", letters, *options, "--json", "--bootstrap-servers", kafka.bootstrap)
+    ended = await aioshard("dlt", "show", dead_letter_topic, *options, "--json", "--bootstrap-servers", kafka.bootstrap)
 
     assert ended.code == 0
-    assert {one["record"]["offset"] for one in json.loads(ended.output)["dead_letters"]} == offsets
+    assert {entry["record"]["offset"] for entry in json.loads(ended.output)["dead_letters"]} == offsets
 
 
-async def test_a_shortened_table_says_so(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
-    ended = await aioshard("dlt", "show", letters, "--limit", "2", "--bootstrap-servers", kafka.bootstrap)
+async def test_a_shortened_table_says_so(aioshard: Aioshard, kafka: SharedKafka, dead_letter_topic: str) -> None:
+    ended = await aioshard("dlt", "show", dead_letter_topic, "--limit", "2", "--bootstrap-servers", kafka.bootstrap)
 
     assert ended.output.endswith("\n4 older ones are not shown: --limit shows more\n")
 
@@ -182,11 +184,11 @@ async def test_a_missing_topic_is_a_clear_error_and_is_not_created(
         assert ended == (1, "", f"Error: topic {topic!r} does not exist: create it, or check its name\n")
 
 
-async def test_a_missing_partition_is_refused(aioshard: Aioshard, kafka: SharedKafka, letters: str) -> None:
-    ended = await aioshard("dlt", "show", letters, "--partition", "2", "--bootstrap-servers", kafka.bootstrap)
+async def test_a_missing_partition_is_refused(aioshard: Aioshard, kafka: SharedKafka, dead_letter_topic: str) -> None:
+    ended = await aioshard("dlt", "show", dead_letter_topic, "--partition", "2", "--bootstrap-servers", kafka.bootstrap)
 
     assert ended.code == 2
-    assert f"topic {letters!r} has no partition 2: it has 0 to 1" in ended.errors
+    assert f"topic {dead_letter_topic!r} has no partition 2: it has 0 to 1" in ended.errors
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,8 @@ class Replay:
     async def write(self, *records: Record, partition: int = 0, **why: Any) -> list[int]:
         """Writes dead letters into one partition and returns their offsets."""
         messages = [
-            dead_letter(self.topic, one, failure(one.offset, **why))._replace(partition=partition) for one in records
+            dead_letter(self.topic, record, failure(record.offset, **why))._replace(partition=partition)
+            for record in records
         ]
         return [offset for _, offset in await self.publish(*messages)]
 
@@ -244,11 +247,11 @@ class Replay:
     async def shown(self) -> dict[int, bool]:
         """Whether the dead letter of each record is done, as `dlt show` says."""
         ended = await self._aioshard("dlt", "show", self.topic, "--json", "--bootstrap-servers", self.kafka.bootstrap)
-        return {one["record"]["offset"]: one["replayed"] for one in json.loads(ended.output)["dead_letters"]}
+        return {entry["record"]["offset"]: entry["replayed"] for entry in json.loads(ended.output)["dead_letters"]}
 
     async def arrived(self) -> list[bytes | None]:
         """The values in the source topic, by partition and offset."""
-        return [one.value for one in await self.kafka.read(self.source)]
+        return [record.value for record in await self.kafka.read(self.source)]
 
 
 @pytest.fixture
@@ -341,7 +344,7 @@ async def test_a_limited_run_is_continued_by_the_next(replay: Replay) -> None:
 
 
 async def test_many_dead_letters_are_republished_in_order(replay: Replay) -> None:
-    """More than are sent at once."""
+    """More than are sent in one batch."""
     numbers = list(range(2500))
     messages = [dead_letter(replay.topic, replay.record(number), failure()) for number in numbers]
     await replay.publish(*messages)

@@ -11,8 +11,8 @@ from aioshard.cli.dlt import progress_group
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.access import allow, create_scram_user
+from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import Credentials
-from tests.support.shared_kafka import SharedKafka
 
 Aioshard = Callable[..., Awaitable[Any]]
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
@@ -100,4 +100,4 @@ async def test_an_unwritable_topic_is_named_and_the_dead_letter_stays_due(
     again = await aioshard("dlt", "replay", f"{topic}.dlt")
 
     assert again.output == f"1 dead letter was sent back: {topic} 1\n"
-    assert [one.value for one in await kafka.read(topic)] == [b"v"]
+    assert [record.value for record in await kafka.read(topic)] == [b"v"]

@@ -13,8 +13,8 @@ import pytest
 
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
-from tests.support.running import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 Aioshard = Callable[..., Awaitable[Any]]
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
@@ -126,7 +126,7 @@ class InPlace:
     async def due(self) -> set[str]:
         """The values of the dead letters that are not done."""
         ended = await self._aioshard("dlt", "show", self.topic, "--json", "--bootstrap-servers", self.kafka.bootstrap)
-        return {one["record"]["value"] for one in json.loads(ended.output)["dead_letters"] if not one["replayed"]}
+        return {entry["record"]["value"] for entry in json.loads(ended.output)["dead_letters"] if not entry["replayed"]}
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ async def test_replay_in_process_runs_handlers_in_order_and_publishes_their_mess
         f"3 dead letters were processed: {in_place.source} 3",
     ]
     assert ended.errors == ""
-    assert [one.value for one in await kafka.read(f"{in_place.source}-done")] == [b"a", b"b", b"c"]
+    assert [record.value for record in await kafka.read(f"{in_place.source}-done")] == [b"a", b"b", b"c"]
     assert await in_place.due() == set()
 
 
@@ -193,17 +193,17 @@ async def test_a_dead_letter_that_fails_again_stays_due_with_its_followers(
 
 
 async def test_a_hanging_handler_times_out(in_place: InPlace) -> None:
-    """Also one that swallows the cancellation: nobody knows what it did."""
+    """Also one that swallows the cancellation: its effects are unknown."""
     await in_place.write("0:hang", key=b"one")
     await in_place.write("1:swallow", key=b"two")
     await in_place.write("2:a", key=b"three")
 
     ended = await in_place.run("--json", code=3)
 
-    told = json.loads(ended.lines[-1])
-    assert told["done"] == {in_place.source: 1}
-    assert [one["record"] for one in told["failed"]] == [f"{in_place.source}/0/0", f"{in_place.source}/0/1"]
-    assert "TimeoutError" in told["failed"][0]["error"]
+    report = json.loads(ended.lines[-1])
+    assert report["done"] == {in_place.source: 1}
+    assert [failure["record"] for failure in report["failed"]] == [f"{in_place.source}/0/0", f"{in_place.source}/0/1"]
+    assert "TimeoutError" in report["failed"][0]["error"]
     assert await in_place.due() == {"hang", "swallow"}
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.running import DEADLINE, PROJECT, environment
+from tests.support.paths import PROJECT
+from tests.support.subprocesses import DEADLINE, environment
 
 APP = """
 from aioshard import App, Context, Record

@@ -12,16 +12,16 @@ from aioshard.records import Record
 from aioshard.serde.side_records import (
     Coordinates,
     Failure,
-    Place,
     ReleaseRequest,
     Removed,
+    StorageKey,
     dead_letter,
     park,
     read_parked,
     release,
     tombstone,
 )
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Aioshard = Callable[..., Awaitable[Any]]
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
@@ -55,13 +55,13 @@ class ParkTopic:
 
     async def written(self) -> list[Any]:
         """Return the records that the command wrote: everything after the fixture's."""
-        records = [one for one in await self.kafka.read(self.topic) if not one.headers]
-        return [read_parked(one) for one in records]
+        records = [record for record in await self.kafka.read(self.topic) if not record.headers]
+        return [read_parked(record) for record in records]
 
 
 @pytest.fixture
 async def parked(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic: str) -> ParkTopic:
-    """Two keys in partition 0, two records without a key in partition 1; and what is gone already."""
+    """Two keys in partition 0, two records without a key in partition 1; and records that were already removed."""
     made = ParkTopic(kafka, aioshard, publish, topic)
     await kafka.create_topic(topic, 2, {"cleanup.policy": "compact"})
     await made.park(7, b"alice", why={"failed_at": FAILED_AT + 7})
@@ -73,9 +73,9 @@ async def parked(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic
     return made
 
 
-def place(offset: int, generation: int = 4) -> Place:
-    """Return the place of a stored record of partition 0."""
-    return Place(Coordinates("orders", 0, offset), generation)
+def storage_key(offset: int, generation: int = 4) -> StorageKey:
+    """Return the key of a stored record of partition 0."""
+    return StorageKey(Coordinates("orders", 0, offset), generation)
 
 
 ALICE, BOB = Coordinates("orders", 0, 5), Coordinates("orders", 0, 8)
@@ -111,7 +111,7 @@ async def test_json_has_every_field_of_a_key(parked: ParkTopic) -> None:
             "partition": 0,
             "offsets": [5, 7, 9],
             "due": FAILED_AT + 60,
-            "replays": 0,
+            "retries": 0,
             "release_requested": False,
             **FAILURE._replace(failed_at=FAILED_AT + 5)._asdict(),
         }
@@ -119,24 +119,24 @@ async def test_json_has_every_field_of_a_key(parked: ParkTopic) -> None:
 
 
 async def test_the_latest_copy_counts_and_removed_records_are_not_listed(parked: ParkTopic) -> None:
-    await parked.park(5, b"alice", due=FAILED_AT + 900, replays=3, why={"error": "KeyError"})
-    await parked.publish(*(tombstone(parked.topic, Place(gone, 4)) for gone in (BOB, Coordinates("orders", 0, 7))))
+    await parked.park(5, b"alice", due=FAILED_AT + 900, retries=3, why={"error": "KeyError"})
+    await parked.publish(*(tombstone(parked.topic, StorageKey(gone, 4)) for gone in (BOB, Coordinates("orders", 0, 7))))
 
-    listed = {one["key"]: one for one in await parked.listed("--partition", "0")}
+    listed = {row["key"]: row for row in await parked.listed("--partition", "0")}
 
     assert listed.keys() == {"alice"}
     assert listed["alice"]["offsets"] == [5, 9]
-    assert (listed["alice"]["due"], listed["alice"]["replays"]) == (FAILED_AT + 900, 3)
+    assert (listed["alice"]["due"], listed["alice"]["retries"]) == (FAILED_AT + 900, 3)
     assert listed["alice"]["error"] == "KeyError"
 
 
 async def test_a_release_request_is_shown_until_it_is_answered(parked: ParkTopic) -> None:
     await parked.publish(release(parked.topic, Coordinates("orders", 0, 9)))
-    assert [one["release_requested"] for one in await parked.listed("--key", "alice")] == [True]
+    assert [row["release_requested"] for row in await parked.listed("--key", "alice")] == [True]
 
     await parked.publish(release(parked.topic, Coordinates("orders", 0, 9), answered=True))
 
-    assert [one["release_requested"] for one in await parked.listed("--key", "alice")] == [False]
+    assert [row["release_requested"] for row in await parked.listed("--key", "alice")] == [False]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_a_release_request_is_shown_until_it_is_answered(parked: ParkTopic
     ids=lambda value: " ".join(value) if isinstance(value[0] if value else "", str) else "",
 )
 async def test_filters_select_keys(parked: ParkTopic, options: list[str], firsts: list[int]) -> None:
-    assert [one["offsets"][0] for one in await parked.listed(*options)] == firsts
+    assert [row["offsets"][0] for row in await parked.listed(*options)] == firsts
 
 
 async def test_a_shortened_list_says_so(parked: ParkTopic, publish: Publish) -> None:
@@ -171,7 +171,7 @@ async def test_a_key_in_several_partitions_and_topics_is_listed_for_each(parked:
 
     listed = await parked.listed("--key", "alice")
 
-    assert [(one["topic"], one["partition"], one["offsets"]) for one in listed] == [
+    assert [(row["topic"], row["partition"], row["offsets"]) for row in listed] == [
         ("orders", 1, [11]),
         ("refunds", 0, [11]),
         ("orders", 0, [5, 7, 9]),
@@ -193,8 +193,8 @@ async def test_a_release_is_requested_once_per_key(parked: ParkTopic) -> None:
 async def test_a_record_selects_its_key(parked: ParkTopic) -> None:
     ended = await parked.run("release", "--record", "orders/0/9", "--json")
 
-    told = json.loads(ended.output)
-    assert told == {"topic": parked.topic, "keys": 1, "records": 3, "requested": ["orders/0/5"]}
+    report = json.loads(ended.output)
+    assert report == {"topic": parked.topic, "keys": 1, "records": 3, "requested": ["orders/0/5"]}
     assert await parked.written() == [ReleaseRequest(ALICE)]
 
 
@@ -227,7 +227,7 @@ async def test_a_key_is_dropped_with_all_its_records(parked: ParkTopic) -> None:
     ended = await parked.run("drop", "--key", "alice", "--yes")
 
     assert ended.output == "Dropped 3 parked records\n"
-    assert await parked.written() == [Removed(Place(Coordinates("orders", 0, offset), 4)) for offset in (5, 7, 9)]
+    assert await parked.written() == [Removed(StorageKey(Coordinates("orders", 0, offset), 4)) for offset in (5, 7, 9)]
     assert await parked.listed("--key", "alice") == []
 
 
@@ -235,28 +235,28 @@ async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
     """For a record that never succeeds: the ones behind it resume."""
     await parked.run("drop", "--record", "orders/0/5", "--yes")
 
-    assert await parked.written() == [Removed(Place(ALICE, 4))]
-    assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
+    assert await parked.written() == [Removed(StorageKey(ALICE, 4))]
+    assert [row["offsets"] for row in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
 async def test_a_record_parked_by_two_members_is_listed_once(parked: ParkTopic) -> None:
     """As after one of them was slow to notice that the partition was taken away from it."""
     await parked.park(5, b"alice", generation=5, due=FAILED_AT + 900)
     listed = await parked.listed("--key", "alice")
-    assert [(one["offsets"], one["due"]) for one in listed] == [([5, 7, 9], FAILED_AT + 900)]
+    assert [(row["offsets"], row["due"]) for row in listed] == [([5, 7, 9], FAILED_AT + 900)]
 
     await parked.run("drop", "--record", "orders/0/5", "--yes")
 
-    assert await parked.written() == [Removed(place(5)), Removed(place(5, generation=5))]
-    assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
+    assert await parked.written() == [Removed(storage_key(5)), Removed(storage_key(5, generation=5))]
+    assert [row["offsets"] for row in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
 async def test_a_removal_by_a_stale_member_affects_only_its_own_copy(parked: ParkTopic) -> None:
     await parked.park(5, b"alice", generation=5)
 
-    await parked.publish(tombstone(parked.topic, place(5)))
+    await parked.publish(tombstone(parked.topic, storage_key(5)))
 
-    assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[5, 7, 9]]
+    assert [row["offsets"] for row in await parked.listed("--key", "alice")] == [[5, 7, 9]]
 
 
 async def test_thousands_of_records_are_dropped(parked: ParkTopic, publish: Publish) -> None:

@@ -22,9 +22,9 @@ from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Message
 from tests.support.access import allow, create_scram_user
+from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import Credentials
-from tests.support.running import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
 
 DEADLINE = 60.0
 NOWHERE = "127.0.0.1:1"
@@ -393,7 +393,7 @@ def test_keys_are_read_from_json_fields(value: str, key: bytes | None) -> None:
         (b"null\n", "line 1 of rows is not a JSON object"),
         (b'{"n": "\xff"}\n', "line 1 of rows is not JSON ('utf-8' codec can't decode"),
         (b'{"id": "\\ud800"}\n', "line 1 of rows is not JSON ('utf-8' codec can't encode"),
-        (b"[" * 100_000, "line 1 of rows is not JSON (maximum recursion depth exceeded"),
+        (b"[" * 100_000, "line 1 of rows is not JSON (it is nested too deeply)"),
     ],
 )
 def test_bad_json_is_reported_with_its_line(text: bytes, sentence: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.running import Running
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.subprocesses import CommandProcess
 
 NOWHERE = "127.0.0.1:1"
 
@@ -28,17 +28,17 @@ async def handle(record: Record) -> None:
     print(GREETING, record.offset, flush=True)
 """
 
-Start = Callable[..., Awaitable[Running]]
+Start = Callable[..., Awaitable[CommandProcess]]
 
 
 @pytest.fixture
 async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def started(bootstrap: str, *arguments: str) -> Running:
+        async def started(bootstrap: str, *arguments: str) -> CommandProcess:
             (tmp_path / "service.py").write_text(SOURCE.format(group=group, bootstrap=bootstrap, topic=topic))
             (tmp_path / "words.py").write_text("GREETING = 'hello'\n")
-            running = await Running.start(tmp_path, "run", "service:app", "--reload", *arguments)
+            running = await CommandProcess.start(tmp_path, "run", "service:app", "--reload", *arguments)
             stack.push_async_callback(running.kill)
             return running
 

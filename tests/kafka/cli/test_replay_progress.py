@@ -9,10 +9,10 @@ from aioshard.cli.options import Selection
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 WITH_EXPIRY = 1
-"""Version of a stored offset that names its own time to go, in place of the broker's `offsets.retention.minutes`."""
+"""Version of a stored offset that names its own time to go, instead of the broker's `offsets.retention.minutes`."""
 
 
 async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKafka, topic: str) -> None:
@@ -26,13 +26,13 @@ async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKa
     await producer.close()
 
     async with opened(settings, letters_topic, ()) as (administration, reader):
-        letters = DeadLetters(administration, reader, Selection())
-        await letters.store_progress([letter async for letter in letters.letters()])
+        dead_letters = DeadLetters(administration, reader, Selection())
+        await dead_letters.store_progress([letter async for letter in dead_letters.letters()])
 
     stored = [
-        one.value
-        for one in await kafka.read("__consumer_offsets")
-        if progress_group(letters_topic).encode() in (one.key or b"") and one.value is not None
+        record.value
+        for record in await kafka.read("__consumer_offsets")
+        if progress_group(letters_topic).encode() in (record.key or b"") and record.value is not None
     ]
     version, expires = int.from_bytes(stored[-1][:2]), int.from_bytes(stored[-1][-8:]) / 1000
     assert version == WITH_EXPIRY

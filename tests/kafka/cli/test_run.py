@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
-from tests.support.running import DEADLINE, PROJECT, Running, environment, settled
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
+from tests.support.subprocesses import DEADLINE, CommandProcess, environment, until_answer
 
 NOWHERE = "127.0.0.1:1"
 """An address where nobody listens."""
@@ -75,7 +76,7 @@ HANDLERS["held without uvloop"] = "sys.modules['uvloop'] = None\n" + HANDLERS["h
 HANDLERS["blocking without uvloop"] = "sys.modules['uvloop'] = None\n" + HANDLERS["blocking"]
 
 
-Start = Callable[..., Awaitable[Running]]
+Start = Callable[..., Awaitable[CommandProcess]]
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
             *arguments: str,
             variables: Mapping[str, str] = NO_VARIABLES,
             **settings: object,
-        ) -> Running:
+        ) -> CommandProcess:
             source = f"""
 import asyncio, sys, threading, time
 from aioshard import App, Record, Retry
@@ -99,7 +100,7 @@ app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earlies
 {HANDLERS[handler]}
 """
             (tmp_path / "service.py").write_text(source)
-            running = await Running.start(tmp_path, "run", "service:app", *arguments, variables=variables)
+            running = await CommandProcess.start(tmp_path, "run", "service:app", *arguments, variables=variables)
             stack.push_async_callback(running.kill)
             return running
 
@@ -163,7 +164,7 @@ async def test_the_second_signal_exits_at_once_with_130(
 @pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["one", "several"])
 async def test_sigterm_during_the_import_exits_0(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "slow.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(60)\n")
-    app = await Running.start(tmp_path, "run", "slow:app", *workers)
+    app = await CommandProcess.start(tmp_path, "run", "slow:app", *workers)
     await app.says("imported")
     app.send(signal.SIGTERM)
     assert await app.ends() == 0
@@ -173,7 +174,7 @@ async def test_sigterm_during_the_import_exits_0(tmp_path: Path, workers: tuple[
 async def test_a_signal_during_a_broker_outage_exits_0(start: Start) -> None:
     app = await start("quick", NOWHERE, "--health-port", "0", start_timeout=600)
     async with await app.health() as client:
-        await settled(client, "/readyz", lambda response: "Connection refused" in response.text)
+        await until_answer(client, "/readyz", lambda response: "Connection refused" in response.text)
         app.send(signal.SIGTERM)
         assert await app.ends() == 0
 
@@ -225,7 +226,7 @@ async def test_an_unacknowledged_last_commit_exits_4_and_names_the_partition(
 
 async def frozen_while_the_last_record_runs(
     kafka: KafkaBroker, start: Start, topic: str, client: str, *, shutdown_timeout: float
-) -> Running:
+) -> CommandProcess:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(b"k", b"0")], partition=0)
     app = await start("held", kafka.bootstrap, "--json", client=client, shutdown_timeout=shutdown_timeout)
@@ -336,7 +337,7 @@ async def test_health_is_served_while_running_and_draining(
     app = await start("held", kafka.bootstrap, "--health-port", "0", shutdown_timeout=30)
     async with await app.health() as client:
         await app.says("began 0")
-        ready = await settled(client, "/readyz", lambda response: response.status_code == 200)
+        ready = await until_answer(client, "/readyz", lambda response: response.status_code == 200)
         assert ready.json() == {"status": "ok", "state": "running", "reasons": [], "findings": []}
         assert (await client.get("/livez")).status_code == 200
         statistics = (await client.get("/statistics.json")).json()
@@ -346,7 +347,7 @@ async def test_health_is_served_while_running_and_draining(
         assert f'aioshard_partition_incomplete_records{{group="{group}",partition="0",topic="{topic}"}} 2.0' in metrics
         assert "process_resident_memory_bytes" in metrics, "the process's own metrics are on the same page"
         app.send(signal.SIGTERM)
-        draining = await settled(client, "/readyz", lambda response: response.status_code == 503)
+        draining = await until_answer(client, "/readyz", lambda response: response.status_code == 503)
         assert draining.json()["state"] == "draining"
         assert (await client.get("/livez")).status_code == 200
         app.release()
@@ -362,10 +363,10 @@ async def test_an_outage_changes_neither_health_status_and_is_reported(
     await own_kafka.create_topic(topic)
     app = await start("quick", own_kafka.bootstrap, "--health-port", "0", session_timeout=6, heartbeat_interval=1)
     async with await app.health() as client:
-        await settled(client, "/readyz", lambda response: response.status_code == 200)
+        await until_answer(client, "/readyz", lambda response: response.status_code == 200)
         await own_kafka.kill()
-        told = await settled(client, "/readyz", lambda response: bool(response.json()["findings"]))
-        assert told.status_code == 200
+        response = await until_answer(client, "/readyz", lambda response: bool(response.json()["findings"]))
+        assert response.status_code == 200
         assert (await client.get("/livez")).status_code == 200
         app.send(signal.SIGTERM)
         assert await app.ends() == 0
@@ -377,6 +378,13 @@ async def test_a_health_port_in_use_exits_1_before_consuming(start: Start) -> No
         app = await start("quick", NOWHERE, "--health-port", str(port), start_timeout=600)
         assert await app.ends() == 1
     assert f"Error: the health server cannot listen on 127.0.0.1:{port}" in app.errors
+
+
+async def test_a_missing_topic_exits_3_and_is_named(kafka: SharedKafka, start: Start, topic: str) -> None:
+    app = await start("quick", kafka.bootstrap, start_timeout=2)
+    assert await app.ends() == 3
+    assert f"topics that do not exist, or that this user may not see: {topic!r}" in app.errors
+    assert "Traceback" not in app.errors
 
 
 # Logs

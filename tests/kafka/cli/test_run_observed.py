@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import Running
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.subprocesses import CommandProcess
 
 SOURCE = """
 import logging, sys
@@ -29,18 +29,18 @@ def handle(record: Record) -> None:
     logging.getLogger("shop").info("charged")
 """
 
-Start = Callable[..., Awaitable[Running]]
+Start = Callable[..., Awaitable[CommandProcess]]
 
 
 @pytest.fixture
 async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
     """Starts `aioshard run` with these options; the process is gone when the test ends."""
-    begun: list[Running] = []
+    begun: list[CommandProcess] = []
 
-    async def started(bootstrap: str, *arguments: str) -> Running:
+    async def started(bootstrap: str, *arguments: str) -> CommandProcess:
         source = SOURCE.format(group=group, topic=topic, bootstrap=bootstrap)
         (tmp_path / "service.py").write_text(source)
-        begun.append(await Running.start(tmp_path, "run", "service:app", *arguments))
+        begun.append(await CommandProcess.start(tmp_path, "run", "service:app", *arguments))
         return begun[-1]
 
     yield started

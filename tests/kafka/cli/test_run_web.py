@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.running import Running
+from tests.support.subprocesses import CommandProcess
 
 Start = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Start:
 
     @contextlib.asynccontextmanager
     async def started(*arguments: str, **variables: str) -> AsyncIterator[httpx.AsyncClient]:
-        app = await Running.start(tmp_path, "run", "shop:app", "--web", *arguments, variables=variables)
+        app = await CommandProcess.start(tmp_path, "run", "shop:app", "--web", *arguments, variables=variables)
         try:
             line = await app.warns("the dashboard is at")
             async with httpx.AsyncClient(base_url=line.split()[-1]) as client:
@@ -68,7 +68,7 @@ async def test_a_token_allows_actions(start: Start) -> None:
 async def test_a_short_token_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(APP)
 
-    app = await Running.start(tmp_path, "run", "shop:app", "--web", variables={"AIOSHARD_WEB_TOKEN": "short"})
+    app = await CommandProcess.start(tmp_path, "run", "shop:app", "--web", variables={"AIOSHARD_WEB_TOKEN": "short"})
 
     assert await app.ends() == 2
     assert "the token of the dashboard has 5 characters" in app.errors

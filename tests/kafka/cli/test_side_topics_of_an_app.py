@@ -9,7 +9,7 @@ import pytest
 
 from aioshard import App, DeadLetter, Park, Record, Retry
 from aioshard.ports import Message
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Aioshard = Callable[..., Awaitable[Any]]
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
@@ -47,7 +47,7 @@ def handler() -> Handler:
     return Handler()
 
 
-async def told(aioshard: Aioshard, kafka: SharedKafka, *arguments: str) -> Any:
+async def json_of(aioshard: Aioshard, kafka: SharedKafka, *arguments: str) -> Any:
     ended = await aioshard(*arguments, "--json", "--bootstrap-servers", kafka.bootstrap)
     assert ended.code == 0, ended
     return json.loads(ended.output)
@@ -65,11 +65,11 @@ async def test_a_dead_letter_of_an_app_is_shown_and_republished_to_it(
         await publish(*(Message(topic, value, b"alice", (("trace", b"7"),)) for value in (b"1", b"2", b"3")))
         await handler.has_processed(b"1", b"3")
         async with asyncio.timeout(DEADLINE):
-            while not (shown := await told(aioshard, kafka, "dlt", "show", f"{topic}.dlt"))["dead_letters"]:
+            while not (shown := await json_of(aioshard, kafka, "dlt", "show", f"{topic}.dlt"))["dead_letters"]:
                 pass
         handler.bad = set()
 
-        replayed = await told(aioshard, kafka, "dlt", "replay", f"{topic}.dlt")
+        replayed = await json_of(aioshard, kafka, "dlt", "replay", f"{topic}.dlt")
 
         await handler.has_processed(b"1", b"3", b"2")
     (letter,) = shown["dead_letters"]
@@ -100,18 +100,18 @@ async def test_a_parked_key_of_an_app_is_listed_and_runs_in_order_when_it_is_rel
         await publish(*(Message(topic, value, b"alice") for value in values), Message(topic, b"5", b"bob"))
         await handler.has_processed(b"1", b"5")
         async with asyncio.timeout(DEADLINE):
-            while (listed := await told(aioshard, kafka, "park", "list", park.topic))["records"] < 3:
+            while (listed := await json_of(aioshard, kafka, "park", "list", park.topic))["records"] < 3:
                 pass
         handler.bad = set()
 
-        await told(aioshard, kafka, "park", "release", park.topic, "--key", "alice")
+        await json_of(aioshard, kafka, "park", "release", park.topic, "--key", "alice")
 
         await handler.has_processed(b"1", b"5", b"2", b"3", b"4")
         async with asyncio.timeout(DEADLINE):
-            while (await told(aioshard, kafka, "park", "list", park.topic))["records"]:
+            while (await json_of(aioshard, kafka, "park", "list", park.topic))["records"]:
                 pass
     (key,) = listed["parked"]
-    assert (key["key"], key["offsets"], key["group"], key["replays"]) == ("alice", [1, 2, 3], group, 0)
+    assert (key["key"], key["offsets"], key["group"], key["retries"]) == ("alice", [1, 2, 3], group, 0)
     assert not key["release_requested"]
 
 
@@ -126,9 +126,9 @@ async def test_records_behind_a_dropped_one_resume_without_it(
     async with app:
         await publish(*(Message(topic, value, b"alice") for value in (b"1", b"2", b"3")))
         async with asyncio.timeout(DEADLINE):
-            while (await told(aioshard, kafka, "park", "list", park.topic))["records"] < 3:
+            while (await json_of(aioshard, kafka, "park", "list", park.topic))["records"] < 3:
                 pass
 
-        await told(aioshard, kafka, "park", "drop", park.topic, "--record", f"{topic}/0/0", "--yes")
+        await json_of(aioshard, kafka, "park", "drop", park.topic, "--record", f"{topic}/0/0", "--yes")
 
         await handler.has_processed(b"2", b"3")

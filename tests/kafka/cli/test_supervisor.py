@@ -124,6 +124,52 @@ class Ended:
         return self._ending
 
 
+async def test_a_worker_is_replaced_although_its_member_cannot_be_removed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No error may end the supervisor of the other workers."""
+    endings = [Ending(-(signal.SIGRTMIN + 1), member="m-1"), Ending(0)]
+
+    async def start(*_: Any, **__: Any) -> Ended:
+        if len(endings) == 1:
+            supervisor._stopping.set()
+        return Ended(endings.pop(0))
+
+    def fail(*_: Any) -> NoReturn:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(module, "KafkaAdmin", fail)
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.0)
+    async with asyncio.timeout(DEADLINE):
+        assert await supervisor.run(Signals()) == 0
+    assert "member m-1 stays in the group until its session expires: a bug" in caplog.text
+    assert "worker 0 was killed by signal" in caplog.text
+    assert endings == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "restarts"),
+    [(Ending(3, "HaltedError"), 0), (Ending(3, "MissingTopicError"), 1)],
+    ids=["halted", "lacks"],
+)
+async def test_until_caught_up_a_worker_that_lacks_a_topic_is_restarted(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, ending: Ending, restarts: int
+) -> None:
+    """Both end with 3, but only the halted one has processed the rest."""
+    ended = [ending, Ending(0)]
+
+    async def start(*_: Any, **__: Any) -> Ended:
+        return Ended(ended.pop(0))
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.0)
+    supervisor._until_caught_up = True
+    async with asyncio.timeout(DEADLINE):
+        await supervisor.run(Signals())
+    assert [worker.restarts for worker in supervisor.workers] == [restarts]
+
+
 async def test_an_instance_id_used_by_another_process_ends_all_workers(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,17 +11,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from rich.console import Console
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from aioshard import App, Record
+from aioshard.cli import top
 from aioshard.cli.top import Frame, Frames, Snapshot, view
 from aioshard.testing import TestClient
-from aioshard.web.health import serve_health
-from tests.project.docs.pictures import picture_of_top
-from tests.support.running import DEADLINE, PROJECT, environment
+from aioshard.web.health import health_routes, serve_health
+from tests.support.browsing import served
+from tests.support.paths import PROJECT
+from tests.support.subprocesses import DEADLINE, environment
+from tests.tools.pictures import picture_of_top
 
 Aioshard = Callable[..., Awaitable[Any]]
 
@@ -68,7 +73,7 @@ def statistics(
     }
 
 
-def told(process: str, at: float, found: dict[str, Any] | None, *findings: str) -> Snapshot:
+def sample(process: str, at: float, found: dict[str, Any] | None, *findings: str) -> Snapshot:
     return Snapshot(process, at, found, findings)
 
 
@@ -84,8 +89,12 @@ def drawn(frame: Frame, width: int, height: int | None = None) -> list[str]:
 
 def test_processes_are_summed_and_rates_are_between_two_samples() -> None:
     frames = Frames()
-    first = frames.add([told("a:1", 0.0, statistics(done=100)), told("b:1", 0.0, statistics(first=2, done=50))], 0.0)
-    second = frames.add([told("a:1", 2.0, statistics(done=300)), told("b:1", 4.0, statistics(first=2, done=90))], 2.0)
+    first = frames.add(
+        [sample("a:1", 0.0, statistics(done=100)), sample("b:1", 0.0, statistics(first=2, done=50))], 0.0
+    )
+    second = frames.add(
+        [sample("a:1", 2.0, statistics(done=300)), sample("b:1", 4.0, statistics(first=2, done=90))], 2.0
+    )
 
     assert first.totals["records_per_second"] is None
     assert second.totals["records_per_second"] == 110
@@ -101,11 +110,26 @@ def test_processes_are_summed_and_rates_are_between_two_samples() -> None:
     assert (handler["records_per_second"], handler["processed"], handler["concurrency"]) == (110, 390, 128)
 
 
+def test_apps_with_equal_handlers_are_shown_apart() -> None:
+    frames = Frames()
+    shop, returns = ({**statistics(done=done), "group_id": group} for done, group in ((10, "shop"), (20, "returns")))
+    frame = frames.add([sample("a:1/shop", 0.0, shop), sample("a:1/returns", 0.0, returns)], 0.0)
+
+    assert [(row["group"], row["name"], row["processed"]) for row in frame.handlers] == [
+        ("shop", "on_order", 10),
+        ("returns", "on_order", 20),
+    ]
+    assert {row["group"] for row in frame.processes} == {"shop", "returns"}
+    lines = drawn(frame, 120)
+    assert any("shop on_order" in line for line in lines)
+    assert any("returns on_order" in line for line in lines)
+
+
 def test_a_restarted_process_has_no_rate_at_first() -> None:
     frames = Frames()
-    frames.add([told("a:1", 0.0, statistics(done=100))], 0.0)
-    anew = frames.add([told("a:1", 2.0, statistics(done=3))], 2.0)
-    after = frames.add([told("a:1", 4.0, statistics(done=7))], 4.0)
+    frames.add([sample("a:1", 0.0, statistics(done=100))], 0.0)
+    anew = frames.add([sample("a:1", 2.0, statistics(done=3))], 2.0)
+    after = frames.add([sample("a:1", 4.0, statistics(done=7))], 4.0)
 
     assert anew.totals["records_per_second"] is None
     assert after.totals["records_per_second"] == 2
@@ -113,9 +137,9 @@ def test_a_restarted_process_has_no_rate_at_first() -> None:
 
 def test_an_unresponsive_process_is_shown_until_it_recovers() -> None:
     frames = Frames()
-    frames.add([told("a:1", 0.0, statistics(done=0)), told("b:1", 0.0, statistics(first=2))], 0.0)
-    away = frames.add([told("a:1", 2.0, statistics(done=4)), told("b:1", 2.0, None, "cannot be reached")], 2.0)
-    back = frames.add([told("a:1", 4.0, statistics(done=8)), told("b:1", 4.0, statistics(first=2, done=12))], 4.0)
+    frames.add([sample("a:1", 0.0, statistics(done=0)), sample("b:1", 0.0, statistics(first=2))], 0.0)
+    away = frames.add([sample("a:1", 2.0, statistics(done=4)), sample("b:1", 2.0, None, "cannot be reached")], 2.0)
+    back = frames.add([sample("a:1", 4.0, statistics(done=8)), sample("b:1", 4.0, statistics(first=2, done=12))], 4.0)
 
     assert (away.totals["answering"], away.totals["processes"]) == (1, 2)
     assert away.findings == [{"process": "b:1", "sentence": "cannot be reached"}]
@@ -126,7 +150,7 @@ def test_an_unresponsive_process_is_shown_until_it_recovers() -> None:
 def test_the_oldest_record_comes_first_and_then_the_largest_lag() -> None:
     found = statistics(partitions=3)
     found["partitions"][0]["oldest_incomplete_age"] = 75.0
-    frame = Frames().add([told("a:1", 0.0, found)], 0.0)
+    frame = Frames().add([sample("a:1", 0.0, found)], 0.0)
 
     assert [row["partition"] for row in frame.partitions] == [0, 2, 1]
     assert any("orders/0" in line and "75 s" in line for line in drawn(frame, 80))
@@ -139,7 +163,7 @@ def test_the_oldest_record_comes_first_and_then_the_largest_lag() -> None:
 def test_a_frame_fits_the_terminal(width: int) -> None:
     frames = Frames()
     processes = [
-        told(
+        sample(
             f"10.0.0.7:808{number}",
             0.0,
             statistics("a-topic-with-a-long-name", 20 * number, partitions=20),
@@ -162,16 +186,16 @@ def test_control_characters_are_escaped() -> None:
     evil = "halted: \x1b[2J\x1b]0;title\x07 [bold]"
     found = statistics()
     found["handlers"][0]["name"] = evil
-    text = "\n".join(drawn(Frames().add([told("a:1", 0.0, found, evil)], 0.0), 200))
+    text = "\n".join(drawn(Frames().add([sample("a:1", 0.0, found, evil)], 0.0), 200))
 
     assert "\x1b" not in text
     assert "\x07" not in text
     assert text.count("\\x1b[2J") == 2
-    assert text.count("[bold]") == 2, "and is no markup"
+    assert text.count("[bold]") == 2, "and is not markup"
 
 
 def test_the_picture_for_the_docs_is_drawn() -> None:
-    assert "on_order" in picture_of_top(Frames().add([told("a:1", 0.0, statistics())], 0.0))
+    assert "on_order" in picture_of_top(Frames().add([sample("a:1", 0.0, statistics())], 0.0))
 
 
 # The command -------------------------------------------------------------------------------
@@ -214,11 +238,41 @@ async def test_without_a_terminal_one_frame_is_printed(aioshard: Aioshard, url: 
     assert "\x1b" not in ended.output
 
 
+async def test_two_apps_of_one_process_have_names_of_their_own(aioshard: Aioshard) -> None:
+    shop, returns = App("shop"), App("returns")
+    for app in (shop, returns):
+
+        @app.consume("orders")
+        async def on_order(_: Record) -> None: ...
+
+    web = Starlette(routes=[Mount(f"/{app.group_id}", routes=health_routes(app)) for app in (shop, returns)])
+    async with TestClient(shop), TestClient(returns), served(web) as address:
+        ended = await aioshard("top", f"{address}/shop", f"{address}/returns", "--once", "--json", "--interval", "0.1")
+
+    assert ended.code == 0, ended
+    frame = json.loads(ended.output)
+    host = address.removeprefix("http://")
+    names = {f"{host}/shop": "shop", f"{host}/returns": "returns"}
+    assert {row["process"]: row["group"] for row in frame["processes"]} == names
+
+
 async def test_without_any_response_top_exits_3(aioshard: Aioshard) -> None:
     ended = await aioshard("top", "http://127.0.0.1:1", "--once", "--interval", "0.1")
 
     assert ended.code == 3
     assert "http://127.0.0.1:1 did not answer" in ended.errors
+
+
+async def test_an_interrupt_before_the_first_answer_exits_3(
+    aioshard: Aioshard, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "take", interrupted)
+    ended = await aioshard("top", url, "--once")
+
+    assert (ended.code, ended.output, ended.errors) == (3, "", "")
 
 
 @contextlib.contextmanager

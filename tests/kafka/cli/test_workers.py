@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.running import DEADLINE, Running, settled
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.subprocesses import DEADLINE, CommandProcess, until_answer
 
 NOWHERE = "127.0.0.1:1"
 SHORT_SESSION = {"session_timeout": 6, "heartbeat_interval": 1}
@@ -40,7 +40,7 @@ async def handle(record: Record) -> None:
     tell("finished", record)
 """
 
-Start = Callable[..., Awaitable[Running]]
+Start = Callable[..., Awaitable[CommandProcess]]
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
             before: str = "",
             variables: Mapping[str, str] = NO_VARIABLES,
             **settings: object,
-        ) -> Running:
+        ) -> CommandProcess:
             source = SOURCE.format(group=group, bootstrap=bootstrap, topic=topic, seconds=seconds, settings=settings)
             (tmp_path / "service.py").write_text(before + source)
             command = ("run", "service:app", "--workers", "2", *arguments)
-            running = await Running.start(tmp_path, *command, variables=variables)
+            running = await CommandProcess.start(tmp_path, *command, variables=variables)
             stack.push_async_callback(running.kill)
             return running
 
@@ -69,7 +69,7 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
 class Workers:
     """The health servers of both workers; each restart of a worker gives it another port."""
 
-    def __init__(self, app: Running) -> None:
+    def __init__(self, app: CommandProcess) -> None:
         self._app = app
 
     async def client(self, number: int, process: int) -> httpx.AsyncClient:
@@ -96,7 +96,7 @@ async def statistics(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 def partitions_of(found: dict[str, Any]) -> list[int]:
-    return [one["partition"] for one in found["partitions"]]
+    return [partition["partition"] for partition in found["partitions"]]
 
 
 async def shared(clients: list[httpx.AsyncClient], count: int) -> list[dict[str, Any]]:
@@ -105,9 +105,9 @@ async def shared(clients: list[httpx.AsyncClient], count: int) -> list[dict[str,
         while True:
             found = [await statistics(client) for client in clients]
             owned = list(map(partitions_of, found))
-            whole = all(owned) and sorted(one for each in owned for one in each) == list(range(count))
+            whole = all(owned) and sorted(partition for each in owned for partition in each) == list(range(count))
             # A worker with its partitions may still wait for the other.
-            if whole and not any(one["paused"] for each in found for one in each["partitions"]):
+            if whole and not any(partition["paused"] for each in found for partition in each["partitions"]):
                 return found
             await asyncio.sleep(0.05)
 
@@ -122,12 +122,12 @@ async def gone(pids: list[int]) -> None:
     assert alive == []
 
 
-def children_of(app: Running) -> list[int]:
+def children_of(app: CommandProcess) -> list[int]:
     return [child.pid for child in psutil.Process(app.process.pid).children(recursive=True)]
 
 
-def finished(app: Running) -> set[tuple[int, int]]:
-    return {(int(one), int(two)) for one, two in re.findall(r"finished (\d+) (\d+)", app.output)}
+def finished(app: CommandProcess) -> set[tuple[int, int]]:
+    return {(int(partition), int(two)) for partition, two in re.findall(r"finished (\d+) (\d+)", app.output)}
 
 
 # Kept running -----------------------------------------------------------------------------
@@ -150,18 +150,18 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_lost(
         os.kill(before[1], signal.SIGKILL)
         since = time.monotonic()
         await kafka.produce(topic, [(b"%d" % number, b"v") for number in range(100)])
-        told = await app.warns("worker 1 was killed by SIGKILL, perhaps because memory ran out; restarting in")
+        warning = await app.warns("worker 1 was killed by SIGKILL, perhaps because memory ran out; restarting in")
         async with await workers.client(1, 1) as third:
-            await settled(third, "/readyz", lambda answer: answer.status_code == 200)
+            await until_answer(third, "/readyz", lambda answer: answer.status_code == 200)
             await shared([first, third], 8)
             print(f"the group whole after {time.monotonic() - since:.1f} s")
-            await settled(third, "/livez", lambda _: len(finished(app)) == 200)
+            await until_answer(third, "/livez", lambda _: len(finished(app)) == 200)
             metrics = (await third.get("/metrics")).text
         assert "aioshard_engine_state{" in metrics
         assert "process_resident_memory_bytes " in metrics
     after = await workers.pids()
     assert "was removed from the group" in app.errors
-    assert "(restart 1)" in told
+    assert "(restart 1)" in warning
     assert after[0] == before[0]
     assert after[1] != before[1]
     app.send(signal.SIGTERM)
@@ -187,7 +187,7 @@ async def test_a_killed_static_member_gets_its_partitions_back(kafka: SharedKafk
     workers = Workers(app)
     async with await workers.client(0, 0) as killed, await workers.client(1, 0) as other:
         before = await shared([killed, other], 4)
-        assert [one["member_id"][:11] for one in before] == ["left-hand-0", "left-hand-1"]
+        assert [member["member_id"][:11] for member in before] == ["left-hand-0", "left-hand-1"]
         os.kill((await workers.pids())[0], signal.SIGKILL)
         since = time.monotonic()
         async with await workers.client(0, 1) as third:
@@ -223,7 +223,8 @@ async def test_a_worker_that_cannot_start_is_retried(start: Start) -> None:
 
 async def test_a_permanent_worker_error_ends_all_workers(start: Start) -> None:
     refused = (
-        "import os\nif os.environ.get('AIOSHARD_WORKER') == '0': os.environ['AIOSHARD_HEARTBEAT_INTERVAL'] = '40'\n"
+        "import os\nif os.environ.get('AIOSHARD_WORKER') == '0':\n"
+        "    os.environ |= {'AIOSHARD_HEARTBEAT_INTERVAL': '40', 'AIOSHARD_SESSION_TIMEOUT': '45'}\n"
     )
     app = await start(NOWHERE, before=refused, start_timeout=600)
     assert await app.ends() == 2
@@ -268,7 +269,7 @@ async def test_the_second_signal_kills_the_workers(kafka: SharedKafka, start: St
 
 @pytest.mark.chaos
 async def test_a_signal_to_the_process_group_counts_once(kafka: SharedKafka, start: Start, topic: str) -> None:
-    """As systemd does it: the supervisor and the workers get it, and the workers are asked beside that."""
+    """As systemd does it: the supervisor and the workers get it, and the workers also get a request."""
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, [(b"k", b"v")], partition=0)
     app = await start(kafka.bootstrap, seconds=1.0)

@@ -136,3 +136,27 @@ class Member:
         self.batches.append(batch)
         self.next_offsets[topic_partition] = batch.next_offset
         self.records.setdefault(topic_partition, []).extend(batch.records)
+
+
+def held(member: Member) -> set[TopicPartition]:
+    """The partitions of a member's latest assignment."""
+    return set(member.assignments[-1].partitions) if member.assignments else set()
+
+
+async def until_assigned(*members: Member, partitions: int, some_idle: bool = False) -> None:
+    """Poll all members until they are in one generation and have all partitions, each once.
+
+    Args:
+        members: Those of the group.
+        partitions: How many there are.
+        some_idle: Whether a member may have none; otherwise each has had an assignment.
+    """
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            generations = {member.transport.membership().generation for member in members}
+            everything = [at for member in members for at in held(member)]
+            is_complete = len(everything) == len(set(everything)) == partitions
+            all_assigned = all(member.assignments for member in members)
+            if len(generations) == 1 and -1 not in generations and is_complete and (some_idle or all_assigned):
+                return
+            await asyncio.gather(*(member.poll() for member in members))

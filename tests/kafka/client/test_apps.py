@@ -11,14 +11,14 @@ import pytest
 from aioshard import App, Record
 from aioshard.errors import StateError
 from aioshard.records import PartitionInfo, TopicPartition
-from tests.engine.running import engine_of
+from tests.engine.live_apps import engine_of
 from tests.kafka.client.members import PATIENCE
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 RECORDS = 50
 
-AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
-INCREMENTAL: dict[str, Any] = {"client": "aiokafka", "assignor": "cooperative-fair"}
+AIOKAFKA: dict[str, Any] = {"client": "aiokafka"}
+EAGER: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
 COOPERATIVE: dict[str, Any] = {"client": "confluent"}
 BY_THE_BROKER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
 
@@ -26,24 +26,24 @@ CLIENTS = pytest.mark.parametrize(
     "client",
     [
         AIOKAFKA,
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in (INCREMENTAL, COOPERATIVE)),
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in (EAGER, COOPERATIVE)),
         BY_THE_BROKER,
     ],
-    ids=["aiokafka", "incremental", "cooperative", "KIP-848"],
+    ids=["aiokafka", "eager", "cooperative", "KIP-848"],
 )
 ONE_CLIENT_QUICKLY = pytest.mark.parametrize(
     "client",
     [
         AIOKAFKA,
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in (INCREMENTAL, COOPERATIVE, BY_THE_BROKER)),
+        *(pytest.param(client, marks=pytest.mark.chaos) for client in (EAGER, COOPERATIVE, BY_THE_BROKER)),
     ],
-    ids=["aiokafka", "incremental", "cooperative", "KIP-848"],
+    ids=["aiokafka", "eager", "cooperative", "KIP-848"],
 )
 """The same clients; only the first one is in the plain run."""
 
 
 class Process:
-    """An app of the group, and what it has processed; records of the offsets in `hanging` run until they are let go."""
+    """An app of the group, and its processed records; records of the offsets in `hanging` run until they are let go."""
 
     def __init__(self, kafka: SharedKafka, group: str, **options: Any) -> None:
         quick: dict[str, Any] = {"session_timeout": 6, "heartbeat_interval": 0.2}
@@ -119,8 +119,8 @@ async def test_a_seek_survives_a_rebalance_only_if_the_partition_stays(
     first.hanging = {7}
     async with first.app:
         await until(lambda: first.done.total() == 2 * (RECORDS - 1))
-        epochs = engine_of(first.app).rebalance.epochs
-        await until(lambda: all(one.committed_completions == RECORDS - 1 for one in epochs))
+        partitions = engine_of(first.app).rebalance.partitions
+        await until(lambda: all(owned.commits.completed == RECORDS - 1 for owned in partitions))
         seeking = [asyncio.create_task(first.app.seek(topic, number, "beginning")) for number in (0, 1)]
         await until(lambda: first.app.assignment() == ())
         first.done.clear()
@@ -159,7 +159,7 @@ async def test_a_pattern_reads_a_new_topic_from_its_start(
 
         await until(lambda: len(app.assignment()) == 3)
         await until(lambda: process.done.total() == 3 * RECORDS)
-        assert {one.topic for one in app.assignment()} == {f"{topic}-a", f"{topic}-b"}
+        assert {topic_partition.topic for topic_partition in app.assignment()} == {f"{topic}-a", f"{topic}-b"}
     assert process.done.total() == 3 * RECORDS
 
 

@@ -7,29 +7,10 @@ import pytest
 
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-from tests.kafka.client.members import PATIENCE, Member
-from tests.support.shared_kafka import SharedKafka
+from tests.kafka.client.members import PATIENCE, Member, held, until_assigned
+from tests.support.brokers import SharedKafka
 
 Join = Callable[..., Member]
-
-
-def held(member: Member) -> set[TopicPartition]:
-    return set(member.assignments[-1].partitions) if member.assignments else set()
-
-
-async def settle(*members: Member, partitions: int) -> None:
-    """Poll all members until they are in one generation and have all partitions, each once; some may have none."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            generations = {member.transport.membership().generation for member in members}
-            everything = [at for member in members for at in held(member)]
-            if (
-                len(generations) == 1
-                and -1 not in generations
-                and len(everything) == len(set(everything)) == partitions
-            ):
-                return
-            await asyncio.gather(*(member.poll() for member in members))
 
 
 @pytest.mark.parametrize(
@@ -49,10 +30,10 @@ async def test_remaining_members_take_over_from_the_one_that_leaves(
 
     for joining in (one, two, three):
         await joining.transport.start([topic], None, joining)
-    await settle(one, two, three, partitions=9)
+    await until_assigned(one, two, three, partitions=9, some_idle=True)
     before = {number: held(m) for number, m in enumerate((one, two, three))}
     await three.transport.close()
-    await settle(one, two, partitions=9)
+    await until_assigned(one, two, partitions=9, some_idle=True)
 
     assert [len(had) for had in before.values()] == [3, 3, 3]
     assert sorted(len(held(m)) for m in (one, two)) == [4, 5]
@@ -68,12 +49,12 @@ async def test_members_with_different_subscriptions_get_two_each(kafka: SharedKa
         await kafka.create_topic(f"{topic}-{number}", partitions=count)
     members = [member(assignor="fair") for _ in range(4)]
 
-    for one, numbers in zip(members, ("12345", "135", "135", "12345"), strict=True):
-        await one.transport.start([f"{topic}-{number}" for number in numbers], None, one)
-    await settle(*members, partitions=8)
+    for consumer, numbers in zip(members, ("12345", "135", "135", "12345"), strict=True):
+        await consumer.transport.start([f"{topic}-{number}" for number in numbers], None, consumer)
+    await until_assigned(*members, partitions=8, some_idle=True)
 
-    assert [len(held(one)) for one in members] == [2, 2, 2, 2]
-    assert not any(at.topic[-1] in "24" for one in members[1:3] for at in held(one)), "to subscribers only"
+    assert [len(held(consumer)) for consumer in members] == [2, 2, 2, 2]
+    assert not any(at.topic[-1] in "24" for consumer in members[1:3] for at in held(consumer)), "to subscribers only"
 
 
 async def test_a_member_joining_a_lagging_group_gets_a_share_of_the_backlog(
@@ -85,25 +66,29 @@ async def test_a_member_joining_a_lagging_group_gets_a_share_of_the_backlog(
         # 50 of each are read before anybody else comes.
         await kafka.produce(topic, [(None, b"v")] * (count + 50), partition=partition)
     members = [member(assignor="lag") for _ in range(3)]
-    for one in members:
-        one.at_revoke = committing(one, 50)
+    for consumer in members:
+        consumer.at_revoke = committing(consumer, 50)
 
     shares = []
-    for number, one in enumerate(members, start=1):
-        await one.transport.start([topic], None, one)
-        await settle(*members[:number], partitions=6)
-        shares.append(sorted(sum(backlog[at.partition] for at in held(one)) for one in members[:number]))
+    for number, consumer in enumerate(members, start=1):
+        await consumer.transport.start([topic], None, consumer)
+        await until_assigned(*members[:number], partitions=6, some_idle=True)
+        shares.append(sorted(sum(backlog[at.partition] for at in held(consumer)) for consumer in members[:number]))
 
     assert shares == [[1200], [600, 600], [200, 400, 600]]
-    assert [len(held(one)) for one in members] == [2, 2, 2], "those without a backlog are spread by their number"
+    assert [len(held(consumer)) for consumer in members] == [2, 2, 2], (
+        "those without a backlog are spread by their number"
+    )
 
-    far_behind = next(one for one in members if TopicPartition(topic, 0) in held(one))
-    rest = [one for one in members if one is not far_behind]
+    far_behind = next(consumer for consumer in members if TopicPartition(topic, 0) in held(consumer))
+    rest = [consumer for consumer in members if consumer is not far_behind]
     await far_behind.transport.close()
-    await settle(*rest, partitions=6)
+    await until_assigned(*rest, partitions=6, some_idle=True)
 
-    assert sorted(sum(backlog[at.partition] for at in held(one)) for one in rest) == [600, 600]
-    assert [len(held(one)) for one in rest] == [3, 3], "the leader has asked for what nobody has"
+    assert sorted(sum(backlog[at.partition] for at in held(consumer)) for consumer in rest) == [600, 600]
+    assert [len(held(consumer)) for consumer in rest] == [3, 3], (
+        "the leader has read the backlog of partitions without an owner"
+    )
 
 
 @pytest.mark.chaos
@@ -112,10 +97,10 @@ async def test_an_unequal_backlog_is_rebalanced_and_an_equal_one_is_not(
 ) -> None:
     await kafka.create_topic(topic, partitions=4)
     members = [member(assignor="lag", balance_interval=0.5) for _ in range(2)]
-    for number, one in enumerate(members, start=1):
-        one.at_revoke = committing(one, 0)
-        await one.transport.start([topic], None, one)
-        await settle(*members[:number], partitions=4)
+    for number, consumer in enumerate(members, start=1):
+        consumer.at_revoke = committing(consumer, 0)
+        await consumer.transport.start([topic], None, consumer)
+        await until_assigned(*members[:number], partitions=4, some_idle=True)
     first, second = members
     behind = sorted(at.partition for at in held(first))
     generation = first.transport.membership().generation
@@ -130,9 +115,9 @@ async def test_an_unequal_backlog_is_rebalanced_and_an_equal_one_is_not(
     async with asyncio.timeout(PATIENCE):
         while not {at.partition for at in held(second)} & set(behind):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.05)
-    await settle(*members, partitions=4)
+    await until_assigned(*members, partitions=4, some_idle=True)
 
-    assert [len({at.partition for at in held(one)} & set(behind)) for one in members] == [1, 1]
+    assert [len({at.partition for at in held(consumer)} & set(behind)) for consumer in members] == [1, 1]
     moved = first.transport.membership().generation
     await asyncio.sleep(2.5)
     assert first.transport.membership().generation == moved, "once is enough"
@@ -148,10 +133,10 @@ def committing(member: Member, offset: int) -> Callable[[Collection[TopicPartiti
 async def three_with_a_delay(member: Join, topic: str, delay: float) -> list[Member]:
     """Three that have two partitions each, when the last one has just left."""
     members = [member(assignor="sticky", reassignment_delay=delay) for _ in range(3)]
-    for one in members:
-        await one.transport.start([topic], None, one)
-    await settle(*members, partitions=6)
-    assert [len(held(one)) for one in members] == [2, 2, 2]
+    for consumer in members:
+        await consumer.transport.start([topic], None, consumer)
+    await until_assigned(*members, partitions=6, some_idle=True)
+    assert [len(held(consumer)) for consumer in members] == [2, 2, 2]
     return members
 
 
@@ -163,11 +148,11 @@ async def test_partitions_of_a_member_that_left_wait_for_its_replacement(
     before = [held(m) for m in (one, two, three)]
 
     await three.transport.close()
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4, some_idle=True)
     while_waiting = [held(m) for m in (one, two)]
     new = member(assignor="sticky", reassignment_delay=60)
     await new.transport.start([topic], None, new)
-    await settle(one, two, new, partitions=6)
+    await until_assigned(one, two, new, partitions=6, some_idle=True)
 
     assert while_waiting == before[:2], "nobody gets them yet"
     assert [held(m) for m in (one, two, new)] == before
@@ -182,7 +167,7 @@ async def test_withheld_partitions_go_to_the_others_after_the_delay(
 
     left_at = asyncio.get_running_loop().time()
     await three.transport.close()
-    await settle(one, two, partitions=6)
+    await until_assigned(one, two, partitions=6, some_idle=True)
 
     assert asyncio.get_running_loop().time() - left_at >= 1
     assert [len(held(m)) for m in (one, two)] == [3, 3]
@@ -197,8 +182,8 @@ async def test_the_leaving_member_may_be_the_leader(kafka: SharedKafka, topic: s
     before = [held(m) for m in (two, three)]
 
     await one.transport.close()
-    await settle(two, three, partitions=4)
+    await until_assigned(two, three, partitions=4, some_idle=True)
     assert [held(m) for m in (two, three)] == before
-    await settle(two, three, partitions=6)
+    await until_assigned(two, three, partitions=6, some_idle=True)
 
     assert [len(held(m)) for m in (two, three)] == [3, 3]

@@ -1,7 +1,9 @@
 """A blocking handler: how long its member stays in the group, for each client."""
 
 import asyncio
+import contextlib
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -11,31 +13,32 @@ import pytest
 
 from aioshard import App, Record
 from tests.kafka.client.members import PATIENCE
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.starving import a_core, burning, member
 
 SESSION = 3.0
 RECORDS = 20
 
-AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
+AIOKAFKA: dict[str, Any] = {"client": "aiokafka"}
 CONFLUENT: dict[str, Any] = {"client": "confluent"}
 SHORT_REBALANCE: dict[str, Any] = {"rebalance_timeout": 4.0, "drain_timeout": 1.0, "commit_timeout": 1.0}
 
 
 class Case(NamedTuple):
-    """A handler that blocks for some seconds, and what is promised of the member."""
+    """A handler that blocks for some seconds, and the promise for its member."""
 
     client: dict[str, Any]
     seconds: float
-    keeps_its_place: bool
+    keeps_its_partitions: bool
     in_a_thread: bool = False
 
 
 CASES = {
-    "aiokafka-shorter-than-the-session": Case(AIOKAFKA, 1.5, keeps_its_place=True),
-    "aiokafka-longer-than-the-session": Case(AIOKAFKA, 5.5, keeps_its_place=False),
-    "confluent-three-sessions": Case(CONFLUENT, 3 * SESSION + 0.5, keeps_its_place=True),
-    "confluent-longer-than-a-rebalance": Case(CONFLUENT | SHORT_REBALANCE, 6.5, keeps_its_place=False),
-    "aiokafka-longer-in-a-thread": Case(AIOKAFKA, 5.5, keeps_its_place=True, in_a_thread=True),
+    "aiokafka-shorter-than-the-session": Case(AIOKAFKA, 1.5, keeps_its_partitions=True),
+    "aiokafka-longer-than-the-session": Case(AIOKAFKA, 5.5, keeps_its_partitions=False),
+    "confluent-three-sessions": Case(CONFLUENT, 3 * SESSION + 0.5, keeps_its_partitions=True),
+    "confluent-longer-than-a-rebalance": Case(CONFLUENT | SHORT_REBALANCE, 6.5, keeps_its_partitions=False),
+    "aiokafka-longer-in-a-thread": Case(AIOKAFKA, 5.5, keeps_its_partitions=True, in_a_thread=True),
 }
 
 
@@ -105,9 +108,9 @@ async def test_a_blocked_member_stays_as_long_as_its_client_sends_heartbeats(
     async with app, Ages(app) as ages:
         await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)])
         async with asyncio.timeout(PATIENCE + case.seconds):
-            while [one.committed for one in app.statistics().partitions] != [RECORDS]:  # noqa: ASYNC110 - nothing tells
+            while [partition.committed for partition in app.statistics().partitions] != [RECORDS]:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.1)
-        await asyncio.sleep(2.0)  # a few heartbeats more: a place that was lost would be noticed
+        await asyncio.sleep(2.0)  # a few heartbeats more: a lost membership would be noticed
         statistics = app.statistics()
 
     assert statistics.state == "running"
@@ -116,9 +119,33 @@ async def test_a_blocked_member_stays_as_long_as_its_client_sends_heartbeats(
     else:
         assert ages.highest == 0.0, "the loop sends none"
     assert ran.keys() == set(range(RECORDS))
-    if case.keeps_its_place:
+    if case.keeps_its_partitions:
         assert (statistics.rebalances, statistics.commit_failures, set(ran.values())) == (1, 0, {1})
     else:
         assert statistics.rebalances > 1
-    named = re.search(r"the event loop has been blocked for .*: handler handle computes or blocks", caplog.text)
+    named = re.search(r"the event loop has been blocked for .*: handler handle blocks", caplog.text)
     assert bool(named) == (not case.in_a_thread)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the time without a CPU")
+async def test_a_member_without_a_cpu_does_not_blame_its_handlers(kafka: SharedKafka, topic: str, group: str) -> None:
+    await kafka.create_topic(topic, 1)
+    core = a_core()
+
+    async def produce() -> None:
+        while True:
+            await kafka.produce(topic, [(b"%d" % number, b"") for number in range(100)])
+            await asyncio.sleep(0.5)
+
+    async with member("await", kafka.bootstrap, topic, group, core=core, niceness=19) as starved:
+        producing = asyncio.create_task(produce(), name="produce")
+        async with burning(core), burning(core), burning(core):
+            await starved.until(lambda report: report.get("cause") == "no CPU")
+        await starved.end()
+        producing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await producing
+    reports = [report for report in starved.reports if report["kind"] in ("log", "explained")]
+    assert "no CPU" in {report["cause"] for report in reports}
+    assert not [report for report in reports if "without an await" in report["text"]]

@@ -23,7 +23,9 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordin
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.partitioner import murmur2
 from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.record.default_records import _DefaultRecordBatchPy
 from aiokafka.structs import TopicPartition as TheirTopicPartition
 
 from aioshard.errors import AuthorizationError, ClientLostError, CommitError
@@ -37,11 +39,13 @@ from aioshard.ports import Allowance, Committed, Fault
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.misnamed import batch_of
 
 Join = Callable[..., Member]
 
 ATTRIBUTES = {
+    "batch": {"_buffer", "_maybe_uncompress"},
     "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
     "client": {
         "_conns",
@@ -61,12 +65,16 @@ ATTRIBUTES = {
         "_group_instance_id",
         "_group_subscription",
         "_heartbeat_task",
+        "_metadata_snapshot",
         "_on_join_prepare",
         "_pending_exception",
         "_performed_join_prepare",
         "_send_req",
         "_start_heartbeat_task",
+        "_subscription",
     },
+    "request": {"_group_protocols", "_member_id"},
+    "forcing": {"_group_protocols", "_member_id"},
     "outsider": {"_reset_committed_task"},
     "fetcher": {
         "_closed",
@@ -158,6 +166,7 @@ async def test_every_listed_attribute_exists_after_a_start(kafka: SharedKafka, t
     await one.poll_until(lambda: bool(internals.buffered), lambda _: Allowance(0, 0))
     (result,) = internals.buffered.values()
     found = {
+        "batch": _DefaultRecordBatchPy(batch_of([(b"v", [])])),
         "consumer": internals.consumer,
         "client": internals.client,
         "cluster": internals.client.cluster,
@@ -167,6 +176,8 @@ async def test_every_listed_attribute_exists_after_a_start(kafka: SharedKafka, t
         "result": result,
         "entry": FetchError(error=ValueError(), backoff=0),
         "part": result._partition_records,
+        "request": JoinGroupRequest("", 1, 1, "", "", "", []),
+        "forcing": JoinGroupRequest("", 1, 1, "", "", "", []),
     }
     kinds = (AIOKafkaConsumer, AIOKafkaClient, Fetcher, FetchResult, PartitionRecords, GroupCoordinator)
     assert {type(thing) for thing in found.values()} > set(kinds)
@@ -206,7 +217,7 @@ def test_the_state_of_a_partition_has_the_attributes_that_we_use() -> None:
 async def test_a_placeholder_keeps_the_client_from_choosing_a_position(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
-    """Without it the client raises NoOffsetForPartitionError, or goes to what is committed."""
+    """Without it the client raises NoOffsetForPartitionError, or reads from the committed offset."""
     await kafka.create_topic(topic, partitions=4)
     one = member()
     one.at_assign = lambda _partitions, _membership: None
@@ -245,10 +256,10 @@ async def test_a_commit_is_built_before_anything_is_awaited_and_sent_once(
 
     (request,) = requests
     assert isinstance(request, OffsetCommitRequest)
-    told = vars(request).values()
-    assert membership.member_id in told
-    assert membership.generation in told
-    assert [(topic, [(0, 5, "m")])] in told
+    values = vars(request).values()
+    assert membership.member_id in values
+    assert membership.generation in values
+    assert [(topic, [(0, 5, "m")])] in values
 
 
 async def test_the_client_never_leaves_because_nobody_calls_getmany(
@@ -332,7 +343,7 @@ async def test_a_connection_without_api_versions_is_closed(kafka: SharedKafka, t
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "told"),
+    ("error", "raised", "message"),
     [
         (kafka_errors.GroupAuthorizationFailedError("a-group"), AuthorizationError, "READ"),
         (RuntimeError("nobody thought of it"), ClientLostError, "nobody thought of it"),
@@ -340,7 +351,7 @@ async def test_a_connection_without_api_versions_is_closed(kafka: SharedKafka, t
     ids=["a refusal", "an unexpected error"],
 )
 async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
-    kafka: SharedKafka, topic: str, member: Join, error: Exception, raised: type[Exception], told: str
+    kafka: SharedKafka, topic: str, member: Join, error: Exception, raised: type[Exception], message: str
 ) -> None:
     await kafka.create_topic(topic)
     one = member()
@@ -351,7 +362,7 @@ async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
 
     pushed = asyncio.ensure_future(coordinator._push_error_to_user(error))
 
-    with pytest.raises(raised, match=told):
+    with pytest.raises(raised, match=message):
         await waiting
     if raised is AuthorizationError:  # the client lives on
         await pushed
@@ -402,7 +413,7 @@ async def test_the_client_accepts_an_assignor_object_and_calls_these_methods(
 async def test_a_reader_has_the_attributes_that_we_use(kafka: SharedKafka) -> None:
     settings = Settings(bootstrap_servers=kafka.bootstrap)
     client = await connected(settings, client_options(settings, request_timeout=5), BareClient)
-    missing = [one for one in INHERITED["BareClient"] | ATTRIBUTES["client"] if not hasattr(client, one)]
+    missing = [name for name in INHERITED["BareClient"] | ATTRIBUTES["client"] if not hasattr(client, name)]
     await client.tear_down()
 
     assert missing == []

@@ -21,7 +21,7 @@ from aioshard.kafka import embedded
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, EmbeddedBroker
 from aioshard.settings import Settings
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 DEADLINE = 30.0
 POLL_INTERVAL = 0.05
@@ -87,11 +87,11 @@ async def test_an_app_that_parks_is_refused_by_the_embedded_broker(
 
     serving = asyncio.create_task(app.serve(), name="serve")
     async with asyncio.timeout(DEADLINE):
-        while not (told := [record for record in caplog.records if getattr(record, "event", "") == "starting"]):
+        while not (starting := [record for record in caplog.records if getattr(record, "event", "") == "starting"]):
             assert not serving.done()
             await asyncio.sleep(POLL_INTERVAL)
-    assert f"{topic}.parked" in told[0].getMessage()
-    assert "the embedded broker never has" in told[0].getMessage()
+    assert f"{topic}.parked" in starting[0].getMessage()
+    assert "the embedded broker never has" in starting[0].getMessage()
     serving.cancel()
     await asyncio.wait([serving])
 

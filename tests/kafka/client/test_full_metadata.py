@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from aioshard import App, Record
+from aioshard import App, Context, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import Run, holds
 from aioshard.errors import NotDrainedError
@@ -23,11 +23,12 @@ from aioshard.kafka.clients import kafka_clients
 from aioshard.ports import Allowance, AllowanceOf, Committed, Membership, Transport
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
+from tests.engine.live_apps import engine_of
 from tests.kafka.faults.support import quick_app, until
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import DEADLINE, KafkaCluster
 from tests.support.kafka import KafkaBroker
 from tests.support.offsets import runs_of
-from tests.support.shared_kafka import SharedKafka
 
 PARTITIONS = 128
 HEAD, HOLE, TAIL = 100, 60_500, 300
@@ -52,8 +53,8 @@ async def abort_transaction(kafka: KafkaCluster, topic: str) -> None:
         await asyncio.gather(*[await producer.send(topic, b"", partition=number) for number in range(PARTITIONS)])
         state = producer._txn_manager
         builder = DefaultRecordBatchBuilder(2, GZIP, 1, state.producer_id, state.producer_epoch, 1, 1 << 20)
-        for place in range(HOLE - 1):
-            assert builder.append(place, 0, None, b"", []) is not None
+        for number in range(HOLE - 1):
+            assert builder.append(number, 0, None, b"", []) is not None
         batch = bytes(builder.build())
         (leader,) = {node.nodeId for node in producer.client.cluster.brokers()}
         batches = [(topic, [(number, batch) for number in range(PARTITIONS)])]
@@ -64,7 +65,7 @@ async def abort_transaction(kafka: KafkaCluster, topic: str) -> None:
             await asyncio.sleep(LOOK_INTERVAL)
 
 
-class Noted:
+class StoredCommits:
     """The committed offsets of a group and their metadata."""
 
     def __init__(self, brokers: KafkaAdmin, topic: str, group: str) -> None:
@@ -73,25 +74,25 @@ class Noted:
         self.group = group
 
     async def fill(self) -> None:
-        """At the start of each log, note half of all that follows, in no order that could be told shorter."""
+        """At the start of each log, store half of all that follows, in an order that no shorter text describes."""
         text = _full_text()
-        offsets = {one: Committed(0, text) for one in self.partitions}
+        offsets = {partition: Committed(0, text) for partition in self.partitions}
         for first in range(0, PARTITIONS, AT_ONCE):
             some = self.partitions[first : first + AT_ONCE]
-            await self.brokers.commit_without_member(self.group, {one: offsets[one] for one in some})
+            await self.brokers.commit_without_member(self.group, {partition: offsets[partition] for partition in some})
 
     async def now(self) -> dict[TopicPartition, tuple[Run, ...]]:
         """Return the finished offsets; every metadata text is complete and at its limit."""
         found = await self.brokers.all_commits(self.group)
         assert sorted(found) == self.partitions
-        noted = {}
-        for one, committed in found.items():
+        completions = {}
+        for partition, committed in found.items():
             read = _read(committed)
             assert (committed.offset, read.ignored) == (0, ())
             # librdkafka's NUL counts too.
             assert MOST_UNITS - 40 <= len(committed.metadata.removesuffix("\0")) <= MOST_UNITS
-            noted[one] = read.finished
-        return noted
+            completions[partition] = read.finished
+        return completions
 
 
 @functools.lru_cache
@@ -102,7 +103,7 @@ def _read(committed: Committed) -> CommitMetadata:
 
 def _full_text() -> str:
     bits = random.Random(1).getrandbits(HOLE)
-    finished = {HEAD + place for place in range(HOLE) if bits >> place & 1}
+    finished = {HEAD + number for number in range(HOLE) if bits >> number & 1}
     finished |= {*range(2, HEAD, 2), *range(SECOND, SECOND + TAIL, 3)}
     return CommitMetadata(finished=runs_of(finished)).text(0)
 
@@ -141,14 +142,16 @@ class Owner:
         self.held = {offset: asyncio.Event() for offset in range(HELD)}
 
     async def until_stored(self, offset: int) -> None:
-        """Return when that has finished in every partition, and has changed what is noted of each."""
+        """Return when that has finished in every partition, and has changed the stored metadata of each."""
         before = dict(self.stored)
 
-        def told() -> str:
+        def progress() -> str:
             return f"{sum(at == offset for _, at in self.ran)} ran, {len(self.stored)} stored; {self.app.explain()}"
 
-        await until(lambda: sum(at == offset for _, at in self.ran) == PARTITIONS, told)
-        await until(lambda: all(self.stored.get(one) != before.get(one) for one, _ in self.ran), told)
+        await until(lambda: sum(at == offset for _, at in self.ran) == PARTITIONS, progress)
+        await until(
+            lambda: all(self.stored.get(partition) != before.get(partition) for partition, _ in self.ran), progress
+        )
 
     def transport(self) -> Transport:
         """A client whose commits are looked at."""
@@ -158,7 +161,7 @@ class Owner:
         async def watched_commit(offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
             self.requests.append([len(due.metadata.encode()) for due in offsets.values()])
             await commit(offsets, membership)
-            self.stored |= {one: due.metadata for one, due in offsets.items()}
+            self.stored |= {partition: due.metadata for partition, due in offsets.items()}
 
         async def bounded_poll(allowance: AllowanceOf, timeout: float) -> Any:
             def bounded(one: TopicPartition) -> Allowance:
@@ -174,23 +177,23 @@ class Owner:
 
 
 @pytest.fixture
-async def noted(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[Noted]:
+async def stored_commits(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[StoredCommits]:
     await kafka.create_topic(topic, PARTITIONS)
     await kafka.produce(topic, [(None, b"x")] * (HEAD * PARTITIONS))
     await abort_transaction(kafka, topic)
     await kafka.produce(topic, [(None, b"x")] * (TAIL * PARTITIONS))
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
-        yield Noted(brokers, topic, group)
+        yield StoredCommits(brokers, topic, group)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("writes", "reads"), [("confluent", "aiokafka"), ("aiokafka", "confluent")])
 async def test_full_metadata_of_128_partitions_is_stored_and_used(
-    kafka: SharedKafka, noted: Noted, topic: str, group: str, writes: str, reads: str
+    kafka: SharedKafka, stored_commits: StoredCommits, topic: str, group: str, writes: str, reads: str
 ) -> None:
-    await noted.fill()
-    before = await noted.now()
+    await stored_commits.fill()
+    before = await stored_commits.now()
     first, second = (Owner(kafka, group, topic, client) for client in (writes, reads))
     first.hold()
     async with contextlib.AsyncExitStack() as stack:
@@ -200,10 +203,10 @@ async def test_full_metadata_of_128_partitions_is_stored_and_used(
             await first.until_stored(offset)
         with pytest.raises(NotDrainedError):
             await stack.aclose()
-    finished = await noted.now()
+    finished = await stored_commits.now()
 
     assert {offset for _, offset in first.ran} == {1, 3}
-    ((runs, old),) = {(finished[one], before[one]) for one in noted.partitions}
+    ((runs, old),) = {(finished[partition], before[partition]) for partition in stored_commits.partitions}
     expected = {offset for run in old for offset in range(*run)} | {1, 3}
     left_out = expected - {offset for run in runs for offset in range(*run)}
     assert not left_out or min(left_out) > max(expected) - 100, "what has no room is left out from the highest on"
@@ -219,16 +222,23 @@ async def test_full_metadata_of_128_partitions_is_stored_and_used(
         done = second.app.statistics().already_done
 
     there = {*range(HEAD), *range(SECOND, SECOND + TAIL)}
-    due = {(one, offset) for one in noted.partitions for offset in there if not holds(runs, offset)}
-    assert second.ran == Counter(due), "each that is not noted once, and nothing that is"
+    due = {
+        (partition, offset) for partition in stored_commits.partitions for offset in there if not holds(runs, offset)
+    }
+    assert second.ran == Counter(due), "each record without a stored completion once, and no other"
     assert done == PARTITIONS * len(there) - len(due)
     assert max(sum(request) for request in second.requests) <= MOST_BYTES
 
 
 @pytest.fixture
-async def sparing(kafka: SharedKafka, tmp_path: Path) -> AsyncIterator[KafkaBroker]:  # noqa: ARG001 - or a skip
-    """A broker that stores next to nothing with an offset."""
-    broker = KafkaBroker(tmp_path, properties={"offset.metadata.max.bytes": "5"})
+async def sparing(
+    kafka: SharedKafka,  # noqa: ARG001 - or a skip
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> AsyncIterator[KafkaBroker]:
+    """A broker that stores little with an offset: 5 characters, unless the test says how many."""
+    most = getattr(request, "param", 5)
+    broker = KafkaBroker(tmp_path, properties={"offset.metadata.max.bytes": str(most)})
     await broker.start()
     try:
         yield broker
@@ -251,3 +261,49 @@ async def test_offsets_are_committed_even_when_metadata_is_rejected(
         assert owner.ran == Counter((TopicPartition(topic, 0), offset) for offset in range(20))
         assert sum(owner.requests[0]) > 0
         assert sum(owner.requests[-1]) == 0, client
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("sparing", [0, 100], indirect=True)
+async def test_outputs_are_published_once_even_when_metadata_is_rejected(
+    sparing: KafkaBroker, topic: str, group: str
+) -> None:
+    """Processes end while many records hang, and the next one runs again what no text lists."""
+    records, out = 1_000, f"{topic}.out"
+    hanging = {3, *random.Random(7).sample(range(4, records), records // 4)}
+    released = asyncio.Event()
+    await sparing.create_topic(topic)
+    await sparing.create_topic(out)
+    await sparing.produce(topic, [(b"%d" % number, b"%d" % number) for number in range(records)])
+
+    def app() -> App:
+        made = quick_app(
+            sparing,
+            group,
+            client="confluent",
+            processing_guarantee="exactly_once",
+            drain_timeout=0.5,
+            shutdown_timeout=2.0,
+        )
+
+        @made.consume(topic, concurrency=records)
+        async def on_record(record: Record, context: Context) -> None:
+            if record.offset in hanging:
+                await released.wait()
+            await context.publish(out, record.value, key=record.key)
+
+        return made
+
+    for _ in range(2):
+        with contextlib.suppress(NotDrainedError):
+            async with app() as running:
+                committer = engine_of(running).committer
+                await until(lambda: committer.metadata_limit == 0)  # noqa: B023 - awaited at once
+                await until(lambda: running.statistics().handlers[0].busy == len(hanging))
+                await until(lambda: running.statistics().partitions[0].committed == min(hanging))
+    released.set()
+    async with app():
+        await sparing.wait_for_lag(group, topic)
+
+    published = Counter(record.value for record in await sparing.read(out))
+    assert published == Counter(b"%d" % number for number in range(records))

@@ -9,7 +9,7 @@ from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member, settings_for
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Join = Callable[..., Member]
 
@@ -89,7 +89,7 @@ async def test_a_static_member_can_be_removed(
     gone = static("gone", protocol)
     await gone.join(partitions[0].topic)
     await gone.transport.close()
-    assert [one.instance_id for one in (await brokers.group(group)).members] == ["gone"]
+    assert [member.instance_id for member in (await brokers.group(group)).members] == ["gone"]
 
     assert await brokers.remove_member(group, instance_id="gone")
 

@@ -17,7 +17,7 @@ from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.ports import Message
 from aioshard.settings import Settings
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 HANGING = 99
 """The node id of the broker that hangs."""
@@ -94,7 +94,8 @@ async def test_the_hint_names_the_hanging_broker_and_not_the_listeners(
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT", 1.0)
     settings, options = options_of(kafka.bootstrap)
     addresses = [
-        (host, int(port)) for host, _, port in (one.partition(":") for one in (kafka.bootstrap.split(",")[0], hanging))
+        (host, int(port))
+        for host, _, port in (address.partition(":") for address in (kafka.bootstrap.split(",")[0], hanging))
     ]
 
     mixed = str(await why_unreachable(settings, options, addresses))

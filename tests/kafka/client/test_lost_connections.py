@@ -23,8 +23,8 @@ from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member, settings_for
+from tests.support.brokers import SharedKafka
 from tests.support.loops import NewLoop, run_on
-from tests.support.shared_kafka import SharedKafka
 
 Connected = Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]]
 
@@ -92,7 +92,7 @@ def test_a_request_on_a_lost_connection_fails_like_any_outage(
     connected: Connected,
     new_loop: NewLoop,
 ) -> None:
-    """Between the loss and the client's own discovery uvloop refuses a write with an error that is no OSError."""
+    """Between the loss and the client's own discovery uvloop refuses a write with an error that is not an OSError."""
 
     async def test() -> None:
         async with connected(Settings(bootstrap_servers=kafka.bootstrap)) as client:

@@ -15,15 +15,15 @@ import pytest
 from aioshard import App, Record, TopicPartition
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
-from aioshard.errors import ClientLostError, StartError
+from aioshard.errors import ClientLostError, GroupHasMembersError, StartError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
-from aioshard.ports import Committed, GroupHasMembersError
+from aioshard.ports import Committed
 from aioshard.settings import Settings
+from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
-from tests.support.kafka_libs import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
 
 CLIENTS = pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 ONE_CLIENT_QUICKLY = pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
@@ -53,10 +53,12 @@ class ByHand:
         await until(lambda: len(self.processed) >= count)
 
     async def until_committed(self, expected: Mapping[int, int | None]) -> None:
-        """Wait for what the statistics say, then ask the broker."""
+        """Wait for the statistics, then ask the broker."""
         (topic,) = self.app.handlers[0].topics
         ours = {number: offset for number, offset in expected.items() if offset is not None}
-        await until(lambda: {one.partition: one.committed for one in self.app.statistics().partitions} == ours)
+        await until(
+            lambda: {partition.partition: partition.committed for partition in self.app.statistics().partitions} == ours
+        )
         assert {number: await self.app.committed(topic, number) for number in expected} == expected
 
 
@@ -260,7 +262,7 @@ async def test_a_refused_last_commit_is_raised_to_the_caller(
 async def test_after_a_kill_only_unfinished_records_run_again(
     kafka: SharedKafka, topic: str, group: str, start: Start, client: str
 ) -> None:
-    """Offset 3 cannot be finished: what finished beyond it is noted with a commit that nobody's member has sent."""
+    """Offset 3 cannot be finished: the completions beyond it are stored by a commit without a member."""
     await kafka.create_topic(topic, 2)
     await fill(kafka, topic, 2, 10)
     process = start(f"{topic}:1", AIOSHARD_CLIENT=client, STUCK="3")
@@ -268,8 +270,8 @@ async def test_after_a_kill_only_unfinished_records_run_again(
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers, asyncio.timeout(30):
         while True:
             found = (await brokers.group_commits(group, [one]))[one] or Committed(0, "")
-            noted = CommitMetadata.read(found.metadata.removesuffix("\0"), found.offset)
-            if (found.offset, noted.finished) == (3, (Run(4, 10),)):
+            metadata = CommitMetadata.read(found.metadata.removesuffix("\0"), found.offset)
+            if (found.offset, metadata.finished) == (3, (Run(4, 10),)):
                 break
             await asyncio.sleep(0.05)
     process.kill()
@@ -305,7 +307,7 @@ async def test_a_lost_client_is_rebuilt_with_the_same_partitions(
     async with hand.app:
         await hand.until_processed(3)
         await hand.until_committed({1: 3})
-        lose(hand.app.running_engine().transport)
+        lose(hand.app.running_engine().client.transport)
         await until(lambda: hand.app.statistics().client_losses == 1)
         await fill(kafka, topic, 2, 2)
         await hand.until_processed(5)
@@ -318,18 +320,18 @@ async def test_a_lost_client_is_rebuilt_with_the_same_partitions(
 @CLIENTS
 @pytest.mark.timeout(120)
 async def test_reading_and_committing_resume_after_a_broker_restart(
-    own_kafka: KafkaBroker, topic: str, group: str, client: str
+    breakable_kafka: KafkaBroker, topic: str, group: str, client: str
 ) -> None:
-    await own_kafka.create_topic(topic, 1)
-    await fill(own_kafka, topic, 1, 3)
-    hand = ByHand(own_kafka.bootstrap, group, topic, {topic: [0]}, client=client)
+    await breakable_kafka.create_topic(topic, 1)
+    await fill(breakable_kafka, topic, 1, 3)
+    hand = ByHand(breakable_kafka.bootstrap, group, topic, {topic: [0]}, client=client)
     async with hand.app:
         await hand.until_processed(3)
         await hand.until_committed({0: 3})
-        await own_kafka.kill()
+        await breakable_kafka.kill()
         await until(lambda: hand.app.statistics().trouble is not None)
-        await own_kafka.start()
-        await fill(own_kafka, topic, 1, 2)
+        await breakable_kafka.start()
+        await fill(breakable_kafka, topic, 1, 2)
         await hand.until_processed(5)
         await hand.until_committed({0: 5})
     assert hand.processed == [(0, offset) for offset in range(5)]

@@ -11,7 +11,7 @@ import pytest
 
 from aioshard import App, Record
 from tests.kafka.client.members import POLL
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 PATIENCE = 60.0
 PARTITIONS = 1_000

@@ -10,26 +10,14 @@ import pytest
 from aioshard.errors import ClientLostError, CommitRefusedError, StateError
 from aioshard.ports import NOT_A_MEMBER, NOTHING, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
-from tests.kafka.client.members import PATIENCE, Member, settings_for
-from tests.support.shared_kafka import SharedKafka
+from tests.kafka.client.members import PATIENCE, Member, settings_for, until_assigned
+from tests.support.brokers import SharedKafka
 
 Join = Callable[..., Member]
 
 
 async def all_of(kafka: SharedKafka, topic: str) -> list[TopicPartition]:
     return [TopicPartition(found.topic, found.partition) for found in await kafka.partitions(topic)]
-
-
-async def settle(*members: Member, partitions: int) -> None:
-    """Poll all members until each has a part of the topic, together all of it, in one generation."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            latest = [member.assignments[-1] for member in members if member.assignments]
-            held = [at for assigned in latest for at in assigned.partitions]
-            generations = {member.transport.membership().generation for member in members}
-            if len(latest) == len(members) and len(held) == len(set(held)) == partitions and len(generations) == 1:
-                return
-            await asyncio.gather(*(member.poll() for member in members))
 
 
 async def test_the_first_assignment_comes_with_the_membership_and_without_a_revocation(
@@ -125,7 +113,7 @@ async def test_no_record_is_returned_while_two_members_rebalance(kafka: SharedKa
     for _ in range(5):
         assert await one.poll() == []
     held.set()
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
 
     (revoked,) = one.revocations
     assert revoked == (before.partitions, False), "the eager protocol takes everything"
@@ -150,7 +138,7 @@ async def test_a_commit_during_a_revocation_is_accepted(
 
     one.at_revoke = commit
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
 
     assert len(one.revocations) == 1
     assert await kafka.committed(group, topic) == dict.fromkeys(range(4), 11)
@@ -164,7 +152,7 @@ async def test_a_commit_of_an_old_membership_is_refused_before_it_is_sent(
     one, two = member(), member()
     (_, old) = await one.join(topic)
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
     sent: list[Any] = []
     monkeypatch.setattr(one.transport._internals, "commit_once", sent.append)
     mine, now = one.assignments[-1]
@@ -191,7 +179,7 @@ async def test_between_two_generations_nothing_may_be_committed(
     one, two, three = member(), member(), member()
     await one.join(topic)
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
     held = asyncio.Event()
 
     async def hold(_partitions: Collection[TopicPartition], _lost: bool) -> None:
@@ -208,7 +196,7 @@ async def test_between_two_generations_nothing_may_be_committed(
     assert one.transport.position(mine[0]) is None
 
     held.set()
-    await settle(one, two, three, partitions=4)
+    await until_assigned(one, two, three, partitions=4)
     assert await kafka.committed(group, topic) == {}
 
 
@@ -301,13 +289,13 @@ async def test_a_topic_that_does_not_exist_is_reported_and_found_when_it_appears
     await kafka.create_topic(topic)
     one = member()
     await one.join(topic, absent)
-    await one.poll_until(lambda: absent in (one.transport.trouble or ""))
+    await one.poll_until(lambda: absent in one.transport.missing_topics)
 
     assert [at.topic for at in one.assignments[-1].partitions] == [topic]
 
     await kafka.create_topic(absent)
     await one.poll_until(lambda: len(one.assignments[-1].partitions) == 2)
-    assert one.transport.trouble is None
+    assert one.transport.missing_topics == []
 
 
 async def test_new_partitions_are_found(kafka: SharedKafka, topic: str, member: Join) -> None:
@@ -347,10 +335,10 @@ async def test_every_assignor_spreads_the_partitions(
     one, two, three = (member(assignor=assignor) for _ in range(3))
     await one.join(topic)
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=6)
+    await until_assigned(one, two, partitions=6)
     before = {number: set(m.assignments[-1].partitions) for number, m in enumerate((one, two))}
     await three.transport.start([topic], None, three)
-    await settle(one, two, three, partitions=6)
+    await until_assigned(one, two, three, partitions=6)
 
     now = {number: set(m.assignments[-1].partitions) for number, m in enumerate((one, two))}
     assert [len(m.assignments[-1].partitions) for m in (one, two, three)] == [2, 2, 2]
@@ -365,7 +353,7 @@ async def test_a_static_member_rejoins_without_a_rebalance(kafka: SharedKafka, t
     one, two = member(group_instance_id="one"), member(group_instance_id="two")
     await one.join(topic)
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
     had = one.assignments[-1].partitions
 
     await one.transport.close()
@@ -381,7 +369,7 @@ async def test_closing_leaves_the_group_at_once(kafka: SharedKafka, topic: str, 
     one, two = member(session_timeout=30), member(session_timeout=30)
     await one.join(topic)
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
 
     async with asyncio.timeout(15):
         await one.transport.close()
@@ -402,7 +390,7 @@ async def test_closing_during_a_rebalance_waits_for_no_member(
     members.extend((one, two, three))
     await one.join(topic)
     await two.transport.start([topic], None, two)
-    await settle(one, two, partitions=4)
+    await until_assigned(one, two, partitions=4)
     draining, held = asyncio.Event(), asyncio.Event()
 
     async def hold(_partitions: Collection[TopicPartition], _lost: bool) -> None:

@@ -19,8 +19,8 @@ from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL
 from aioshard.ports import Allowance, Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import PATIENCE, Member, settings_for
+from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
-from tests.support.shared_kafka import SharedKafka
 
 Join = Callable[..., Member]
 
@@ -33,7 +33,7 @@ def unused_port() -> int:
 
 @contextlib.asynccontextmanager
 async def silent_server() -> AsyncIterator[str]:
-    """Takes connections and never says a word."""
+    """Accepts connections and never answers."""
     connections: set[asyncio.StreamWriter] = set()
 
     async def ignore(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,11 +51,11 @@ async def silent_server() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
-    """Closes *member* at the end, and finds tasks, connections and warnings that stay behind."""
+    """Closes *member* at the end, and finds tasks, connections and warnings that remain."""
     before = asyncio.all_tasks()
-    complaints: list[str] = []
+    loop_errors: list[str] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: complaints.append(str(context)))
+    loop.set_exception_handler(lambda _, context: loop_errors.append(str(context)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -67,15 +67,15 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         internals = member.transport._internals
         assert internals is not None
         assert not internals.client._conns
-        assert all(task.done() for task in internals.background_tasks().values()), "not only told to end"
+        assert all(task.done() for task in internals.background_tasks().values()), "not only cancelled"
         del internals, member.transport._internals, member.transport._buffer
         for _ in range(3):
             await asyncio.sleep(0)
         gc.collect()
     loop.set_exception_handler(None)
-    # Only of the client: the broker's process and the like are not its business.
-    assert [str(one.message) for one in caught if "AIOKafka" in str(one.message)] == []
-    assert complaints == []
+    # Warnings of the client only.
+    assert [str(warning.message) for warning in caught if "AIOKafka" in str(warning.message)] == []
+    assert loop_errors == []
     assert {task.get_name() for task in asyncio.all_tasks() - before} == set()
 
 
@@ -118,7 +118,7 @@ async def test_one_reachable_server_is_enough(
         members.append(member)
         started = time.monotonic()
         await member.join(topic)
-        assert time.monotonic() - started < 3, "nobody waited for the silent one"
+        assert time.monotonic() - started < 3, "no wait for the silent server"
 
 
 async def test_a_cancelled_start_leaves_nothing_behind(kafka: SharedKafka, topic: str, group: str) -> None:
@@ -141,16 +141,16 @@ async def test_a_cancelled_start_leaves_nothing_behind(kafka: SharedKafka, topic
 
 @pytest.mark.chaos
 async def test_polls_return_during_an_outage_and_deliver_records_afterwards(
-    own_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
+    breakable_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
 ) -> None:
-    await own_kafka.create_topic(topic)
-    await own_kafka.produce(topic, [(None, b"before")])
-    member = Member(settings_for(own_kafka.bootstrap, session_timeout=30), group)
+    await breakable_kafka.create_topic(topic)
+    await breakable_kafka.produce(topic, [(None, b"before")])
+    member = Member(settings_for(breakable_kafka.bootstrap, session_timeout=30), group)
     members.append(member)
     (partitions, membership) = await member.join(topic)
     await member.read_to({partitions[0]: 1})
 
-    await own_kafka.kill()
+    await breakable_kafka.kill()
 
     await member.poll_until(lambda: member.transport.trouble is not None)
     for _ in range(4):
@@ -165,31 +165,31 @@ async def test_polls_return_during_an_outage_and_deliver_records_afterwards(
             await member.transport.committed(partitions)
     assert await member.transport.log_ranges(partitions) == {}, "no leader answers"
 
-    await own_kafka.start()
-    await own_kafka.produce(topic, [(None, b"after")])
+    await breakable_kafka.start()
+    await breakable_kafka.produce(topic, [(None, b"after")])
     await member.poll_until(lambda: [r.value for r in member.records[partitions[0]]][-1] == b"after")
     await member.poll_until(lambda: member.transport.trouble is None)
 
 
 @pytest.mark.parametrize("end", [pytest.param("kill", marks=pytest.mark.chaos), "freeze"])
 async def test_closing_without_a_broker_ends_and_leaves_nothing_behind(
-    own_kafka: KafkaBroker, topic: str, group: str, end: str
+    breakable_kafka: KafkaBroker, topic: str, group: str, end: str
 ) -> None:
-    await own_kafka.create_topic(topic, partitions=3)
-    member = Member(settings_for(own_kafka.bootstrap), group)
+    await breakable_kafka.create_topic(topic, partitions=3)
+    member = Member(settings_for(breakable_kafka.bootstrap), group)
     await member.join(topic)
     async with closes_cleanly(member, within=2):
         if end == "kill":
-            await own_kafka.kill()
+            await breakable_kafka.kill()
             await member.poll_until(lambda: member.transport.trouble is not None)
         else:
-            own_kafka.freeze()
+            breakable_kafka.freeze()
             for _ in range(5):
                 started = time.monotonic()
                 await member.poll(timeout=0.2)
                 assert time.monotonic() - started < 2
     if end == "freeze":
-        own_kafka.thaw()
+        breakable_kafka.thaw()
 
 
 async def test_closing_leaves_nothing_behind(kafka: SharedKafka, topic: str, group: str) -> None:
@@ -206,14 +206,14 @@ async def test_closing_leaves_nothing_behind(kafka: SharedKafka, topic: str, gro
 
 
 async def test_a_damaged_batch_is_a_fault_after_the_records_before_it(
-    own_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
+    breakable_kafka: KafkaBroker, topic: str, group: str, members: list[Member]
 ) -> None:
-    await own_kafka.create_topic(topic, partitions=2)
+    await breakable_kafka.create_topic(topic, partitions=2)
     damaged, fine = TopicPartition(topic, 0), TopicPartition(topic, 1)
     for marker in (b"first", b"second", b"third"):
-        await own_kafka.produce(topic, [(None, marker)] * 10, partition=0)
-    await own_kafka.produce(topic, [(None, b"fine")] * 10, partition=1)
-    segment = own_kafka.directory / "data" / f"{topic}-0" / "00000000000000000000.log"
+        await breakable_kafka.produce(topic, [(None, marker)] * 10, partition=0)
+    await breakable_kafka.produce(topic, [(None, b"fine")] * 10, partition=1)
+    segment = breakable_kafka.directory / "data" / f"{topic}-0" / "00000000000000000000.log"
     content = segment.read_bytes()
     at = content.index(b"second")
 
@@ -223,7 +223,7 @@ async def test_a_damaged_batch_is_a_fault_after_the_records_before_it(
             file.write(byte)
 
     write(b"X")
-    member = Member(settings_for(own_kafka.bootstrap), group)
+    member = Member(settings_for(breakable_kafka.bootstrap), group)
     members.append(member)
     await member.join(topic)
 
@@ -249,18 +249,18 @@ async def test_unreachable_advertised_listeners_are_detected(tmp_path: Path, top
     broker.properties["advertised.listeners"] = f"PLAINTEXT://127.0.0.1:{dead},SECURE://127.0.0.1:{dead + 1}"
     await asyncio.to_thread(broker._format)
     broker._launch()
-    told = ""
+    message = ""
     try:
         async with asyncio.timeout(PATIENCE):
-            while "advertise" not in told:  # the broker is still starting, and nothing tells when it has
+            while "advertise" not in message:  # the broker is still starting, and nothing tells when it has
                 member = Member(settings_for(broker.bootstrap), group)
                 with pytest.raises(ConnectError) as refused:
                     await member.transport.start([topic], None, member)
                 await member.transport.close()
-                told = str(refused.value)
+                message = str(refused.value)
     finally:
         await broker.kill()
-    assert f"127.0.0.1:{dead}: Connection refused" in told
+    assert f"127.0.0.1:{dead}: Connection refused" in message
 
 
 async def test_a_fault_does_not_outlive_its_partition(kafka: SharedKafka, topic: str, member: Join) -> None:

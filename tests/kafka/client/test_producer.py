@@ -30,10 +30,10 @@ from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.ports import Message
 from aioshard.settings import Settings
 from tests.support.access import allow, create_scram_user, deny
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import KafkaCluster
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_properties import Credentials
-from tests.support.shared_kafka import SharedKafka
 
 Make = Callable[..., KafkaProducer]
 
@@ -105,9 +105,9 @@ def count_requests(producer: KafkaProducer, kind: type) -> list[float]:
 
 async def trouble_of(producer: KafkaProducer) -> str:
     async with asyncio.timeout(5):
-        while (told := producer.trouble) is None:  # noqa: ASYNC110 - it is asked, it does not call
+        while (trouble := producer.trouble) is None:  # noqa: ASYNC110 - it is asked, it does not call
             await asyncio.sleep(0.02)
-    return told
+    return trouble
 
 
 async def values(cluster: KafkaCluster, topic: str) -> list[bytes | None]:
@@ -230,7 +230,7 @@ async def test_a_refusal_does_not_break_the_partition(kafka: SharedKafka, topic:
 async def test_a_refused_message_does_not_fail_its_batch(
     kafka: SharedKafka, topic: str, producer: KafkaProducer
 ) -> None:
-    """A broker refuses batches; a message among others is refused for what it is, or for what they are together."""
+    """A broker refuses batches; a message among others is refused for its own fault, or for one of the batch."""
     await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
     sizes = [300] * 20
     sizes[7] = 5000
@@ -389,7 +389,7 @@ async def test_a_topic_that_appears_meanwhile_is_found(kafka: SharedKafka, topic
 async def test_a_deleted_topic_is_reported_without_a_busy_loop(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiokafka would ask for it some 2,000 times a second, with a line in the log for each."""
+    """aiokafka would request the metadata some 2,000 times a second, with a line in the log for each."""
     monkeypatch.setattr(producing, "_REQUEST_TIMEOUT", 1.0)
     monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.5)
     there = f"{topic}-there"
@@ -429,35 +429,35 @@ async def test_new_partitions_are_found_when_one_is_named(
 
 @pytest.mark.chaos
 async def test_publishing_waits_for_a_broker_restart(
-    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    breakable_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_QUIET", 0.3)
-    await own_kafka.create_topic(topic)
-    producer = make(own_kafka.bootstrap)
+    await breakable_kafka.create_topic(topic)
+    producer = make(breakable_kafka.bootstrap)
     await producer.publish(Message(topic, b"before"))
 
-    await own_kafka.stop()
+    await breakable_kafka.stop()
     calls = [asyncio.create_task(producer.publish(Message(topic, b"%d" % number))) for number in range(10)]
-    told = await trouble_of(producer)
-    assert told.startswith(f"messages not acknowledged by the brokers: 10; the oldest, for topic '{topic}'")
-    assert told.endswith(f"no connection to a broker of {own_kafka.bootstrap} is open")
-    await own_kafka.start()
+    trouble = await trouble_of(producer)
+    assert trouble.startswith(f"messages not acknowledged by the brokers: 10; the oldest, for topic '{topic}'")
+    assert trouble.endswith(f"no connection to a broker of {breakable_kafka.bootstrap} is open")
+    await breakable_kafka.start()
 
     assert await asyncio.gather(*calls) == list(range(1, 11))
     assert producer.trouble is None
-    assert await values(own_kafka, topic) == [b"before", *(b"%d" % number for number in range(10))]
+    assert await values(breakable_kafka, topic) == [b"before", *(b"%d" % number for number in range(10))]
 
 
 @pytest.mark.chaos
 async def test_an_abandoned_message_is_not_sent_later(
-    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    breakable_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_PATIENCE", 1.0)
-    await own_kafka.create_topic(topic)
-    producer = make(own_kafka.bootstrap)
+    await breakable_kafka.create_topic(topic)
+    producer = make(breakable_kafka.bootstrap)
     await producer.publish(Message(topic, b"before"))
 
-    await own_kafka.kill()
+    await breakable_kafka.kill()
     calls = (producer.publish(Message(topic, b"given up")) for _ in range(5))
     ended = await asyncio.gather(*calls, return_exceptions=True)
     for end in ended:
@@ -466,22 +466,22 @@ async def test_an_abandoned_message_is_not_sent_later(
         assert "acknowledged nothing for 1 s" in str(end)
     with pytest.raises(ConnectError):
         await producer.publish(Message(topic, b"not tried"))
-    await own_kafka.start()
+    await breakable_kafka.start()
     monkeypatch.undo()
 
     assert await producer.publish(Message(topic, b"after")) == 1
-    assert await values(own_kafka, topic) == [b"before", b"after"]
+    assert await values(breakable_kafka, topic) == [b"before", b"after"]
 
 
 async def test_a_hanging_broker_is_trouble_and_does_not_delay_closing(
-    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    breakable_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producing, "_QUIET", 0.3)
-    await own_kafka.create_topic(topic)
-    producer = make(own_kafka.bootstrap)
+    await breakable_kafka.create_topic(topic)
+    producer = make(breakable_kafka.bootstrap)
     await producer.publish(Message(topic, b"before"))
 
-    own_kafka.freeze()
+    breakable_kafka.freeze()
     try:
         call = asyncio.create_task(producer.publish(Message(topic, b"v")))
         assert (await trouble_of(producer)).endswith("acknowledged nothing since")
@@ -490,7 +490,7 @@ async def test_a_hanging_broker_is_trouble_and_does_not_delay_closing(
         with pytest.raises(ClientLostError, match="closed"):
             await call
     finally:
-        own_kafka.thaw()
+        breakable_kafka.thaw()
 
 
 async def test_only_the_stalled_partition_is_abandoned(
@@ -587,28 +587,23 @@ async def test_a_broken_client_fails_its_waiting_messages(
 @pytest.mark.parametrize(
     "code", [kafka_errors.OutOfOrderSequenceNumber, kafka_errors.UnknownProducerId, kafka_errors.InvalidProducerEpoch]
 )
-async def test_a_rejected_producer_id_is_replaced(
+async def test_a_message_whose_numbers_are_rejected_is_sent_with_new_ones(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, code: type[kafka_errors.BrokerResponseError]
 ) -> None:
     await kafka.create_topic(topic)
-    await producer.publish(Message(topic, b"v"))
+    await producer.publish(Message(topic, b"before"))
     client = client_of(producer)
-    known = producer._identity
     send = client.send
 
     async def answering(node: int, request: Any, **options: Any) -> Any:
-        answer = await send(node, request, **options)
-        if isinstance(request, ProduceRequest):
-            client.send = send
-            answer.topics = [
-                (name, [(part, code.errno, *rest) for part, _, *rest in parts]) for name, parts in answer.topics
-            ]
-        return answer
+        if not isinstance(request, ProduceRequest):
+            return await send(node, request, **options)
+        client.send = send
+        topics = [(name, [(part, code.errno, -1, -1, -1) for part, _ in parts]) for name, parts in request._topics]
+        return SimpleNamespace(API_VERSION=7, topics=topics, throttle_time_ms=0)
 
     client.send = answering
-    with pytest.raises(TransportError) as caught:
-        await producer.publish(Message(topic, b"refused"))
-    assert caught.value.retriable
 
-    assert await producer.publish(Message(topic, b"v")) == 2
-    assert producer._identity != known
+    assert await producer.publish(Message(topic, b"rejected")) == 1
+    assert await producer.publish(Message(topic, b"after")) == 2
+    assert await values(kafka, topic) == [b"before", b"rejected", b"after"]

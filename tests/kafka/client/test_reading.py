@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from aioshard.errors import ClientLostError, OffsetOutOfRangeError, StateError
 from aioshard.ports import NOTHING, Allowance, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import EVERYTHING, Member, everything
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
-from tests.support.shared_kafka import SharedKafka
 
 Join = Callable[..., Member]
 
@@ -157,7 +158,7 @@ async def test_a_record_larger_than_its_allowance_waits_and_is_read_alone(
     assert reader.oversized == [Oversized(at, 50_500)]
 
     started = time.monotonic()
-    assert await reader.poll(small, 0.2) == [Oversized(at, 50_500)], "it is told again"
+    assert await reader.poll(small, 0.2) == [Oversized(at, 50_500)], "it is reported again"
     assert time.monotonic() - started > 0.15, "but not again and again"
 
     found = await reader.poll(lambda _: Allowance(100, 2000, alone=True), 1)
@@ -313,6 +314,27 @@ async def test_read_committed_ends_at_an_open_transaction(kafka: SharedKafka, to
         await reader.read_to({at: 5})
     assert reader.offsets(at) == [0, 1, 2, 3]
     assert (await reader.transport.log_ranges([at]))[at] == (0, 5, 5)
+
+
+async def test_records_written_between_two_requests_do_not_look_like_a_transaction(
+    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kafka.create_topic(topic)
+    reader = member()
+    await reader.join(topic)
+    internals = reader.transport._running()
+    ask = internals._offsets_at
+
+    async def write_and_ask(*arguments: Any) -> dict[TopicPartition, int]:
+        await kafka.produce(topic, numbered(1))
+        return await ask(*arguments)
+
+    monkeypatch.setattr(internals, "_offsets_at", write_and_ask)
+    at = TopicPartition(topic, 0)
+
+    found = (await reader.transport.log_ranges([at]))[at]
+
+    assert (found.end, found.newest) == (3, 3)
 
 
 async def test_positions_pass_compacted_offsets(kafka: SharedKafka, topic: str, member: Join) -> None:

@@ -17,9 +17,9 @@ from aioshard.ports import Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import Member, settings_for
 from tests.support.access import allow, deny
+from tests.support.brokers import SharedKafka
 from tests.support.certificates import make_certificates
 from tests.support.kafka_properties import PLAIN_USER, SCRAM_USER, SUPER_USER, Credentials
-from tests.support.shared_kafka import SharedKafka
 
 Guarded = Callable[..., Member]
 
@@ -57,8 +57,8 @@ def no_secret_is_shown(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFi
     logger.setLevel(before)
     out, err = capfd.readouterr()
     records = [record for phase in ("setup", "call") for record in caplog.get_records(phase)]
-    told = "\n".join([*(f"{record.getMessage()} {record.exc_text}" for record in records), out, err])
-    assert [secret for secret in SECRETS if secret in told] == []
+    output = "\n".join([*(f"{record.getMessage()} {record.exc_text}" for record in records), out, err])
+    assert [secret for secret in SECRETS if secret in output] == []
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
@@ -96,11 +96,11 @@ async def test_a_wrong_password_names_the_user_and_the_mechanism(
     member = guarded(user, sasl_mechanism=mechanism, sasl_password=WRONG)
     with pytest.raises(
         AuthenticationError, match=f"refused user '{user.username}' with sasl_mechanism={mechanism}"
-    ) as told:
+    ) as raised:
         await member.transport.start(["t"], None, member)
-    assert not told.value.retriable
-    assert WRONG not in repr(told.value) + repr(told.value.__cause__) + repr(told.value.__context__)
-    assert WRONG not in repr(member.transport) + repr(vars(told.value))
+    assert not raised.value.retriable
+    assert WRONG not in repr(raised.value) + repr(raised.value.__cause__) + repr(raised.value.__context__)
+    assert WRONG not in repr(member.transport) + repr(vars(raised.value))
 
 
 async def test_a_mechanism_that_is_not_offered_is_named(kafka: SharedKafka, group: str) -> None:
@@ -126,10 +126,10 @@ async def test_a_mechanism_that_is_not_offered_is_named(kafka: SharedKafka, grou
 async def test_an_untrusted_certificate_names_the_ca_file(kafka: SharedKafka, guarded: Guarded) -> None:
     stranger = str(kafka.certificates.stranger_file)
     member = guarded(ssl_cafile=stranger)
-    with pytest.raises(AuthenticationError, match="was not accepted") as told:
+    with pytest.raises(AuthenticationError, match="was not accepted") as raised:
         await member.transport.start(["t"], None, member)
-    assert f"ssl_cafile={stranger}" in str(told.value)
-    assert kafka.secure_bootstrap in str(told.value)
+    assert f"ssl_cafile={stranger}" in str(raised.value)
+    assert kafka.secure_bootstrap in str(raised.value)
 
 
 async def test_without_a_ca_file_the_system_certificates_are_used(guarded: Guarded) -> None:
@@ -237,18 +237,18 @@ async def test_permissions_revoked_later_are_reported(
 
 
 def refused(**overrides: Any) -> str:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as raised:
         AiokafkaTransport(settings_for("localhost:1", **overrides), "g")
-    return str(told.value)
+    return str(raised.value)
 
 
 def test_files_that_are_not_certificates_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.write_text("nothing")
-    told = refused(security_protocol="SSL", ssl_cafile=str(empty))
-    assert f"ssl_cafile='{empty}'" in told
-    told = refused(security_protocol="SSL", ssl_certfile=str(empty))
-    assert f"ssl_certfile='{empty}'" in told
+    message = refused(security_protocol="SSL", ssl_cafile=str(empty))
+    assert f"ssl_cafile='{empty}'" in message
+    message = refused(security_protocol="SSL", ssl_certfile=str(empty))
+    assert f"ssl_certfile='{empty}'" in message
 
 
 def test_an_encrypted_key_needs_the_right_password(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 from tests.support.access import allow, create_scram_user, deny
+from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_properties import Credentials
-from tests.support.shared_kafka import SharedKafka
 
 Make = Callable[..., KafkaSideTopics]
 
@@ -42,9 +42,9 @@ async def make() -> AsyncIterator[Make]:
         return made[-1]
 
     yield make
-    for one in made:
+    for side_topics in made:
         async with asyncio.timeout(5):
-            await one.close()
+            await side_topics.close()
 
 
 @pytest.fixture
@@ -476,25 +476,25 @@ async def test_an_unreachable_broker_fails_every_call(make: Make) -> None:
 
 @pytest.mark.chaos
 async def test_an_outage_is_reported_and_no_record_is_lost(
-    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    breakable_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_PATIENCE", 2.0)
     at = TopicPartition(topic, 0)
-    await own_kafka.create_topic(topic)
-    await own_kafka.produce(topic, [(b"k", b"before")])
-    side_topics = make(own_kafka.bootstrap)
+    await breakable_kafka.create_topic(topic)
+    await breakable_kafka.produce(topic, [(b"k", b"before")])
+    side_topics = make(breakable_kafka.bootstrap)
     side_topics.watch([at])
     await take(side_topics, 1)
 
-    await own_kafka.stop()
+    await breakable_kafka.stop()
     error = await failure_of(side_topics)
     assert isinstance(error, ConnectError)
-    assert f"no connection to a broker of {own_kafka.bootstrap} is open" in str(error)
+    assert f"no connection to a broker of {breakable_kafka.bootstrap} is open" in str(error)
     for asking in (side_topics.end(at), side_topics.read(at, 0)):
         with pytest.raises(ConnectError, match="within 2 s"):
             await asking
-    await own_kafka.start()
-    await own_kafka.produce(topic, [(b"k", b"after")])
+    await breakable_kafka.start()
+    await breakable_kafka.produce(topic, [(b"k", b"after")])
 
     found: list[Record] = []
     async with asyncio.timeout(20):
@@ -509,22 +509,22 @@ async def test_an_outage_is_reported_and_no_record_is_lost(
 
 @pytest.mark.chaos
 async def test_a_long_outage_rebuilds_the_client(
-    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    breakable_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have learned addresses that are no longer those of the brokers."""
     monkeypatch.setattr(reading, "_SILENCE", 0.5)
-    await own_kafka.create_topic(topic)
-    side_topics = make(own_kafka.bootstrap)
+    await breakable_kafka.create_topic(topic)
+    side_topics = make(breakable_kafka.bootstrap)
     side_topics.watch([TopicPartition(topic, 0)])
     assert await side_topics.poll(0.2) == []
     client = await client_of(side_topics)
 
-    await own_kafka.kill()
+    await breakable_kafka.kill()
     async with asyncio.timeout(10):
         while "could be reached" not in str(await failure_of(side_topics)):
             pass
-    await own_kafka.start()
-    await own_kafka.produce(topic, [(b"k", b"v")])
+    await breakable_kafka.start()
+    await breakable_kafka.produce(topic, [(b"k", b"v")])
 
     async with asyncio.timeout(20):
         while side_topics.position(TopicPartition(topic, 0)) == 0:
@@ -554,13 +554,13 @@ async def test_a_client_whose_task_ended_is_replaced(
 
 
 @pytest.mark.chaos
-async def test_closing_does_not_wait_for_a_hanging_broker(own_kafka: KafkaBroker, topic: str, make: Make) -> None:
-    await own_kafka.create_topic(topic)
-    side_topics = make(own_kafka.bootstrap)
+async def test_closing_does_not_wait_for_a_hanging_broker(breakable_kafka: KafkaBroker, topic: str, make: Make) -> None:
+    await breakable_kafka.create_topic(topic)
+    side_topics = make(breakable_kafka.bootstrap)
     side_topics.watch([TopicPartition(topic, 0)])
     await side_topics.poll(0.1)
 
-    own_kafka.freeze()
+    breakable_kafka.freeze()
     try:
         polling = asyncio.create_task(side_topics.poll(30.0))
         asking = asyncio.create_task(side_topics.read(TopicPartition(topic, 0), 0))
@@ -570,5 +570,5 @@ async def test_closing_does_not_wait_for_a_hanging_broker(own_kafka: KafkaBroker
         ended = await asyncio.gather(polling, asking, return_exceptions=True)
         assert asyncio.get_running_loop().time() - before < 4
     finally:
-        own_kafka.thaw()
+        breakable_kafka.thaw()
     assert all(isinstance(end, TransportError) for end in ended)

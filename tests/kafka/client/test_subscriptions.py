@@ -6,7 +6,7 @@ from typing import Any
 
 from aioshard import App, Record
 from tests.kafka.client.test_apps import ONE_CLIENT_QUICKLY, Process, until
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 RECORDS = 40
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.kafka.client.members import Member, settings_for
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Join = Callable[..., Member]
 

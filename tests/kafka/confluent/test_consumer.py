@@ -14,7 +14,7 @@ from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member, settings_for
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 async def test_an_unknown_client_option_is_refused_with_the_clients_message(
@@ -64,12 +64,12 @@ async def test_commit_metadata_written_by_one_client_is_read_by_the_other(
 ) -> None:
     await kafka.create_topic(topic, 1)
     at = TopicPartition(topic, 0)
-    noted = CommitMetadata(first=FirstCommit(3, 2))
+    metadata = CommitMetadata(first=FirstCommit(3, 2))
     writer = Member(settings_for(kafka.bootstrap, client=writes), group)
     reader = Member(settings_for(kafka.bootstrap, client=reads), group)
     try:
         (_, membership) = await writer.join(topic)
-        committing = asyncio.create_task(writer.transport.commit({at: Committed(5, noted.text(5))}, membership))
+        committing = asyncio.create_task(writer.transport.commit({at: Committed(5, metadata.text(5))}, membership))
         while not committing.done():
             await writer.poll()
         await committing
@@ -79,7 +79,7 @@ async def test_commit_metadata_written_by_one_client_is_read_by_the_other(
         found = (await reader.transport.committed([at]))[at]
         assert found is not None
         assert found.offset == 5
-        assert CommitMetadata.read(found.metadata, 5) == noted
+        assert CommitMetadata.read(found.metadata, 5) == metadata
     finally:
         await writer.transport.close()
         await reader.transport.close()

@@ -9,7 +9,7 @@ from aioshard.core.assignment import ASSIGNORS
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import NOT_A_MEMBER
 from tests.kafka.client.members import Member, settings_for
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 SESSION = 30.0
 """Seconds for which the brokers wait for a member that is gone: longer than the test may take."""

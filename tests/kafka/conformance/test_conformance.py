@@ -4,15 +4,21 @@ The tests know a client only as the port. Another implementation takes part with
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from aioshard.errors import ClientLostError, CommitRefusedError, OffsetOutOfRangeError, StateError
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.errors import (
+    ClientLostError,
+    CommitRefusedError,
+    OffsetOutOfRangeError,
+    StateError,
+    TopicRecreatedError,
+)
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport, KafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -26,15 +32,16 @@ from aioshard.ports import (
     Transport,
     record_size,
 )
-from aioshard.records import TopicPartition
+from aioshard.records import Record, TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 from tests.engine.testing.recording import Assigned, RecordingListener, Revoked, nothing, poll_batches, take, unlimited
 from tests.kafka.client.members import settings_for
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.misnamed import Content, produce
 
 
 class Harness(Protocol):
-    """A topic with two partitions that only this test uses, and what a test does from outside the client."""
+    """A topic with two partitions that only this test uses, and the actions of a test outside the client."""
 
     one: TopicPartition
     two: TopicPartition
@@ -45,7 +52,11 @@ class Harness(Protocol):
 
     async def publish(self, partition: TopicPartition, *values: bytes) -> None: ...
 
+    async def publish_with_headers(self, partition: TopicPartition, contents: Sequence[Content]) -> None: ...
+
     async def leave_hole(self, partition: TopicPartition, count: int) -> None: ...
+
+    async def recreate(self) -> None: ...
 
     async def rebalance(self) -> None: ...
 
@@ -72,8 +83,17 @@ class InMemoryHarness:
         for value in values:
             self.broker.publish(partition.topic, value, partition=partition.partition)
 
+    async def publish_with_headers(self, partition: TopicPartition, contents: Sequence[Content]) -> None:
+        log = self.broker.log(*partition)
+        for value, pairs in contents:
+            headers = tuple((name.decode("utf-8", "surrogateescape"), content) for name, content in pairs)
+            log.append(Record(*partition, log.end, None, value, headers, 0.0))
+
     async def leave_hole(self, partition: TopicPartition, count: int) -> None:
         self.broker.log(*partition).skip(count)
+
+    async def recreate(self) -> None:
+        self.broker.recreate("orders")
 
     async def rebalance(self) -> None:
         self.broker.group("billing").rebalance()
@@ -106,12 +126,19 @@ class KafkaHarness:
     async def publish(self, partition: TopicPartition, *values: bytes) -> None:
         await self.kafka.produce(self.topic, [(None, value) for value in values], partition.partition)
 
+    async def publish_with_headers(self, partition: TopicPartition, contents: Sequence[Content]) -> None:
+        await produce(self.kafka.bootstrap, partition, contents)
+
     async def leave_hole(self, partition: TopicPartition, count: int) -> None:
         aborted = [(None, b"aborted")] * (count - 1)
         identity = f"{self.topic}-{partition.partition}"
         await self.kafka.produce_transaction(
             self.topic, aborted, partition.partition, abort=True, transactional_id=identity
         )
+
+    async def recreate(self) -> None:
+        await self.kafka.delete_topic(self.topic)
+        await self.kafka.create_topic(self.topic, 2)
 
     async def rebalance(self) -> None:
         """Somebody who reads another topic joins: the partitions stay, and everybody gives them back."""
@@ -133,6 +160,15 @@ class KafkaHarness:
     async def aclose(self) -> None:
         for client in reversed(self.clients):
             await client.close()
+
+
+class IncrementalHarness(KafkaHarness):
+    """The client on aiokafka with an assignor whose rebalances take only the partitions that move."""
+
+    def client(self) -> Transport:
+        settings = settings_for(self.kafka.bootstrap, assignor="cooperative-fair")
+        self.clients.append(AiokafkaTransport(settings, self.group))
+        return self.clients[-1]
 
 
 class ConfluentHarness(KafkaHarness):
@@ -157,6 +193,16 @@ also_on_confluent = pytest.mark.parametrize(
     "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
 )
 """For behavior that the confluent-kafka client implements itself; a plain run leaves out its other tests here."""
+with_every_rebalance = pytest.mark.parametrize(
+    "unprepared",
+    [
+        *EAGER,
+        pytest.param(IncrementalHarness, id="incremental", marks=pytest.mark.kafka),
+        pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT),
+    ],
+    indirect=True,
+)
+"""For behavior that must not depend on which partitions a rebalance takes."""
 
 
 @pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos])])
@@ -251,6 +297,30 @@ async def test_a_batch_has_ordered_records_their_sizes_and_the_next_position(har
     assert list(batch.sizes) == [record_size(r.key, r.value, r.headers) for r in batch.records]
     assert batch.next_offset == 2
     assert client.position(harness.one) == 2
+
+
+MISNAMED = [(b"a", b"1"), (b"\xff\xfe", None), (b"b", b"2")]
+
+
+@also_on_confluent
+async def test_a_record_whose_header_name_is_not_utf_8_is_returned_and_marked(harness: Harness) -> None:
+    client, _, _ = await started(harness)
+    await harness.publish(harness.one, b"before")
+    await harness.publish_with_headers(harness.one, [(b"misnamed", MISNAMED), (b"named", [(b"c", b"3")])])
+    await harness.publish(harness.one, b"after")
+
+    records: list[Record] = []
+    marked: set[int] = set()
+    async with asyncio.timeout(30):
+        while len(records) < 4:
+            for batch in await poll_batches(client):
+                records.extend(batch.records)
+                marked.update(batch.undecodable or ())
+
+    assert [record.value for record in records] == [b"before", b"misnamed", b"named", b"after"]
+    assert records[1].headers == (("a", b"1"), ("\udcff\udcfe", None), ("b", b"2"))
+    assert records[2].headers == (("c", b"3"),)
+    assert marked == {records[1].offset}
 
 
 @also_on_confluent
@@ -449,6 +519,44 @@ async def test_a_seek_back_returns_records_again(harness: Harness) -> None:
 
 
 @also_on_confluent
+async def test_a_seek_back_while_records_arrive_returns_none_of_them(harness: Harness) -> None:
+    """They follow the position before the seek, so the records between would be lost (I3)."""
+    await harness.publish(harness.one, *(b"%d" % number for number in range(2_000)))
+    client, _, _ = await started(harness)
+    await take(client, 1)  # clients hand out a fetch in parts
+
+    client.seek(harness.one, 0)
+
+    again = [record.offset for record in await take(client, 1)]
+    assert again == list(range(len(again)))
+
+
+@also_on_confluent
+async def test_a_recreated_topic_is_reported_although_the_position_is_in_its_log(harness: Harness) -> None:
+    await harness.publish(harness.one, b"a", b"b")
+    client, _, _ = await started(harness)
+    await take(client, 2)
+    await until_known(client)
+    await harness.recreate()
+    await harness.publish(harness.one, b"c", b"d", b"e")
+
+    async with asyncio.timeout(30):
+        while not (faults := [item for item in await client.poll(unlimited, 5.0) if isinstance(item, Fault)]):
+            pass
+
+    assert all(type(fault.error) is TopicRecreatedError for fault in faults)
+    assert harness.one in [fault.topic_partition for fault in faults]
+
+
+async def until_known(client: Transport) -> None:
+    """Wait until the client knows the ids of its topics; the in-memory one always does."""
+    if isinstance(client, KafkaTransport):
+        async with asyncio.timeout(10):
+            while not client._topic_ids:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0.05)
+
+
+@also_on_confluent
 async def test_a_position_outside_the_log_faults_only_that_partition(harness: Harness) -> None:
     await harness.publish(harness.two, b"b")
     client, _, _ = await started(harness, opening=False)
@@ -465,6 +573,23 @@ async def test_a_position_outside_the_log_faults_only_that_partition(harness: Ha
     assert isinstance(fault.error, OffsetOutOfRangeError)
     assert fault.error.position == 5
     assert [item.topic_partition for item in found if isinstance(item, FetchedBatch)] == [harness.two]
+
+
+@also_on_confluent
+async def test_a_seek_into_the_log_ends_the_fault_of_a_position_outside_it(harness: Harness) -> None:
+    """The engine seeks there when retention has deleted what it was to read next."""
+    await harness.publish(harness.one, b"a")
+    client, _, _ = await started(harness, opening=False)
+    client.seek(harness.one, 5)
+    client.resume([harness.one])
+    async with asyncio.timeout(30):
+        while not (found := await client.poll(unlimited, 5.0)):
+            pass
+    assert [type(item) for item in found] == [Fault]
+
+    client.seek(harness.one, 0)
+
+    assert [record.value for record in await take(client, 1)] == [b"a"]
 
 
 async def test_synchronous_calls_for_a_partition_that_is_not_assigned_do_nothing(harness: Harness) -> None:
@@ -621,3 +746,25 @@ async def test_two_members_share_the_partitions_and_the_remaining_one_takes_over
     assert alone.partitions == (harness.one, harness.two)
     assert all(isinstance(event, Assigned) for event in other.events), "close calls no listener"
     assert one.membership() == alone.membership
+
+
+@with_every_rebalance
+async def test_a_partition_that_moves_is_read_by_the_member_that_joins(harness: Harness) -> None:
+    """The group assigns it once the previous member has released it, without a third member that joins or leaves."""
+    one, listener, _ = await started(harness)
+    two = harness.client()
+    other = RecordingListener(two)
+    await two.start([harness.one.topic], None, other)
+
+    theirs: tuple[TopicPartition, ...] = ()
+    async with asyncio.timeout(30.0):
+        while not theirs:  # with incremental rebalances, the first assignment has only partitions that were free
+            theirs = (await other.assignments.get()).partitions
+
+    (moved,) = theirs
+    (kept,) = {harness.one, harness.two} - {moved}
+    assert any(moved in revoked.partitions for revoked in listener.events if isinstance(revoked, Revoked))
+    for partition in (moved, kept):
+        await harness.publish(partition, b"a")
+    assert [record.topic_partition for record in await take(two, 1)] == [moved]
+    assert [record.topic_partition for record in await take(one, 1)] == [kept]

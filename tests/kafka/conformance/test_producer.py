@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -15,12 +15,13 @@ from aioshard.errors import (
     MessageTooLargeError,
     TransportError,
 )
+from aioshard.kafka.aiokafka import producer as producing
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.ports import Message, Producer
 from aioshard.records import Record
 from aioshard.settings import Settings
 from aioshard.testing import InMemoryBroker, InMemoryProducer, run
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 class Harness(Protocol):
@@ -39,7 +40,7 @@ class Harness(Protocol):
 
 
 class InMemoryHarness:
-    topic = "letters"
+    topic = "messages"
     narrow = "narrow"
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
@@ -69,10 +70,13 @@ class KafkaHarness:
         self.topic: str = request.getfixturevalue("topic")
         self.narrow = f"{self.topic}-narrow"
         self.producers: list[KafkaProducer] = []
+        # A partition that the brokers do not know could be a new one, and is waited for.
+        request.getfixturevalue("monkeypatch").setattr(producing, "_TOPIC_TIMEOUT", 0.5)
 
     async def prepare(self) -> None:
-        # A time stamp of long ago would be a reason to delete the record at once.
-        await self.kafka.create_topic(self.topic, 2, {"retention.ms": "-1"})
+        # A time stamp of long ago is a reason to delete the record immediately, and one of the future to refuse it.
+        options = {"retention.ms": "-1", "message.timestamp.after.max.ms": str(2**63 - 1)}
+        await self.kafka.create_topic(self.topic, 2, options)
         await self.kafka.create_topic(self.narrow, 1, {"max.message.bytes": "120"})
 
     def producer(self) -> KafkaProducer:
@@ -128,6 +132,48 @@ async def test_a_missing_timestamp_is_now(harness: Harness) -> None:
     assert before - 0.001 <= record.timestamp <= time.time()
 
 
+async def test_a_timestamp_may_be_the_last_one(harness: Harness) -> None:
+    """As a float of seconds it is later than any that Kafka can store."""
+    await harness.producer().publish(Message(harness.topic, b"v", timestamp=(2**63 - 1) / 1000))
+
+    [record] = await harness.records()
+    assert record.timestamp == (2**63 - 1) / 1000
+
+
+UNENCODABLE: list[dict[str, Any]] = [
+    {"topic": "no topic"},
+    {"topic": "topic-\ud83d"},
+    {"topic": b"topic"},
+    {"partition": "0"},
+    {"key": "text"},
+    {"value": "text"},
+    {"headers": ((b"trace", b"1"),)},
+    {"headers": (("x-\ud83d", b"1"),)},
+    {"headers": (("trace", "1"),)},
+    {"headers": (("trace", 1),)},
+    {"headers": ("id",)},
+    {"timestamp": float("inf")},
+    {"timestamp": float("nan")},
+]
+
+
+@pytest.mark.parametrize("changes", UNENCODABLE, ids=repr)
+async def test_a_message_that_cannot_be_encoded_fails_alone_for_good(harness: Harness, changes: dict[str, Any]) -> None:
+    """Middleware and the records of others can lead to such a message: those of its batch are stored."""
+    producer = harness.producer()
+    good = Message(harness.topic, b"good", b"key", (("trace", b"1"),), 0)
+
+    *stored, refused = await asyncio.gather(
+        *(producer.publish(good) for _ in range(3)), producer.publish(good._replace(**changes)), return_exceptions=True
+    )
+
+    assert stored == [0, 1, 2]
+    assert isinstance(refused, TransportError)
+    assert not refused.retriable
+    assert await producer.publish(good) == 3
+    assert {record.value for record in await harness.records()} == {b"good"}
+
+
 @pytest.mark.parametrize("key", [b"key", None])
 async def test_a_value_may_be_none_with_and_without_a_key(harness: Harness, key: bytes | None) -> None:
     await harness.producer().publish(Message(harness.topic, None, key, partition=0))
@@ -148,7 +194,7 @@ async def test_messages_of_a_partition_are_stored_in_the_order_of_the_calls(harn
 
 
 async def test_messages_published_while_others_wait_do_not_overtake(harness: Harness) -> None:
-    """One after the other, at whatever moment the client makes room for those that wait."""
+    """One after the other, whenever the client makes room for those that wait."""
     producer = harness.producer()
     waiting: list[asyncio.Task[int]] = []
     for number in range(400):
@@ -268,31 +314,31 @@ def make_producer(timeout: float = 60.0) -> tuple[InMemoryBroker, InMemoryProduc
 
 async def test_publishes_fail_until_allowed() -> None:
     broker, producer = make_producer()
-    broker.fail_publishes("letters", AuthorizationError("not allowed"))
+    broker.fail_publishes("messages", AuthorizationError("not allowed"))
 
     for _ in range(2):
         with pytest.raises(AuthorizationError, match="not allowed"):
-            await producer.publish(Message("letters", b"v"))
+            await producer.publish(Message("messages", b"v"))
     await producer.publish(Message("others", b"v"))
-    broker.fail_publishes("letters", None)
+    broker.fail_publishes("messages", None)
 
-    assert await producer.publish(Message("letters", b"v")) == 0
+    assert await producer.publish(Message("messages", b"v")) == 0
 
 
 async def test_an_acknowledgement_may_be_lost() -> None:
     broker, producer = make_producer()
-    broker.fail_publishes("letters", TransportError("no answer"), stored=True)
+    broker.fail_publishes("messages", TransportError("no answer"), stored=True)
 
     with pytest.raises(TransportError, match="no answer"):
-        await producer.publish(Message("letters", b"v"))
+        await producer.publish(Message("messages", b"v"))
 
-    assert [record.value for record in broker.records("letters")] == [b"v"]
+    assert [record.value for record in broker.records("messages")] == [b"v"]
 
 
 async def test_messages_wait_for_an_unavailable_broker_in_order() -> None:
     broker, producer = make_producer()
     broker.available = False
-    calls = [asyncio.create_task(producer.publish(Message("letters", b"%d" % number))) for number in range(5)]
+    calls = [asyncio.create_task(producer.publish(Message("messages", b"%d" % number))) for number in range(5)]
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(calls[0]), 0.01)
 
@@ -309,11 +355,11 @@ def test_messages_do_not_wait_forever() -> None:
         broker, producer = make_producer(timeout=30.0)
         broker.available = False
         with pytest.raises(ConnectError, match="within 30 s") as caught:
-            await producer.publish(Message("letters", b"v"))
+            await producer.publish(Message("messages", b"v"))
         assert caught.value.retriable
         broker.available = True
-        await producer.publish(Message("letters", b"w"))
-        assert [record.value for record in broker.records("letters")] == [b"w"]
+        await producer.publish(Message("messages", b"w"))
+        assert [record.value for record in broker.records("messages")] == [b"w"]
         return asyncio.get_running_loop().time()
 
     assert run(scenario()) == 30.0
@@ -327,23 +373,23 @@ def test_acknowledgements_take_the_latency_and_keep_order() -> None:
         ends: list[float] = []
 
         async def publish(value: bytes) -> None:
-            await producer.publish(Message("letters", value))
+            await producer.publish(Message("messages", value))
             ends.append(asyncio.get_running_loop().time())
 
         await asyncio.gather(publish(b"slow"), publish(b"quick"))
-        assert [record.value for record in broker.records("letters")] == [b"slow", b"quick"]
+        assert [record.value for record in broker.records("messages")] == [b"slow", b"quick"]
         return ends
 
     assert run(scenario()) == [5.0, 5.0]
 
 
 async def test_a_cancelled_message_is_still_stored() -> None:
-    """A real one may be: who publishes it again has to bear that."""
+    """A real one may be: a second publish must be idempotent."""
     broker, producer = make_producer()
-    call = asyncio.create_task(producer.publish(Message("letters", b"v")))
+    call = asyncio.create_task(producer.publish(Message("messages", b"v")))
     await asyncio.sleep(0)
 
     call.cancel()
-    await broker.until(lambda: bool(broker.records("letters")))
+    await broker.until(lambda: bool(broker.records("messages")))
 
     assert call.cancelled()

@@ -14,13 +14,13 @@ from aioshard.ports import SideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 from aioshard.testing import InMemoryBroker, InMemorySideTopics
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Commit = Callable[[], Awaitable[None]]
 
 
 class Harness(Protocol):
-    """A topic with two partitions that only this test uses, and what a test does from outside."""
+    """A topic with two partitions that only this test uses, and the actions of a test outside the client."""
 
     one: TopicPartition
     two: TopicPartition
@@ -74,8 +74,8 @@ class InMemoryHarness:
         return commit
 
     async def aclose(self) -> None:
-        for one in self.made:
-            await one.close()
+        for side_topics in self.made:
+            await side_topics.close()
 
 
 class KafkaHarness:
@@ -130,8 +130,8 @@ class KafkaHarness:
         return commit
 
     async def aclose(self) -> None:
-        for one in (*self.made,):
-            await one.close()
+        for side_topics in (*self.made,):
+            await side_topics.close()
         for producer in self.producers:
             await producer.stop()
 

@@ -30,24 +30,24 @@ def _set() -> asyncio.Event:
 
 @dataclasses.dataclass
 class Interceptor:
-    """Makes the clients of an app, notes what passes between them and the engine, and steps in where told.
+    """Makes the clients of an app, records the calls between them and the engine, and interferes on request.
 
     Attributes:
         transports: Every client that was made, the newest last.
         taken: Every record that the engine was given, in order.
-        events: What happened, in order: `("commit", offsets)`, `("records", partition, offsets)`,
+        events: The events, in order: `("commit", offsets)`, `("records", partition, offsets)`,
             `("revoked", partitions, lost)`, `("assigned", partitions, membership)`.
         fail_commits: Errors for the next commits, first one first; None lets one pass.
         fail_polls: Errors for the next polls.
         fail_starts: Errors for the next starts of a client.
         lose_answers: The next commits are applied and answered with these errors.
         after_revoked: Awaited once the engine has handed its partitions back, while the group still waits.
-        member_id: Told to the engine instead of the real one.
-        skipped_generations: Added to the generation that the engine is told.
+        member_id: Given to the engine instead of the real one.
+        skipped_generations: Added to the generation that the engine sees.
         commits: While it is not set, commits are on their way and do not arrive.
         questions: While it is not set, nobody answers what the committed offsets are.
         hand_out: Whether polls return anything.
-        kept_back: Left out of what the engine is told of an assignment.
+        kept_back: Partitions that the engine does not see in an assignment.
     """
 
     make: TransportFactory
@@ -88,7 +88,7 @@ class Interceptor:
         return [f"{name}/{offset}" for (name, offset), count in Counter(self.taken).items() if count > 1]
 
     def disguise(self, real: Membership) -> Membership:
-        """The membership as the engine is told it."""
+        """The membership as the engine sees it."""
         if real.generation < 0:
             return real
         return Membership(self.member_id or real.member_id, real.generation + self.skipped_generations)
@@ -114,10 +114,10 @@ class _Listener:
             await self._interceptor.after_revoked(self._transport)
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        told = self._interceptor.disguise(membership)
+        disguised = self._interceptor.disguise(membership)
         given = frozenset(partitions) - self._interceptor.kept_back
-        self._interceptor.events.append(("assigned", given, told))
-        self._listener.assigned(given, told)
+        self._interceptor.events.append(("assigned", given, disguised))
+        self._listener.assigned(given, disguised)
 
 
 class InterceptedTransport:
@@ -161,6 +161,18 @@ class InterceptedTransport:
     @property
     def trouble(self) -> str | None:
         return self.inner.trouble
+
+    @property
+    def hang(self) -> str | None:
+        return self.inner.hang
+
+    @property
+    def missing_topics(self) -> Sequence[str]:
+        return self.inner.missing_topics
+
+    @property
+    def slow_join(self) -> str | None:
+        return self.inner.slow_join
 
     def membership(self) -> Membership:
         return self._interceptor.disguise(self.inner.membership())

@@ -205,7 +205,7 @@ class Ledger:
             raise TimeoutError(f"{len(lost)} of {len(wanted)} records are missing: {lost[:5]}; {late}") from None
 
     def assert_in_order(self) -> None:
-        """Of one key and partition never two at once, and none before an older one had finished (I4)."""
+        """Of one key and partition never two concurrently, and none before an older one had finished (I4)."""
         assert self.overlaps == []
         newest: dict[tuple[str, int, bytes | None], int] = defaultdict(lambda: -1)
         done: dict[tuple[str, int, bytes | None], set[int]] = defaultdict(set)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclOperation
 
-from aioshard import App
+from aioshard import App, Context, DeadLetter, Record
 from aioshard.errors import StartError
 from tests.kafka.faults.support import Ledger, commit_from_outside, messages, partition_of, permit, quick_app, until
 from tests.support.access import allow, create_scram_user, deny
+from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import PLAIN_USER, Credentials
-from tests.support.shared_kafka import SharedKafka
 
 SECRET = "a-very-secret-word"
 
@@ -53,11 +53,11 @@ async def _refusal(app: App, topic: str) -> str:
     async with asyncio.timeout(app.settings.start_timeout):
         with pytest.raises(StartError) as refused:
             await app.serve()
-    told: BaseException | None = refused.value
+    error: BaseException | None = refused.value
     sentences = []
-    while told is not None:
-        sentences.append(f"{told} {told!r}")
-        told = told.__cause__ or told.__context__
+    while error is not None:
+        sentences.append(f"{error} {error!r}")
+        error = error.__cause__ or error.__context__
     assert SECRET not in "".join(sentences)
     assert PLAIN_USER.password not in "".join(sentences)
     assert SECRET not in app.explain() + str(app.statistics()) + str(app.settings) + repr(app.settings)
@@ -122,6 +122,35 @@ async def test_plaintext_to_a_tls_listener_is_named(
 
     assert "security_protocol" in sentence
     assert kafka.secure_bootstrap in sentence
+
+
+async def test_a_refused_session_timeout_is_named_without_the_right_to_see_the_limits(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "topic", topic, AclOperation.READ, AclOperation.DESCRIBE)
+    await allow(kafka, user, "group", group, AclOperation.READ)
+
+    sentence = await _refusal(_guarded(kafka, group, user, session_timeout=0.4, heartbeat_interval=0.1), topic)
+
+    assert "session_timeout=0.4 s" in sentence
+    assert "accept" not in sentence
+
+
+async def test_a_static_member_may_describe_a_group_that_it_may_read(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise each of its restarts would make the group rebalance."""
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "topic", topic, AclOperation.READ, AclOperation.DESCRIBE)
+    await allow(kafka, user, "group", group, AclOperation.READ)
+    for _ in range(2):
+        app = _guarded(kafka, group, user, group_instance_id="worker-1", session_timeout=20)
+        app.consume(topic)(Ledger().handle)
+        async with app:
+            assert app.statistics().state == "running"
+
+    assert not any("cannot be described" in r.getMessage() for r in caplog.records)
 
 
 async def _refusal_without_tls(kafka: SharedKafka, topic: str, group: str, user: Credentials) -> str:
@@ -234,3 +263,62 @@ async def test_a_group_forbidden_while_running_is_reported_until_allowed_again(
         await ledger.until_finished(first + second)
         await kafka.wait_for_lag(group, topic)
         await until(lambda: app.statistics().trouble is None, app.explain)
+
+
+async def test_a_run_that_may_not_write_to_its_topic_fails_alone(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    """In a transaction, the client does not say which topic was refused."""
+    allowed, refused, dead = f"{topic}-out", f"{topic}-refused", f"{topic}-dead"
+    for name in (topic, allowed, refused, dead):
+        await kafka.create_topic(name)
+    for name in (topic, allowed, dead):
+        await allow(kafka, user, "topic", name)
+    await allow(kafka, user, "topic", refused, AclOperation.DESCRIBE)
+    await allow(kafka, user, "group", group)
+    await allow(kafka, user, "transactional_id", f"{group}:one")
+    await kafka.produce(topic, [(b"%d" % number, b"%d" % number) for number in range(10)])
+    app = _guarded(
+        kafka,
+        group,
+        user,
+        client="confluent",
+        processing_guarantee="exactly_once",
+        group_instance_id="one",
+        rebalance_timeout=30,
+        transaction_timeout=20,
+    )
+
+    @app.consume(topic, on_failure=DeadLetter(dead, breaker=None))
+    async def on_record(record: Record, context: Context) -> None:
+        await context.publish(refused if record.value == b"7" else allowed, record.value)
+
+    async with asyncio.timeout(60), app:
+        await kafka.wait_for_lag(group, topic)
+    (letter,) = await kafka.read(dead)
+    assert letter.value == b"7"
+    assert dict(letter.headers)["aioshard.error"] == b"MessageRefusedError"
+    assert repr(refused).encode() in (dict(letter.headers)["aioshard.message"] or b"")
+    assert len(await kafka.read(allowed)) == 9
+
+
+@pytest.mark.parametrize("may_see", [False, True], ids=["hidden", "visible"])
+async def test_without_permissions_a_missing_dead_letter_topic_is_not_said_to_be_missing_for_sure(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials, may_see: bool
+) -> None:
+    """Without DESCRIBE on the topic it may exist; without DESCRIBE_CONFIGS on the cluster, brokers may create it."""
+    await kafka.create_topic(topic)
+    await allow(kafka, user, "topic", topic, AclOperation.READ, AclOperation.DESCRIBE)
+    await allow(kafka, user, "group", group, AclOperation.READ)
+    if may_see:
+        await allow(kafka, user, "topic", f"{topic}.dlt", AclOperation.WRITE, AclOperation.DESCRIBE)
+    app = _guarded(kafka, group, user)
+    app.consume(topic, on_failure=DeadLetter(f"{topic}.dlt"))(Ledger().handle)
+
+    async with app:
+        await until(lambda: [found for found in app.diagnose().findings if found.kind == "topics"], app.explain)
+        (finding,) = [found for found in app.diagnose().findings if found.kind == "topics"]
+
+    assert repr(f"{topic}.dlt") in finding.sentence
+    assert ("not exist" in finding.sentence) == may_see
+    assert not finding.sentence.endswith("does not exist"), "it does not say that for sure"

@@ -6,8 +6,8 @@ import pytest
 
 from aioshard import App
 from tests.kafka.faults.support import Ledger, messages, quick_app, until
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
-from tests.support.shared_kafka import SharedKafka
 
 PARTITIONS = 7
 
@@ -17,7 +17,7 @@ def partitions(app: App) -> set[int]:
 
 
 async def until_shared(*apps: App) -> None:
-    """Each partition is with one of them, and none has two more than another."""
+    """Wait until each partition belongs to one app, and their numbers differ by at most 1."""
 
     def shared() -> bool:
         held = [partitions(app) for app in apps]
@@ -51,13 +51,15 @@ async def test_members_join_and_leave_while_records_flow(
     assert sorted(map(bytes, filter(None, ledger.values))) == sorted(value for _, value in sent if value)
     assert (ledger.duplicates, ledger.overlaps) == ([], [])
     if assignor == "sticky":
-        assert all(had <= has for had, has in zip(before, after, strict=True)), "only what the third one had has moved"
+        assert all(had <= has for had, has in zip(before, after, strict=True)), (
+            "only the partitions of the third one have moved"
+        )
 
 
 async def test_a_member_joining_a_lagging_group_takes_half_of_the_backlog(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
-    """Nothing was committed yet: what is left is counted from where the app would begin."""
+    """Nothing was committed yet: the backlog is counted from the offset where the app would begin."""
     await kafka.create_topic(topic, partitions=PARTITIONS)
     sent: list[Message] = []
     for partition, count in enumerate((900, 300, 300, 300, 0, 0, 0)):
@@ -70,14 +72,16 @@ async def test_a_member_joining_a_lagging_group_takes_half_of_the_backlog(
     for app in apps:
         app.consume(topic, concurrency=8)(ledger.handle)
 
-    async with AsyncExitStack() as running:
+    async with AsyncExitStack() as stack:
         for app in apps:
-            await running.enter_async_context(app)
+            await stack.enter_async_context(app)
             await ledger.until(lambda: ledger.started)
         await until_shared(*apps)
         (far_behind,) = (partitions(app) for app in apps if 0 in partitions(app))
         ledger.release()
         await kafka.wait_for_lag(group, topic)
 
-    assert far_behind & {1, 2, 3} == set(), "one has the long one, the other the three that are as long together"
+    assert far_behind & {1, 2, 3} == set(), (
+        "one app has the long partition, the other the three that are as long together"
+    )
     assert len(set(ledger.values)) == len(sent)

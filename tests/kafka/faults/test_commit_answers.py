@@ -10,8 +10,8 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 
 from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import Ledger, messages, quick_app, transport_of, until
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
-from tests.support.shared_kafka import SharedKafka
 
 CODES = tuple(sorted(code for code in kafka_errors.kafka_errors if code != 0))
 AFTER = (92, 110, 111, 113, 127)
@@ -22,7 +22,7 @@ DECISIVE = (3, 7, 12, 14, 15, 16, 22, 25, 27, 28, 29, 30, 92)
 SESSION = 2.0
 """Seconds that the group waits for the member that the app was before codes 22 and 25."""
 WITHOUT_TEXT = (12, 28)
-"""Codes after which the same is sent at once with less text."""
+"""Codes after which the same is sent immediately with less text."""
 PARTITIONS = 2
 CHUNK = 5
 
@@ -49,7 +49,9 @@ class Answers:
         if stored:
             await self._send(coordinator, request)
         return SimpleNamespace(
-            topics=[(topic, [(one[0], code) for one in partitions]) for topic, partitions in request._topics]
+            topics=[
+                (topic, [(committed[0], code) for committed in partitions]) for topic, partitions in request._topics
+            ]
         )
 
 
@@ -81,7 +83,7 @@ async def test_an_app_survives_every_commit_response(
 
     def all_is_committed() -> bool:
         statistics = app.statistics()
-        committed = sum(one.committed or 0 for one in statistics.partitions)
+        committed = sum(partition.committed or 0 for partition in statistics.partitions)
         return not answers.due and committed == len(sent) and statistics.state == "running"
 
     async with app.started(interceptor):

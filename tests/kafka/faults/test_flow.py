@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aioshard import RateLimit, Record
 from tests.kafka.faults.support import Ledger, messages, quick_app
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 class Timed(Ledger):

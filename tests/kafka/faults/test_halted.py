@@ -9,12 +9,12 @@ import pytest
 from aioshard import App, Record, Retry
 from aioshard.errors import HaltedError
 from tests.kafka.faults.support import Ledger, handler_of, messages, partition_of, quick_app, until
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
-from tests.support.shared_kafka import SharedKafka
 
 ATTEMPTS = 3
 SHARE = 10
-"""A hundredth of the buffer, which is what a partition keeps that cannot advance."""
+"""A hundredth of the buffer: the share of a partition that cannot advance."""
 
 
 class Failing(Ledger):
@@ -74,8 +74,8 @@ async def test_a_failing_record_halts_only_its_shard_and_is_named(kafka: SharedK
         assert partition.incomplete == SHARE
         assert partition.lag == len(halting) + len(same) + len(held_up) - 1
         assert (partition.oldest_incomplete_age or 0) > 0
-        for told in (f"{topic}/0", "offset 1 ", "halted", f"s ago after {ATTEMPTS} attempt", "no such customer"):
-            assert told in app.explain()
+        for part in (f"{topic}/0", "offset 1 ", "halted", f"s ago after {ATTEMPTS} attempt", "no such customer"):
+            assert part in app.explain()
 
         other = messages(3000, start=5000)
         await kafka.produce(topic, other, partition=1)
@@ -103,7 +103,7 @@ async def test_a_halted_record_is_retried_after_a_restart(kafka: SharedKafka, to
     async with fixed:
         await kafka.wait_for_lag(group, topic)
 
-    assert ledger.offsets(0) == [1, 3, 5], "what others had finished beyond it was noted"
+    assert ledger.offsets(0) == [1, 3, 5], "the completions beyond it were stored"
 
 
 @pytest.mark.parametrize("count", [6, 500])
@@ -161,7 +161,7 @@ def _unhashable(record: Record) -> Hashable:
 async def test_a_failing_sharding_function_halts_its_record_and_no_worker(
     kafka: SharedKafka, topic: str, group: str, shard_by: Any, shards: int | None
 ) -> None:
-    """Without a key there is no order to run it in; the record never runs, and the others do."""
+    """Without a key the record has no order to run in; it never runs, and the others do."""
     await kafka.create_topic(topic)
     app, ledger = _app(kafka, group), Failing()
     app.consume(topic, shard_by=shard_by, shards=shards)(ledger.handle)

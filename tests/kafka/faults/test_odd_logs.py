@@ -18,11 +18,11 @@ from tests.kafka.faults.support import (
     quick_app,
     until,
 )
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
-from tests.support.shared_kafka import SharedKafka
 
 SOON = 15.0
-"""Seconds: `metadata_max_age` of the quick apps, a rebalance, and what a loaded machine adds."""
+"""Seconds: `metadata_max_age` of the quick apps, a rebalance, and the delays of a loaded machine."""
 
 
 # Topics ---------------------------------------------------------------------------------
@@ -277,8 +277,11 @@ async def test_retention_that_overtakes_the_position_is_skipped_and_reported(
     taken_in = sum(offset < 11_900 for offset in ledger.offsets(0))
     assert ledger.offsets(0) == [*range(taken_in), *range(11_900, 12_000)]
     ledger.assert_in_order()
-    told = [r.getMessage() for r in caplog.records if r.name.startswith("aioshard")]
-    assert any("retention" in one and f"{taken_in} to 11899 of {topic}/0" in one for one in told), (taken_in, told)
+    warnings = [r.getMessage() for r in caplog.records if r.name.startswith("aioshard")]
+    assert any("retention" in warning and f"{taken_in} to 11899 of {topic}/0" in warning for warning in warnings), (
+        taken_in,
+        warnings,
+    )
 
 
 async def test_retention_that_overtakes_evicted_records_leaves_a_hole(

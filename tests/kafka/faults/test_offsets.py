@@ -19,7 +19,7 @@ from tests.kafka.faults.support import (
     transport_of,
     until,
 )
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 Policy = Literal["earliest", "latest", "error"]
 
@@ -151,7 +151,7 @@ async def test_latest_skips_no_record_that_arrived_before_the_first_poll(
 
 @on_both_clients
 @pytest.mark.parametrize(
-    "policy", [*(pytest.param(one, marks=pytest.mark.chaos) for one in ("earliest", None)), "latest"]
+    "policy", [*(pytest.param(policy, marks=pytest.mark.chaos) for policy in ("earliest", None)), "latest"]
 )
 @pytest.mark.parametrize(("committed", "why"), [(2, "below the start"), (50, "above the end")])
 async def test_an_offset_outside_the_log_resumes_at_its_start(

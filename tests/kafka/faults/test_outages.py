@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aioshard import App
-from aioshard.errors import StartError
+from aioshard.errors import NotDrainedError, StartError
 from tests.kafka.faults.support import DEADLINE, Ledger, messages, on_both_clients, partition_of, quick_app, until
 from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker
@@ -16,13 +16,13 @@ from tests.support.kafka import KafkaBroker
 OUTAGE = 20.0
 """Seconds: longer than the session of these apps, every backoff and every commit timeout."""
 SESSION = 16.0
-GOES_ON = 10.0
+RESUMES_WITHIN = 10.0
 """Seconds after a return within which the first record is done: far less than a session, for which the group would wait
 if it still had the member that the app was before the outage. It takes 1 to 3 s, and the rest is for a busy machine."""
 
 
 def _large(count: int, *, start: int = 0) -> list[Message]:
-    """Records that the client's prefetch cannot hold all at once, so that some are fetched after the outage."""
+    """Records that the client's prefetch cannot hold all together, so that some are fetched after the outage."""
     return [(key, (value or b"") + b"." * 1000) for key, value in messages(count, keys=50, start=start)]
 
 
@@ -49,7 +49,7 @@ async def test_a_twenty_second_outage_loses_nothing(
 ) -> None:
     """I3 and I11: no restart, no new client needed; while it lasts, the app says so and stays ready.
 
-    The group does not wait for the member that librdkafka was: the brokers are told that it has left.
+    The group does not wait for the member that librdkafka was: the app reports to the brokers that it has left.
     """
     await own_kafka.create_topic(topic, partitions=4)
     before = _large(6000)
@@ -63,8 +63,8 @@ async def test_a_twenty_second_outage_loses_nothing(
         await until(lambda: app.statistics().trouble, app.explain, timeout=10)
         assert re.search(r"for \d+ s", str(app.statistics().trouble)), "since when"
         assert "Trouble: " in app.explain()
-        told = [r for r in caplog.records if r.name.startswith("aioshard") and r.levelno >= logging.WARNING]
-        assert told != []
+        warnings = [r for r in caplog.records if r.name.startswith("aioshard") and r.levelno >= logging.WARNING]
+        assert warnings != []
         while asyncio.get_running_loop().time() < stopped + OUTAGE:
             assert app.statistics().state == "running"
             assert app.statistics().trouble is not None
@@ -72,8 +72,8 @@ async def test_a_twenty_second_outage_loses_nothing(
         at_most = len(ledger.finished)
         assert at_most < len(before), "the outage came too late to be one"
         await own_kafka.start()
-        goes_on = GOES_ON if app.settings.client == "confluent" else DEADLINE
-        await ledger.until(lambda: len(ledger.finished) > at_most, timeout=goes_on)
+        resumes_within = RESUMES_WITHIN if app.settings.client == "confluent" else DEADLINE
+        await ledger.until(lambda: len(ledger.finished) > at_most, timeout=resumes_within)
 
         after = _large(100, start=6000)
         await own_kafka.produce(topic, after)
@@ -103,6 +103,32 @@ async def test_killing_the_broker_under_load_loses_nothing(own_kafka: KafkaBroke
         await own_kafka.wait_for_lag(group, topic)
         assert app.statistics().state == "running"
     ledger.assert_in_order()
+
+
+async def test_a_stop_during_an_outage_names_what_is_not_committed(
+    own_kafka: KafkaBroker, topic: str, group: str
+) -> None:
+    """Exactly once: the transaction has failed and ended the epochs, so that nothing is in flight."""
+    await own_kafka.create_topic(topic, partitions=2)
+    app = quick_app(
+        own_kafka, group, client="confluent", processing_guarantee="exactly_once", commit_timeout=2, shutdown_timeout=10
+    )
+    ledger = Ledger()
+    app.consume(topic, concurrency=50)(ledger.handle)
+    ledger.hold()
+    sent = messages(50, keys=50)
+
+    with pytest.raises(NotDrainedError) as error:  # noqa: PT012 - leaving the app raises
+        async with app:
+            await own_kafka.produce(topic, sent)
+            await ledger.until(lambda: len(ledger.started) == len(sent))
+            await own_kafka.kill()
+            ledger.release()
+            await ledger.until_finished(sent)
+            await until(lambda: not app.statistics().partitions, app.explain)
+
+    assert error.value.records == ()
+    assert sum(error.value.uncommitted.values()) == len(sent)
 
 
 @pytest.mark.chaos

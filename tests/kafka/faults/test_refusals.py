@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
-from aioshard.errors import ClientLostError, CommitError, CommitRefusedError
+from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StartError
 from aioshard.records import TopicPartition
 from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (
@@ -23,7 +23,7 @@ from tests.kafka.faults.support import (
     transport_of,
     until,
 )
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 
 def _watched(kafka: SharedKafka, group: str, topic: str, **overrides: Any) -> tuple[App, Ledger, Interceptor]:
@@ -44,6 +44,56 @@ def _assert_only_current(interceptor: Interceptor) -> None:
             current = what[1]
         elif kind == "commit":
             assert what[1] == current
+
+
+# The start is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
+async def test_a_session_timeout_that_the_brokers_refuse_ends_the_start_and_names_their_limits(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    await kafka.create_topic(topic)
+    app = quick_app(kafka, group, client=client, session_timeout=0.4, heartbeat_interval=0.1)
+    app.consume(topic)(Ledger().handle)
+
+    with pytest.raises(StartError, match=r"session_timeout=0\.4 s: they accept 0\.5 to 1800 s"):
+        await app.serve()
+
+    assert app.statistics().state == "failed"
+
+
+@pytest.mark.chaos
+async def test_an_assignor_that_the_brokers_lack_ends_the_start(kafka: SharedKafka, topic: str, group: str) -> None:
+    await kafka.create_topic(topic)
+    app = App(
+        group,
+        bootstrap_servers=kafka.bootstrap,
+        auto_offset_reset="earliest",
+        client="confluent",
+        group_protocol="consumer",
+        client_options={"group.remote.assignor": "none"},
+    )
+    app.consume(topic)(Ledger().handle)
+
+    with pytest.raises(StartError, match=r"group\.remote\.assignor"):
+        await app.serve()
+
+
+async def test_a_member_with_another_assignor_waits_until_the_others_have_left(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    await kafka.create_topic(topic)
+    others, app = quick_app(kafka, group, assignor="range"), quick_app(kafka, group, assignor="roundrobin")
+    for each in (others, app):
+        each.consume(topic)(Ledger().handle)
+    async with others:
+        serving = asyncio.create_task(app.serve())
+        await until(lambda: "another assignor" in (app.statistics().trouble or ""), app.explain)
+
+    await until(lambda: app.statistics().state == "running", app.explain)
+    app.stop()
+    await serving
 
 
 # The group has moved on -----------------------------------------------------------------------
@@ -245,8 +295,8 @@ async def test_a_poll_that_raises_replaces_the_client_and_loses_nothing(
         await until(lambda: "has taken the client away" in str(app.statistics().trouble), app.explain)
         await _continues_after(kafka, topic, app, ledger, interceptor, group=group)
         assert app.statistics().replayed >= 2
-    told = [r for r in caplog.records if "has taken the client away" in r.getMessage()]
-    assert [r.levelno for r in told] == [logging.ERROR]
+    errors = [r for r in caplog.records if "has taken the client away" in r.getMessage()]
+    assert [r.levelno for r in errors] == [logging.ERROR]
 
 
 @pytest.mark.parametrize(

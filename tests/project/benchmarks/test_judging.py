@@ -138,7 +138,7 @@ def test_a_jvm_contestant_is_left_out_without_java(monkeypatch: pytest.MonkeyPat
 
 
 async def test_the_meter_counts_concurrent_and_out_of_order_runs() -> None:
-    meter = Meter(replace(SPEC, ends=(6,), records=6, work="told", keys=2))
+    meter = Meter(replace(SPEC, ends=(6,), records=6, work="planned", keys=2))
 
     def record(offset: int, key: int, milliseconds: int) -> Record:
         return Record("t", 0, offset, b"%08d" % key, b"%08d" % milliseconds, (), 0.0)
@@ -154,8 +154,8 @@ async def test_the_meter_counts_concurrent_and_out_of_order_runs() -> None:
 
 
 async def test_records_can_be_lost_only_if_there_are_any() -> None:
-    """Markers, and what was compacted away, have an offset and are no record."""
-    spec = replace(SPEC, ends=(9,), records=2, present=2, work="told", keys=1)
+    """Markers and compacted records have an offset and are not records."""
+    spec = replace(SPEC, ends=(9,), records=2, present=2, work="planned", keys=1)
     meter = Meter(spec)
 
     for offset in (3, 7):
@@ -183,7 +183,7 @@ async def test_a_failed_contestant_is_dropped_and_its_row_says_why(monkeypatch: 
 
     monkeypatch.setattr(stage, "run", run)
     monkeypatch.setattr(stage.cluster, "committed", committed)
-    workload = next(one for one in WORKLOADS if one.rounds == 3)
+    workload = next(each for each in WORKLOADS if each.rounds == 3)
     filled = Filled(Topic("t", (3,)), [range(3)], 6.0)
 
     found = await Course(stage, workload, filled, Topic("w", (1,))).contest(["a", "b"])

@@ -15,8 +15,8 @@ from aioshard.settings import Settings
 from benchmarks.peers import PEERS, TRANSACTIONAL, ParallelConsumerUnavailableError, find_peers
 from benchmarks.spec import Measurement, Spec, Work
 from benchmarks.stage import ContestantFailedError, Stage, Topic
-from tests.support.provision import skip_or_fail
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.requirements import skip_or_fail
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(700)]  # jars may be fetched
 
@@ -33,7 +33,7 @@ def classes() -> Path:
     try:
         return find_peers()
     except ParallelConsumerUnavailableError as missing:
-        skip_or_fail("Parallel Consumer", str(missing))
+        skip_or_fail("Parallel Consumer", missing)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def filled(stage: Stage, records: int = RECORDS) -> Topic:
     return await stage.fill("peers", PARTITIONS, messages)
 
 
-def told(stage: Stage, topic: Topic, work: Work, records: int = RECORDS) -> Spec:
+def spec_of(stage: Stage, topic: Topic, work: Work, records: int = RECORDS) -> Spec:
     spec = stage.spec(PEER, topic, records=records, work=work, concurrency=CONCURRENCY)
     return replace(spec, keys=KEYS)
 
@@ -62,7 +62,7 @@ def well_done(measured: Measurement) -> bool:
 
 async def test_a_peer_processes_every_record_once_in_order_and_commits(stage: Stage) -> None:
     topic, warm_up = await filled(stage), await filled(stage, 40)
-    spec = replace(told(stage, topic, "told"), warm_up=warm_up.name, warm_up_ends=warm_up.ends)
+    spec = replace(spec_of(stage, topic, "planned"), warm_up=warm_up.name, warm_up_ends=warm_up.ends)
 
     measured = await stage.run(spec, DEADLINE)
 
@@ -78,7 +78,7 @@ async def test_a_peer_processes_every_record_once_in_order_and_commits(stage: St
 
 
 async def test_a_peer_runs_the_computing_workload(stage: Stage) -> None:
-    assert well_done(await stage.run(told(stage, await filled(stage), "hash"), DEADLINE))
+    assert well_done(await stage.run(spec_of(stage, await filled(stage), "hash"), DEADLINE))
 
 
 async def test_a_peer_publishes_in_the_transactions_of_its_commits(stage: Stage) -> None:
@@ -97,7 +97,7 @@ async def test_a_peer_publishes_in_the_transactions_of_its_commits(stage: Stage)
 
 async def test_a_peer_stops_cleanly_on_sigterm(stage: Stage, tmp_path: Path) -> None:
     topic, journal = await filled(stage), tmp_path / "journal"
-    spec = replace(told(stage, topic, "journal", 0), journal=str(journal), seconds=0.002)
+    spec = replace(spec_of(stage, topic, "journal", 0), journal=str(journal), seconds=0.002)
     process = await stage.start(spec)
     try:
         async with asyncio.timeout(DEADLINE):
@@ -122,7 +122,7 @@ async def committed_by(stage: Stage, spec: Spec) -> set[tuple[int, ...]]:
 
 
 async def test_a_peer_that_does_not_end_is_killed_and_reported(stage: Stage) -> None:
-    spec = told(stage, await filled(stage), "told", RECORDS + 1)  # one more than there is
+    spec = spec_of(stage, await filled(stage), "planned", RECORDS + 1)  # one more than there is
 
     with pytest.raises(ContestantFailedError, match=rf"{PEER} did not end within 3 s"):
         await stage.run(spec, 3.0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.running import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
+from tests.support.paths import PROJECT
 
 CONTESTANTS = {
     "p1": {"plain loop", "aioshard", "aioshard, fixed shards", "fixed queues", "task per record"},

@@ -2,7 +2,7 @@
 
 A stage's root is a directory, and the paths in commands are moved there. While a stage is built its root has the one
 name that every stage has: a virtual environment that is copied to another stage finds itself again, as in an image.
-What is not run: FROM (this Python takes its place), USER, EXPOSE and STOPSIGNAL.
+It does not run FROM (this Python takes its place), USER, EXPOSE and STOPSIGNAL.
 """
 
 import json
@@ -20,7 +20,7 @@ PLACED = re.compile(r"^/(?=[\w.])(?!root|usr|bin|etc)")
 
 
 class CommandFailedError(RuntimeError):
-    """A RUN did not end well; the message is what it said."""
+    """A RUN failed; the message is its output."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Image:
         return [PLACED.sub(f"{self.root}/", word) for word in words]
 
     def variables(self, **more: str) -> dict[str, str]:
-        """Return the environment of a process of the image; of ours only what pip needs."""
+        """Return the environment of a process of the image; from this process only the variables that pip needs."""
         kept = {name: value for name, value in os.environ.items() if re.match(r"PIP_|LANG|SSL_|HTTPS?_PROXY", name)}
         path = f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin"
         own = {
@@ -63,18 +63,18 @@ def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
             yield name, argument.strip()
 
 
-def build(dockerfile: Path, context: Path, place: Path) -> Image:
+def build(dockerfile: Path, context: Path, directory: Path) -> Image:
     """Build all stages; the last one is the image.
 
     Raises:
         CommandFailedError: A RUN failed.
     """
-    root, stages, current = place / "root", dict[str, Path](), ""
+    root, stages, current = directory / "root", dict[str, Path](), ""
     image = Image(root)
     for name, argument in instructions(dockerfile):
         if name == "FROM":
             if current:
-                stages[current] = root.rename(place / current)
+                stages[current] = root.rename(directory / current)
             root.mkdir()
             current = argument.partition(" AS ")[2] or "last"
             image = Image(root)
@@ -106,7 +106,7 @@ def _apply(image: Image, name: str, argument: str, context: Path, stages: dict[s
 
 
 def _words(argument: str) -> list[str]:
-    """The exec form; a shell form is no JSON and is refused."""
+    """The exec form; a shell form is not JSON and is refused."""
     words: list[str] = json.loads(re.sub(r"^(?:--\S+ )+", "", argument))
     return words
 

@@ -17,8 +17,8 @@ import pytest
 from aioshard.kafka.embedded import EmbeddedBroker
 from tests.project.deploy.dockerfile import CommandFailedError, Image, build, instructions
 from tests.support.cluster import POLL_INTERVAL, KafkaCluster
-from tests.support.provision import skip_or_fail
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
+from tests.support.requirements import skip_or_fail
 
 DOCKERFILE = PROJECT / "deploy" / "Dockerfile"
 DEADLINE = 60.0

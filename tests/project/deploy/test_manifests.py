@@ -18,9 +18,9 @@ from tests.project.docs.tables import DOCS, context_of
 from tests.support.certificates import make_certificates
 from tests.support.checkers import checked
 from tests.support.kafka import KafkaBroker
-from tests.support.kafka_libs import BrokerUnavailableError
-from tests.support.provision import skip_or_fail
-from tests.support.running import PROJECT
+from tests.support.kafka_libs import NEWEST, BrokerUnavailableError
+from tests.support.paths import PROJECT
+from tests.support.requirements import skip_or_fail
 
 DEPLOY = PROJECT / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
@@ -36,11 +36,14 @@ def documents(*pages: Path) -> Iterator[dict[str, Any]]:
 
 
 def keda() -> list[dict[str, Any]]:
-    return [one for one in documents(*MANIFESTS) if one["apiVersion"].startswith("keda.sh/")]
+    return [document for document in documents(*MANIFESTS) if document["apiVersion"].startswith("keda.sh/")]
 
 
 WORKLOADS = {
-    page.stem: one for page in MANIFESTS for one in documents(page) if one["kind"] in {"Deployment", "StatefulSet"}
+    page.stem: document
+    for page in MANIFESTS
+    for document in documents(page)
+    if document["kind"] in {"Deployment", "StatefulSet"}
 }
 
 
@@ -63,18 +66,18 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
 
 def variables(workload: dict[str, Any]) -> dict[str, str]:
     """Return the environment of the process, with references resolved in the map and the secret."""
-    named = {(one["kind"], one["metadata"]["name"]): one for one in documents(*MANIFESTS)}
+    named = {(document["kind"], document["metadata"]["name"]): document for document in documents(*MANIFESTS)}
     found: dict[str, str] = {}
     for source in container(workload).get("envFrom", ()):
         found |= named["ConfigMap", source["configMapRef"]["name"]]["data"]
-    for one in container(workload)["env"]:
-        origin = one["valueFrom"]
+    for variable in container(workload)["env"]:
+        origin = variable["valueFrom"]
         if "secretKeyRef" in origin:
             reference = origin["secretKeyRef"]
-            found[one["name"]] = named["Secret", reference["name"]]["stringData"][reference["key"]]
+            found[variable["name"]] = named["Secret", reference["name"]]["stringData"][reference["key"]]
         else:
             assert origin["fieldRef"]["fieldPath"] == "metadata.name"
-            found[one["name"]] = f"{workload['metadata']['name']}-0"
+            found[variable["name"]] = f"{workload['metadata']['name']}-0"
     return found
 
 
@@ -103,9 +106,9 @@ def test_kubernetes_knows_every_field_of_the_manifests() -> None:
 
 def test_keda_knows_every_field(tmp_path: Path) -> None:
     """KEDA's own schema is not on any package index; ours has the fields that its documentation names."""
-    for number, one in enumerate(keda()):
+    for number, document in enumerate(keda()):
         page = tmp_path / f"{number}.yaml"
-        page.write_text(yaml.safe_dump(one))
+        page.write_text(yaml.safe_dump(document))
         checked("check-jsonschema", "--schemafile", PROJECT / "tests" / "project" / "deploy" / "keda.schema.json", page)
     assert len(keda()) == 3
 
@@ -187,7 +190,7 @@ def test_a_pod_is_killed_only_after_its_longest_shutdown(
 def test_the_memory_limit_covers_the_buffers(
     workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The bound of benchmark P6 above an idle process, and 64 MiB for what the handlers hold."""
+    """The bound of benchmark P6 above an idle process, and 64 MiB for the handlers."""
     found = settings(variables(workload), monkeypatch, tmp_path)
     idle, own = 48, 64
     resources = container(workload)["resources"]
@@ -214,7 +217,7 @@ def test_a_blocking_handler_is_reported_before_the_pod_restarts(
 def test_no_autoscaler_exceeds_the_partitions() -> None:
     topics = yaml.safe_load(COMPOSE.read_text())["services"]["topics"]["command"]
     partitions = int(next(word for word in topics if word.startswith("--partitions=")).partition("=")[2])
-    objects = [one["spec"] for one in keda() if one["kind"] == "ScaledObject"]
+    objects = [document["spec"] for document in keda() if document["kind"] == "ScaledObject"]
 
     assert len(objects) == 2
     for found in objects:
@@ -226,7 +229,9 @@ def test_no_autoscaler_exceeds_the_partitions() -> None:
 
 def test_an_autoscaler_queries_existing_group_topic_and_metrics() -> None:
     (app,) = [value for value in runpy.run_path(str(DEPLOY / "app" / "billing.py")).values() if isinstance(value, App)]
-    triggers = {one["type"]: one["metadata"] for found in keda() for one in found["spec"].get("triggers", ())}
+    triggers = {
+        trigger["type"]: trigger["metadata"] for found in keda() for trigger in found["spec"].get("triggers", ())
+    }
     kafka, prometheus = triggers["kafka"], triggers["prometheus"]
 
     assert (kafka["consumerGroup"], kafka["topic"]) == (app.group_id, app.handlers[0].topics[0])
@@ -289,12 +294,9 @@ def test_grafana_finds_the_dashboard_and_prometheus() -> None:
 
 
 def test_the_compose_file_uses_the_broker_version_of_the_tests() -> None:
-    pom = (PROJECT / "tests" / "support" / "broker" / "pom.xml").read_text()
-    tested = re.search(r"<artifactId>kafka_2.13</artifactId>\s*<version>([\d.]+)</version>", pom)
     services = yaml.safe_load(COMPOSE.read_text())["services"]
 
-    assert tested is not None
-    assert services["kafka"]["image"] == services["topics"]["image"] == f"apache/kafka:{tested[1]}"
+    assert services["kafka"]["image"] == services["topics"]["image"] == f"apache/kafka:{NEWEST}"
     for service in services.values():
         assert service["image"] == "billing" or re.search(r":v?\d+\.\d+\.\d+$", service["image"])
 
@@ -320,7 +322,7 @@ async def test_a_broker_starts_with_the_compose_settings(tmp_path: Path) -> None
     try:
         await broker.start()
     except BrokerUnavailableError as missing:
-        skip_or_fail("Kafka broker", str(missing))
+        skip_or_fail("Kafka broker", missing)
     try:
         await broker.create_topic("orders", 12)
         await broker.produce("orders", [(b"alice", b"{}")] * 10)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.site import build
+from tests.tools.site import build
 
 
 @pytest.fixture(scope="session")

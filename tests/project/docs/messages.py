@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 _VARIES = re.compile(r"%(?:\(\w+\))?[-+ #0]*[\d.]*[srdgfcx]")
 _SHORTEST = 12

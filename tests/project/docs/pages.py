@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.project.docs.tables import DOCS
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 PAGES = (PROJECT / "README.md", *sorted(DOCS.rglob("*.md")))
 

@@ -10,7 +10,7 @@ from aioshard import errors, spark, testing, web
 MODULES: tuple[ModuleType, ...] = (aioshard, testing, spark, web)
 INTERNAL = {
     "aioshard.App.running_engine": "for parts of the package that run handlers in another way",
-    "aioshard.App.serve_until_signal": "for the command line, which has handlers of signals of its own",
+    "aioshard.App.serve_until_signal": "for the command line, which has its own signal handlers",
     "aioshard.App.traced_by": "for aioshard.telemetry.tracing.trace",
 }
 """Members without an underscore that the reference leaves out, and why."""
@@ -44,7 +44,7 @@ def exceptions() -> set[str]:
 
 def _found(name: str) -> object:
     module, _, attribute = name.rpartition(".")
-    return getattr(next(one for one in MODULES if one.__name__ == module), attribute)
+    return getattr(next(each for each in MODULES if each.__name__ == module), attribute)
 
 
 def _members(found: object) -> Iterator[str]:

@@ -21,7 +21,7 @@ from aioshard.core.assignment import ASSIGNORS, Member
 from aioshard.settings import Settings, default_of, unit_of
 from aioshard.telemetry.metrics import METRICS
 from aioshard.telemetry.tracing import ATTRIBUTES
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 DOCS = PROJECT / "docs"
 
@@ -112,7 +112,7 @@ def context_of(name: str) -> click.Context:
     """A context of a command, without running it; that of a command of a group has both names with a space.
 
     Raises:
-        KeyError: There is no such command.
+        KeyError: The command does not exist.
     """
     context = click.Context(entry.cli, info_name="aioshard", **entry.cli.context_settings, **_WIDE)
     for part in name.split():

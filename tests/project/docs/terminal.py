@@ -19,7 +19,7 @@ _END = "\x02"
 
 
 class Step:
-    """A command or a Ctrl-C (or neither, for what is printed by itself), and what is printed after it."""
+    """A command or a Ctrl-C (or neither, for output without a command), and the output after it."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -71,9 +71,9 @@ def pattern(lines: list[str]) -> re.Pattern[str]:
 class Terminal:
     """A separate shell; its output is read once, step by step."""
 
-    def __init__(self, place: Path, environment: Mapping[str, str], *, replaced: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, environment: Mapping[str, str], *, replaced: Mapping[str, str]) -> None:
         """Args: where it begins, all its variables, and texts of commands that are others here, such as ports."""
-        self._place, self._environment, self._replaced = place, dict(environment), dict(replaced)
+        self._directory, self._environment, self._replaced = directory, dict(environment), dict(replaced)
         self._printed = ""
         self._shell: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class Terminal:
         self._shell = await asyncio.create_subprocess_exec(
             "/bin/bash",
             "--norc",
-            cwd=self._place,
+            cwd=self._directory,
             env=self._environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -28,7 +28,7 @@ from aioshard.settings import PREFIX, Settings
 from aioshard.testing import TestClient, run
 from tests.project.docs.pages import PAGES, Block, blocks, name_of
 from tests.project.docs.tables import context_of
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 EXECUTED = blocks("python")
 SHELL = blocks("console", "yaml")
@@ -49,7 +49,7 @@ def test_no_block_is_left_out() -> None:
     assert written == len(blocks("python", "pycon", "console", "yaml"))
 
 
-@pytest.mark.parametrize("block", [one for one in EXECUTED if one.check != "continued"], ids=str)
+@pytest.mark.parametrize("block", [each for each in EXECUTED if each.check != "continued"], ids=str)
 def test_a_python_block_runs(block: Block) -> None:
     if block.check == "theirs":
         check_theirs(block)
@@ -65,7 +65,7 @@ def test_a_python_block_runs(block: Block) -> None:
     elif block.check == "pytest":
         check_tests(names)
     else:
-        assert block.check == "", f"{block} asks to be checked by {block.check!r}, which nobody knows"
+        assert block.check == "", f"{block} has the unknown check {block.check!r}"
 
 
 def _continuing(block: Block) -> Iterator[Block]:
@@ -139,14 +139,14 @@ def check_tests(names: dict[str, Any]) -> None:
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("pycon")}), ids=name_of)
 def test_a_session_prints_what_it_shows(page: Any) -> None:
     names: dict[str, Any] = {}
-    parser, told = doctest.DocTestParser(), list[str]()
+    parser, output = doctest.DocTestParser(), list[str]()
     runner = doctest.DocTestRunner(verbose=False)
     for block in blocks("pycon"):
         if block.page == page:
             session = parser.get_doctest(block.text, names, str(block), str(page), block.line)
-            runner.run(session, out=told.append, clear_globs=False)
+            runner.run(session, out=output.append, clear_globs=False)
             names = session.globs
-    assert runner.summarize(verbose=False).failed == 0, "".join(told)
+    assert runner.summarize(verbose=False).failed == 0, "".join(output)
     assert runner.tries > 0
 
 
@@ -161,6 +161,7 @@ NOT_RUN = {
     },
     "theirs": {
         "coming-from-aiokafka.md": "code of another library",
+        "coming-from-celery.md": "code of another library, which is not installed: it compiles",
         "coming-from-confluent-kafka.md": "code of another library",
         "coming-from-faststream.md": "code of another library",
         "coming-from-faust.md": "code of another library, which is not installed: it compiles",
@@ -209,7 +210,7 @@ def test_a_command_knows_its_documented_options(block: Block) -> None:
 
 
 NO_SETTINGS = {TOKEN_VARIABLE, WORKER_VARIABLE, "AIOSHARD_COMPILE"}
-"""Variables that are told and not set, or that are options of a command or of the build."""
+"""Variables that are described and not set, or that are options of a command or of the build."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -26,12 +26,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from aioshard import App, Record
+from aioshard import App, HandlerStatistics, Record
 from aioshard.core.sharding import shard_number
-from aioshard.testing import InMemoryBroker, TestClient, replay_prefixes, run
+from aioshard.testing import InMemoryBroker, TestClient, assert_idempotent, run
 from aioshard.web.server import serve_in_thread
 from tests.support.kafka import KafkaBroker
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 EXAMPLES = PROJECT / "examples"
 DEADLINE = 40.0
@@ -140,7 +140,7 @@ async def test_order_service_books_each_order_once_and_answers_while_it_drains(
 
 
 class FakeModel:
-    """An API like OpenAI's that fails as told by the text of a review, and counts."""
+    """An API like OpenAI's that fails as the text of a review says, and counts."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -179,12 +179,12 @@ async def test_llm_fanout_keeps_the_rate_retries_and_gives_up(monkeypatch: pytes
                 await kafka.publish("reviews", {"id": text, "text": text}, key="one customer")
             await kafka.settle(timeout=30)
             classified = [json.loads(record.value or b"") for record in kafka.records("reviews.classified")]
-            letters = [json.loads(record.value or b"")["id"] for record in kafka.records("reviews.dlt")]
+            dead_letters = [json.loads(record.value or b"")["id"] for record in kafka.records("reviews.dlt")]
 
     assert {text: model.calls[text] for text in trouble} == trouble
-    assert sorted(letters) == ["503 until call 99", "bad"]
-    assert sorted(one["id"] for one in classified) == sorted(set(texts) - set(letters))
-    assert {one["class"] for one in classified} == {"positive"}
+    assert sorted(dead_letters) == ["503 until call 99", "bad"]
+    assert sorted(review["id"] for review in classified) == sorted(set(texts) - set(dead_letters))
+    assert {review["class"] for review in classified} == {"positive"}
     assert model.most_at_once > 4, "one call after the other"
     seconds = model.times[-1] - model.times[0]
     assert len(model.times) <= 5 + example.PER_SECOND * (seconds + 0.2), "faster than the API allows"
@@ -212,6 +212,43 @@ def test_resources_are_open_while_handlers_run(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "ledger.db").exists()
 
 
+def test_dependencies_commit_with_the_handler_or_roll_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = load("dependencies")
+
+    async def scenario() -> int:
+        async with TestClient(example.app) as client:
+            for amount in (3, -4, 5):
+                await client.publish("payments", str(amount), key="alice")
+            await client.settle()
+            statistics: HandlerStatistics = example.app.statistics().handlers[0]
+            return statistics.skipped
+
+    assert run(scenario()) == 1
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        booked = database.execute("SELECT customer, amount FROM payments ORDER BY amount").fetchall()
+    assert booked == [("alice", 3), ("alice", 5)]
+
+
+def test_dependencies_are_replaced_in_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = load("dependencies")
+    booked: list[tuple[str, int]] = []
+
+    class FakeLedger:
+        def book(self, customer: str, amount: int) -> None:
+            booked.append((customer, amount))
+
+    async def scenario() -> None:
+        async with TestClient(example.app, overrides={example.Ledger: FakeLedger}) as client:
+            await client.publish("payments", "3", key="alice")
+            await client.settle()
+
+    run(scenario())
+    assert booked == [("alice", 3)]
+    assert list(tmp_path.iterdir()) == []
+
+
 ORDERS = [(b"alice", 3, "old street"), (b"ben", 4, "square"), (b"alice", 5, "new street")]
 
 
@@ -237,7 +274,7 @@ def test_inbox_sqlite_applies_each_order_once(tmp_path: Path, monkeypatch: pytes
         for left in tmp_path.iterdir():
             left.unlink()
 
-    run(replay_prefixes(example.app, orders(), reset=reset, effects=customers))
+    run(assert_idempotent(example.app, orders(), reset=reset, effects=customers))
     assert customers() == [("alice", 8, "new street"), ("ben", 4, "square")]
 
 
@@ -270,10 +307,10 @@ async def test_orders_to_invoices_gives_each_order_one_invoice_or_dead_letter() 
         client.group.rebalance()
         await client.settle()
         invoices = [json.loads(record.value or b"")["order"] for record in client.records("invoices")]
-        letters = [json.loads(record.value or b"")["id"] for record in client.records("orders.dlt")]
+        dead_letters = [json.loads(record.value or b"")["id"] for record in client.records("orders.dlt")]
 
     assert sorted(invoices) == sorted(order["id"] for order in orders if order["amount"])
-    assert sorted(letters) == sorted(order["id"] for order in orders if not order["amount"])
+    assert sorted(dead_letters) == sorted(order["id"] for order in orders if not order["amount"])
 
 
 def test_fixed_shards_keep_separate_caches() -> None:

@@ -9,16 +9,16 @@ import pytest
 from aiokafka import AIOKafkaConsumer
 
 from aioshard import App, Record
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import POLL_INTERVAL
-from tests.support.shared_kafka import SharedKafka
 
 RECORDS = 120
 FIRST = 45
-"""At least so many are handled by the other library."""
+"""At least this number is handled by the other library."""
 DEADLINE = 40.0
 
-Place = tuple[int, int]
-Handled = Counter[Place]
+RecordId = tuple[int, int]
+Handled = Counter[RecordId]
 
 
 async def with_aiokafka(bootstrap: str, group: str, topic: str, handled: Handled) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tests.project.docs.pages import Block, blocks
 from tests.project.docs.tables import DOCS
 from tests.project.docs.terminal import Step, Terminal, pattern, steps
-from tests.support.provision import skip_or_fail
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
+from tests.support.requirements import skip_or_fail
 
 GETTING_STARTED, TUTORIAL = DOCS / "getting-started.md", DOCS / "tutorial.md"
 INSTALLING = 180.0
@@ -27,7 +27,7 @@ TERMINALS = ("first", "second", "third")
 async def test_each_command_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     (tmp_path / "aioshard").symlink_to(PROJECT)
     shown = [block for block in blocks("console", "python") if block.page == page]
-    place = tmp_path / next(name for block in shown for name in re.findall(r"^\$ mkdir (\w+)", block.text))
+    directory = tmp_path / next(name for block in shown for name in re.findall(r"^\$ mkdir (\w+)", block.text))
     ports = dict(zip(("9092", "8080"), map(str, free_ports(2)), strict=True))
     followed = 0
     async with AsyncExitStack() as stack:
@@ -35,13 +35,13 @@ async def test_each_command_prints_what_the_page_shows(page: Path, tmp_path: Pat
         for block in shown:
             if block.language == "python":
                 if file := saved_as(block):
-                    (place / file).write_text(block.text.replace("9092", ports["9092"]))
+                    (directory / file).write_text(block.text.replace("9092", ports["9092"]))
                 continue
             if block.check not in TERMINALS:
                 continue
             if block.check not in opened:
                 # Each further terminal is opened in the new directory, and takes the same environment.
-                terminal = Terminal(tmp_path if not opened else place, variables(place, opened), replaced=ports)
+                terminal = Terminal(tmp_path if not opened else directory, variables(directory, opened), replaced=ports)
                 opened[block.check] = await stack.enter_async_context(terminal)
             for step in steps(block.text):
                 await follow(opened[block.check], step)
@@ -74,12 +74,12 @@ async def follow(terminal: Terminal, step: Step) -> None:
         raise
 
 
-def variables(place: Path, opened: dict[str, Terminal]) -> dict[str, str]:
-    """Return the initial environment of a shell: nothing of ours except how pip finds packages."""
+def variables(directory: Path, opened: dict[str, Terminal]) -> dict[str, str]:
+    """Return the initial environment of a shell: only the variables by which pip finds packages."""
     kept = {name: value for name, value in os.environ.items() if re.match(r"PIP_|LANG|SSL_|HTTPS?_PROXY", name)}
-    path = [str(place / ".venv" / "bin")] if opened else []
+    path = [str(directory / ".venv" / "bin")] if opened else []
     path += [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
-    return {**kept, "HOME": str(place.parent), "PATH": ":".join(path), "COLUMNS": "120", "PIP_NO_COMPILE": "1"}
+    return {**kept, "HOME": str(directory.parent), "PATH": ":".join(path), "COLUMNS": "120", "PIP_NO_COMPILE": "1"}
 
 
 def free_ports(count: int) -> list[int]:

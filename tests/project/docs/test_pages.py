@@ -20,7 +20,7 @@ from aioshard.web.health import health_routes
 from tests.project.docs.messages import is_printed
 from tests.project.docs.pages import PAGES, Link, anchors, blocks, links, name_of
 from tests.project.docs.tables import DOCS, GENERATED, marks, named_tests
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 README = PROJECT / "README.md"
 GUARANTEES = [f"I{number}" for number in range(1, 14)]
@@ -52,7 +52,7 @@ def leads_somewhere(link: Link) -> bool:
     target = (link.page.parent / link.file).resolve() if link.file else link.page
     if not target.exists():
         return False
-    # A page is read on the site too, where there is nothing but pages.
+    # A page is read on the site too, which has only pages.
     if link.page.is_relative_to(DOCS) and not target.is_relative_to(DOCS):
         return False
     return not link.anchor or link.anchor in anchors(target)

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import pytest
 from playwright.async_api import Page, ViewportSize
 
-from tests.support.browsing import Watched, open_browser, served
+from tests.support.browsing import Watched, broken_words, open_browser, served
 from tests.support.chromium import ChromiumUnavailableError
-from tests.support.provision import skip_or_fail
-from tests.support.site import addresses, application
+from tests.support.requirements import skip_or_fail
+from tests.tools.site import addresses, application
 
 
 class Way(NamedTuple):
@@ -41,6 +41,10 @@ async def test_every_page_renders_without_errors_in_every_layout(site: Path) -> 
     assert await faults_of(site, pages, WAYS) == {}
 
 
+async def test_no_name_is_broken_in_a_table(site: Path) -> None:
+    assert await faults_of(site, ["failures/", "settings/"], [Way(390, "light"), Way(1280, "light")]) == {}
+
+
 async def faults_of(site: Path, pages: Sequence[str], ways: Sequence[Way]) -> dict[str, list[str]]:
     """All that is wrong, by the page and the way in which it is seen."""
     found: dict[str, list[str]] = {}
@@ -62,9 +66,11 @@ async def _faults(opened: Page, address: str, page: str, way: Way) -> list[str]:
     await opened.goto(address + page)
     await opened.wait_for_function(PICTURES_ARE_LOADED)
     seen = await opened.evaluate(SEEN)
+    broken = await broken_words(opened, ".md-typeset table code")
     await opened.close()
     faults = watched.troubles + [f"asked of elsewhere: {url}" for url in watched.elsewhere]
     faults += [f"not shown: {picture}" for picture in seen["missing"]]
+    faults += [f"broken: {word}" for word in broken]
     if seen["width"] > way.width:
         faults.append(f"{seen['width']} pixels wide")
     if seen["scheme"] != {"light": "default", "dark": "slate"}[way.scheme]:

@@ -8,8 +8,8 @@ from playwright.async_api import Page
 
 from tests.support.browsing import open_browser, served
 from tests.support.chromium import ChromiumUnavailableError
-from tests.support.provision import skip_or_fail
-from tests.support.site import application
+from tests.support.requirements import skip_or_fail
+from tests.tools.site import application
 
 WORDS = {
     "DLQ": ("glossary/", "dead-letters/"),
@@ -30,7 +30,7 @@ FIRST_HIT = """() => {
 HIT_WITHIN = 15_000
 POLL = 50
 STEADY = 10
-"""So many looks in a row show the same hit: results for the beginning of a word come and go while it is typed."""
+"""All these looks in a row show one hit: results for the beginning of a word come and go while it is typed."""
 
 
 @pytest.fixture

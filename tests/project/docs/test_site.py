@@ -7,7 +7,7 @@ import pytest
 
 from tests.project.docs.public import public_names
 from tests.project.docs.tables import named_tests
-from tests.support.running import PROJECT
+from tests.support.paths import PROJECT
 
 
 @pytest.mark.chaos

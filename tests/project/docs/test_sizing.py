@@ -13,9 +13,9 @@ from aioshard import App, Context, Record
 from aioshard.errors import SettingsError
 from aioshard.settings import Settings
 from tests.project.docs.tables import DOCS
+from tests.support.brokers import SharedKafka
 from tests.support.cluster import POLL_INTERVAL
-from tests.support.running import PROJECT
-from tests.support.shared_kafka import SharedKafka
+from tests.support.paths import PROJECT
 
 PAGE = DOCS / "sizing.md"
 DEADLINE = 30.0
@@ -29,7 +29,10 @@ def connection_figures() -> dict[str, tuple[int, ...]]:
 
 def connected(port: int) -> int:
     found = psutil.Process(os.getpid()).net_connections("tcp")
-    return sum(one.status == psutil.CONN_ESTABLISHED and bool(one.raddr) and one.raddr.port == port for one in found)
+    return sum(
+        connection.status == psutil.CONN_ESTABLISHED and bool(connection.raddr) and connection.raddr.port == port
+        for connection in found
+    )
 
 
 @pytest.mark.parametrize("client", ["aiokafka", "confluent"])
@@ -92,9 +95,9 @@ def test_the_documented_times_match_the_settings() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"session_timeout": 8.0},
-        {"drain_timeout": 60.0},
-        {"client": "confluent", "rebalance_timeout": 40.0, "drain_timeout": 20.0},
+        {"session_timeout": 8.0, "heartbeat_interval": 3.0},
+        {"drain_timeout": 60.0, "rebalance_timeout": 60.0},
+        {"client": "confluent", "rebalance_timeout": 40.0, "session_timeout": 45.0},
     ],
     ids="-".join,
 )

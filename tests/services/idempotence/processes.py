@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.kafka_libs import PROJECT
+from tests.support.paths import PROJECT
 
 VARIABLE = "INBOX_MEMBER"
 STANDSTILL = 2
@@ -32,7 +32,7 @@ SHORT = {
 
 
 class Member:
-    """One process, started at once; `with` ends it in the end."""
+    """One process, started immediately; `with` ends it."""
 
     def __init__(self, what: dict[str, str], log: Path, *arguments: str, **settings: Any) -> None:
         """Starts it.

@@ -10,7 +10,7 @@ import pytest
 from psycopg_pool import AsyncConnectionPool
 
 from aioshard import App, Record
-from aioshard.testing import InMemoryBroker, TestClient, replay_prefixes
+from aioshard.testing import InMemoryBroker, TestClient, assert_idempotent
 from examples import inbox_postgresql
 from tests.services.idempotence.stores import Customer, PostgresqlStore, Store, app_of, expected, order
 
@@ -28,7 +28,7 @@ def publish(broker: InMemoryBroker, count: int, customers: int) -> list[Record]:
 async def test_a_crash_at_any_await_leaves_the_effects_of_a_single_run(store: Store) -> None:
     history = publish(InMemoryBroker(partitions=1), count=3, customers=2)
 
-    await replay_prefixes(
+    await assert_idempotent(
         app_of(store, "customers"), history, reset=store.reset, effects=store.customers, timeout=PATIENCE
     )
 
@@ -157,7 +157,7 @@ async def test_a_record_waits_for_its_other_run_to_end(postgresql_url: str, outc
 async def test_a_stalled_transaction_does_not_block_its_record_forever(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the machine of the old owner is gone, and nobody has told the server."""
+    """The machine of the old owner is gone, and the server does not know."""
     monkeypatch.setattr(inbox_postgresql, "STANDSTILL", 1)
     store = PostgresqlStore(postgresql_url)
     gone = contextlib.suppress(psycopg.errors.IdleInTransactionSessionTimeout, psycopg.OperationalError)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.services.idempotence.processes import Member
 from tests.services.idempotence.stores import Store, expected, order
-from tests.support.shared_kafka import SharedKafka
+from tests.support.brokers import SharedKafka
 
 CUSTOMERS = 25
 
@@ -57,7 +57,7 @@ def orders(kafka: SharedKafka, topic: str, group: str, store: Store, tmp_path: P
 
 
 async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait for what other processes do to a database."""
+    """Wait for the effect of other processes on a database."""
     async with asyncio.timeout(timeout):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)

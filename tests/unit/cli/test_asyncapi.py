@@ -10,11 +10,12 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import BaseModel, ConfigDict, Field, RootModel, computed_field
 from pydantic_asyncapi.v3 import AsyncAPI
 
 from aioshard import App, Batch, DeadLetter, Record, Router
-from aioshard.cli.asyncapi import document
+from aioshard.asyncapi import document
+from aioshard.ports import Message
 
 MODULE = '''
 from pydantic import BaseModel
@@ -112,9 +113,9 @@ def resolve(node: Any, root: dict[str, Any]) -> None:
     """Each reference leads somewhere."""
     if isinstance(node, dict):
         if "$ref" in node:
-            place: Any = root
+            target: Any = root
             for part in node["$ref"].removeprefix("#/").split("/"):
-                place = place[part.replace("~1", "/").replace("~0", "~")]
+                target = target[part.replace("~1", "/").replace("~0", "~")]
         for child in node.values():
             resolve(child, root)
     elif isinstance(node, list):
@@ -229,7 +230,7 @@ def test_several_topics_and_patterns_have_a_channel_each() -> None:
 
 
 def properties(found: dict[str, Any], handler: str) -> set[str]:
-    """The fields of what a handler takes."""
+    """The fields of the payload of a handler."""
     payload = found["components"]["messages"][handler]["payload"]
     if "$ref" in payload:
         payload = found["components"]["schemas"][payload["$ref"].removeprefix("#/components/schemas/")]
@@ -326,7 +327,9 @@ def test_dead_letters_read_by_a_handler_share_its_channel(order: int) -> None:
     found = described(handlers)
 
     assert set(found["channels"]["orders.dlt"]["messages"]) == {"writes", "reads"}
-    actions = {name: (one["action"], one["channel"]["$ref"]) for name, one in found["operations"].items()}
+    actions = {
+        name: (operation["action"], operation["channel"]["$ref"]) for name, operation in found["operations"].items()
+    }
     assert actions == {
         "writes": ("receive", "#/channels/orders"),
         "writes-dead-letter": ("send", "#/channels/orders.dlt"),
@@ -382,3 +385,50 @@ def test_an_app_without_servers_lists_none() -> None:
     app.consume("orders")(takes_order)
 
     assert "servers" not in document(app, "Billing", "1")
+
+
+def outputs_of(*functions: Callable[..., Any]) -> dict[str, Any]:
+    """The messages of handlers that publish what they return to topic `<name>s`."""
+    handlers = Router()
+    for function in functions:
+        handlers.consume(function.__name__, publish_to=f"{function.__name__}s")(function)
+    found = described(handlers)
+    for function in functions:
+        name = f"{function.__name__}-output"
+        channel = found["channels"][f"{function.__name__}s"]
+        assert channel["messages"] == {name: {"$ref": f"#/components/messages/{name}"}}
+        assert found["operations"][name]["action"] == "send"
+    return {function.__name__: found["components"]["messages"][f"{function.__name__}-output"] for function in functions}
+
+
+def test_what_a_handler_publishes_is_an_output() -> None:
+    async def model(_: Record) -> Order: ...  # type: ignore[empty-body]
+    async def optional(_: Record) -> Refund | None: ...
+    async def text(_: Record) -> str: ...  # type: ignore[empty-body]
+    async def several(_: Record) -> list[Message]: ...  # type: ignore[empty-body]
+    async def either(_: Record) -> Item | Refund: ...  # type: ignore[empty-body]
+    async def unknown(_: Record): ...  # type: ignore[no-untyped-def]  # noqa: ANN202
+
+    found = outputs_of(model, optional, text, several, either, unknown)
+
+    assert found["model"]["payload"]["properties"].keys() == {"items"}
+    assert found["optional"]["payload"]["properties"].keys() == {"total"}
+    assert found["text"]["contentType"] == "text/plain"
+    assert found["several"]["payload"] == {}
+    assert len(found["either"]["payload"]["anyOf"]) == 2
+    assert found["unknown"]["payload"] == {}
+
+
+def test_an_output_has_the_schema_of_what_is_written() -> None:
+    class Rounded(BaseModel):
+        cents: int
+
+        @computed_field
+        def euros(self) -> float:
+            return self.cents / 100
+
+    async def total(_: Record) -> "Rounded": ...  # type: ignore[empty-body]
+
+    total.__annotations__["return"] = Rounded
+
+    assert outputs_of(total)["total"]["payload"]["properties"].keys() == {"cents", "euros"}

@@ -18,15 +18,15 @@ def group(state: str = "stable", *, members: bool = True) -> Group:
     return Group(state, "classic", "sticky", found)
 
 
-def place(
+def position_of(
     committed: int | None = 10,
     start: int = 0,
     end: int = 100,
     *,
     owned: bool = True,
-    noted: CommitMetadata | None = None,
+    metadata: CommitMetadata | None = None,
 ) -> Position:
-    commit = None if committed is None else Committed(committed, (noted or CommitMetadata()).text(committed))
+    commit = None if committed is None else Committed(committed, (metadata or CommitMetadata()).text(committed))
     return Position(ONE, commit, LogBounds(start, end, end), MEMBER if owned else None)
 
 
@@ -53,16 +53,16 @@ FINISHED = CommitMetadata(finished=(Run(12, 15),))
 @pytest.mark.parametrize(
     ("found", "at", "cause"),
     [
-        (group(), place(100), None),
-        (group(), place(None), None),
-        (group(), place(5, start=20), "records from 5 to 19 were deleted before they were read"),
-        (group(), place(None)._replace(bounds=None), "the partition is gone"),
-        (group("empty", members=False), place(), "the group has no members"),
-        (group("empty", members=False), place(100), None),
-        (group("assigning"), place(), "the group is rebalancing"),
-        (group(), place(owned=False), "no member owns it"),
-        (group(), place(noted=FINISHED), "record 10 is not finished, 3 beyond it are"),
-        (group(), place(), None),
+        (group(), position_of(100), None),
+        (group(), position_of(None), None),
+        (group(), position_of(5, start=20), "records from 5 to 19 were deleted before they were read"),
+        (group(), position_of(None)._replace(bounds=None), "the partition is gone"),
+        (group("empty", members=False), position_of(), "the group has no members"),
+        (group("empty", members=False), position_of(100), None),
+        (group("assigning"), position_of(), "the group is rebalancing"),
+        (group(), position_of(owned=False), "no member owns it"),
+        (group(), position_of(metadata=FINISHED), "record 10 is not finished, 3 beyond it are"),
+        (group(), position_of(), None),
     ],
 )
 def test_a_partition_has_the_first_matching_cause(found: Group, at: Position, cause: str | None) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -121,7 +123,7 @@ async def test_routes_mounted_under_a_path_are_found(aioshard: Aioshard, app: Fa
     assert ended.output == EXPLANATION
 
 
-# When there is no answer
+# Without an answer
 
 
 @pytest.mark.parametrize("command", ["explain", "health"])
@@ -236,7 +238,7 @@ async def test_a_draining_app_is_alive_and_not_ready(aioshard: Aioshard, app: Fa
         3,
         (
             "not ready (the app is draining)\n"
-            "  because the app is draining: it finishes running records and starts no others\n"
+            "  because the app is draining: it finishes the records in flight and starts no others\n"
         ),
         "",
     )
@@ -272,7 +274,45 @@ async def test_several_apps_are_healthy_only_if_every_one_is(aioshard: Aioshard,
 
 
 @pytest.mark.parametrize("command", ["explain", "health"])
+async def test_each_of_several_apps_is_named(aioshard: Aioshard, app: FakeApp, url: str, command: str) -> None:
+    async with serve_health(app) as (host, port):
+        other = f"http://{host}:{port}"
+        both = await aioshard(command, url, other)
+        alone = await aioshard(command, url)
+
+    first, _, second = both.output.partition(f"{other}:\n")
+    assert first == f"{url}:\n{alone.output}"
+    assert second == alone.output
+
+
+async def test_a_reason_is_not_repeated_as_a_finding(aioshard: Aioshard, app: FakeApp, url: str) -> None:
+    trouble = "the group still rebalances"
+    app.current = dataclasses.replace(STATISTICS, state="starting", trouble=trouble, handlers=(), partitions=())
+    app.diagnosis = Diagnosis("starting", (Finding("trouble", trouble, None, None),), (), ())
+
+    ended = await aioshard("health", url)
+
+    assert ended.code == 3
+    assert ended.output.count(trouble) == 1
+
+
+@pytest.mark.parametrize("command", ["explain", "health"])
 async def test_the_default_url_is_port_8080_on_localhost(aioshard: Aioshard, command: str) -> None:
     ended = await aioshard(command, "--json", "--timeout", "1")
 
     assert json.loads(ended.output)["url"] == "http://127.0.0.1:8080"
+
+
+async def test_text_that_cannot_be_encoded_is_printed_with_escapes(
+    aioshard: Aioshard, url: str, app: FakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    trouble = Finding("trouble", "cannot open caf\udce9.txt", None, None)
+    app.diagnosis = dataclasses.replace(DIAGNOSIS, findings=(trouble,))
+
+    ended = await aioshard("health", url)
+
+    sys.stdout.flush()
+    assert (ended.code, ended.errors) == (0, "")
+    assert rb"cannot open caf\udce9.txt" in written.getvalue()

@@ -24,9 +24,9 @@ def test_record_contents_are_escaped_on_one_line(content: bytes | None, shown: s
     assert bytes_as_text(content) == shown
 
 
-@pytest.mark.parametrize(("content", "told"), [(None, None), (b"a\n", "a\n"), (b"\xff", {"base64": "/w=="})])
-def test_json_has_the_whole_record(content: bytes | None, told: object) -> None:
-    assert as_json_value(content) == told
+@pytest.mark.parametrize(("content", "expected"), [(None, None), (b"a\n", "a\n"), (b"\xff", {"base64": "/w=="})])
+def test_json_has_the_whole_record(content: bytes | None, expected: object) -> None:
+    assert as_json_value(content) == expected
 
 
 def test_long_values_are_shortened() -> None:

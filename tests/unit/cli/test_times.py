@@ -33,7 +33,7 @@ def _far_from_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def parsed(command: click.Command, option: str, text: str) -> float:
-    (parameter,) = (one for one in command.params if option in one.opts)
+    (parameter,) = (each for each in command.params if option in each.opts)
     found = parameter.process_value(click.Context(command), text)
     return found.timestamp() if isinstance(found, dt.datetime) else found
 

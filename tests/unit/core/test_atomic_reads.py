@@ -66,7 +66,7 @@ def test_the_first_parked_records_are_found_in_one_step() -> None:
     parked, numbers = ParkedKeys(), count(2)
 
     def park(number: int) -> None:
-        parked.add(ParkedEntry(number, str(number), generation=1, stored_at=number, due=0.0, replays=0))
+        parked.add(ParkedEntry(number, str(number), generation=1, stored_at=number, due=0.0, retries=0))
 
     def change() -> None:
         number = next(numbers)

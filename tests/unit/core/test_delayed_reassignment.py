@@ -80,7 +80,7 @@ def test_new_partitions_are_assigned_at_once_by_an_experienced_leader() -> None:
     assert delayed.withheld(everybody, {"t": range(8)}, 110.0) == frozenset()
 
     delayed.forget()
-    assert delayed.withheld(everybody, {"t": range(8)}, 120.0) == parts(6, 7), "nobody knows that they are new"
+    assert delayed.withheld(everybody, {"t": range(8)}, 120.0) == parts(6, 7), "it is unknown that they are new"
 
 
 def test_without_a_delay_nothing_is_withheld() -> None:

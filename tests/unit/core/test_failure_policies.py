@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshard import CircuitBreaker, DeadLetter, Park
-from aioshard.core.options import BreakerState
+from aioshard.core.breaker import BreakerState
 from aioshard.errors import HandlerError
 
 
@@ -61,27 +61,27 @@ def test_with_only_failures_it_opens_at_the_minimum_or_half_a_window() -> None:
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.2, 0.3])
 def test_a_lower_failure_share_never_opens_it_in_any_order(share: float) -> None:
-    places = [round(number * (1 - share) / share) for number in range(2_000)]
+    failures_at = [round(number * (1 - share) / share) for number in range(2_000)]
     for seed in range(20):
-        random.Random(seed).shuffle(places)
-        assert opened_after(places) is None
+        random.Random(seed).shuffle(failures_at)
+        assert opened_after(failures_at) is None
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
 def test_a_higher_failure_share_opens_it_soon(share: float) -> None:
-    places = [5_000 + round(number * (1 - share) / share) for number in range(500)]
-    opened = opened_after(places)
+    failures_at = [5_000 + round(number * (1 - share) / share) for number in range(500)]
+    opened = opened_after(failures_at)
     assert opened is not None
     assert opened <= 100
 
 
 @given(st.lists(st.integers(0, 300)), st.integers(1, 50), st.integers(1, 50), st.floats(0.05, 0.95))
 def test_it_opens_only_above_the_failure_share_of_a_window(
-    places: list[int], window: int, minimum: int, share: float
+    failures_at: list[int], window: int, minimum: int, share: float
 ) -> None:
     limits = CircuitBreaker(failure_rate=share, window=window, minimum=min(minimum, window))
     state = BreakerState(limits)
-    for number, before in enumerate(places, 1):
+    for number, before in enumerate(failures_at, 1):
         if state.fail(before, "E"):
             assert state.failed > share * min(window, number + before)
             assert number + before >= limits.minimum
@@ -96,3 +96,15 @@ def test_a_closed_circuit_breaker_starts_over() -> None:
     assert state.fail(0, "E"), "it stays open"
     state.close(1)
     assert [state.fail(1, "E") for _ in range(4)] == [False, False, False, True]
+
+
+def test_a_circuit_breaker_suspected_once_waits_again_for_the_records_that_run() -> None:
+    state = BreakerState(CircuitBreaker(window=4, minimum=2))
+
+    def running() -> int:
+        return 2
+
+    assert [state.fail(0, "E", running) for _ in range(3)] == [False, False, False], "the next failure opens it"
+    assert not state.fail(4, "E", running), "but then, most of the latest records had succeeded"
+
+    assert [state.fail(4, "E", running) for _ in range(4)] == [False, False, False, True]

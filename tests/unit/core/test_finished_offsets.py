@@ -9,10 +9,10 @@ from tests.support.offsets import runs_of
 
 ROOM = 4_000
 BITS = (ROOM - 40) * 15
-"""How many offsets a text reaches at least, whatever is finished among them."""
+"""How many offsets a text reaches at least, for any set of finished ones."""
 
 
-def noted(runs: tuple[Run, ...], room: int = ROOM) -> tuple[Run, ...]:
+def round_trip(runs: tuple[Run, ...], room: int = ROOM) -> tuple[Run, ...]:
     text = written(runs, 0, room)
     assert len(text) <= room
     return read_finished(text, 0) if text else ()
@@ -22,7 +22,7 @@ def test_random_offsets_take_one_bit_each() -> None:
     chosen = random.Random(1)
     runs = runs_of(offset for offset in range(1, 70_000) if chosen.random() < 0.5)
 
-    found = noted(runs)
+    found = round_trip(runs)
 
     assert found == runs[: len(found)]
     assert found[-1].end >= BITS
@@ -32,7 +32,7 @@ def test_sparse_offsets_reach_further() -> None:
     chosen = random.Random(2)
     runs = runs_of(chosen.sample(range(1, 3_000_000), 20_000))
 
-    found = noted(runs)
+    found = round_trip(runs)
 
     assert found == runs[: len(found)]
     assert found[-1].end > 4 * BITS
@@ -42,7 +42,7 @@ def test_sparse_offsets_reach_further() -> None:
 def test_with_little_room_only_the_lowest_offsets_are_stored(room: int) -> None:
     runs = runs_of(range(1, 4_000, 7))
 
-    found = noted(runs, room)
+    found = round_trip(runs, room)
 
     assert found == runs[: len(found)]
     assert bool(found) == (room >= 12)

@@ -13,7 +13,7 @@ def test_a_value_at_a_bound_counts_below_it() -> None:
     assert histogram.counts().counts == (1, 2, 1)
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50))))
+@given(st.lists(st.tuples(st.floats(-1, 100), st.integers(1, 50))))
 def test_each_value_is_counted_once_in_the_first_bucket_that_holds_it(values: list[tuple[float, int]]) -> None:
     histogram = Histogram()
 

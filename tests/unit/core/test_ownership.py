@@ -100,7 +100,7 @@ MARK = FirstCommit(partitions=4, at=int(BORN))
 
 
 @pytest.mark.parametrize(
-    ("noted", "partition", "seconds", "knows"),
+    ("markers", "partition", "seconds", "knows"),
     [
         ([], 3, 1.0, False),
         ([MARK], 3, 1.0, False),
@@ -111,9 +111,9 @@ MARK = FirstCommit(partitions=4, at=int(BORN))
     ids=["nobody-committed", "at-the-same-time", "a-partition-that-was-not-there-then", "long-after", "without-mark"],
 )
 def test_a_group_knows_a_topic_when_it_had_commits_before_it_was_resolved(
-    noted: list[FirstCommit | None], partition: int, seconds: float, *, knows: bool
+    markers: list[FirstCommit | None], partition: int, seconds: float, *, knows: bool
 ) -> None:
-    assert knows_topic(noted, partition, BORN + seconds) == knows
+    assert knows_topic(markers, partition, BORN + seconds) == knows
 
 
 def test_the_first_commit_marker_survives_the_broker() -> None:

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from aioshard.core.options import RateLimit, TokenBucket
+from aioshard.core.options import RateLimit
+from aioshard.engine.pacing import TokenBucket
 from aioshard.errors import HandlerError
 
 

@@ -4,7 +4,7 @@ from aioshard.core.parking import ParkedEntry, ParkedKeys
 
 
 def entry(offset: int, due: float) -> ParkedEntry:
-    return ParkedEntry(offset, b"k", generation=1, stored_at=offset, due=due, replays=0)
+    return ParkedEntry(offset, b"k", generation=1, stored_at=offset, due=due, retries=0)
 
 
 def test_a_key_that_is_being_retried_is_not_due_when_an_earlier_record_is_added() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aioshard.core.sharding import identity, shard_key_of, shard_number
+from aioshard.core.sharding import identity, record_key, shard_key_of, shard_number, shown
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
@@ -87,3 +87,36 @@ def test_a_past_record_with_an_unhashable_key_has_no_identity() -> None:
         return []
 
     assert identity(key, record(b"a")) is None
+
+
+def nested(depth: int) -> tuple[Any, ...]:
+    """A tuple in a tuple in a tuple, and so on."""
+    value: tuple[Any, ...] = ()
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+@pytest.mark.parametrize("show_keys", [False, True])
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [(10**5_000, "int"), (("tenant", -(10**5_000)), "tuple"), (nested(100_000), "tuple")],
+    ids=["integer", "tuple", "nested"],
+)
+def test_a_key_without_a_text_is_shown_by_its_type(key: object, kind: str, show_keys: bool) -> None:
+    """Python converts no integer of more than 4,300 digits."""
+    assert shown(key, show_keys=show_keys) == f"of type {kind}"
+
+
+@pytest.mark.parametrize(
+    ("shard_key", "key"),
+    [
+        (("orders", b"a"), b"a"),
+        (("clicks", b"a"), ("clicks", b"a")),
+        (("orders", b"a", 1), ("orders", b"a", 1)),
+        (b"orders", b"orders"),
+    ],
+    ids=["of-the-topic", "of-another-topic", "of-three-parts", "plain"],
+)
+def test_the_key_of_a_record_is_the_shard_key_without_its_topic(shard_key: object, key: object) -> None:
+    assert record_key(shard_key, "orders") == key

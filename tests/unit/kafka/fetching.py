@@ -58,6 +58,7 @@ class Coordinator:
         self._coordinator_dead_fut = asyncio.get_running_loop().create_future()
         self._group_subscription: object = "topics of others"
         self._coordination_task = self._pending_exception = None
+        self._performed_join_prepare = False
 
     async def ensure_coordinator_known(self) -> None:
         """It always is."""
@@ -66,7 +67,7 @@ class Coordinator:
         self.rejoins += 1
 
     def _start_heartbeat_task(self) -> None:
-        """There is nothing to tell the broker."""
+        """Send nothing to the broker."""
 
     async def _send_req(self, request: Any) -> Any:
         self.commits.append(request)

@@ -1,4 +1,4 @@
-"""A member on aiokafka: under which membership it commits, and what it releases, keeps and loses."""
+"""A member on aiokafka: the membership of its commits, and the partitions that it releases, keeps and loses."""
 
 import asyncio
 from collections.abc import Collection
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiokafka import errors as kafka
 
-from aioshard.errors import CommitRefusedError
+from aioshard.errors import CommitRefusedError, InstanceIdTakenError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
-from aioshard.ports import NOT_A_MEMBER, Committed, InstanceIdTakenError, LogRange, Membership
+from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.unit.kafka.fetching import Parts
@@ -135,7 +135,7 @@ async def test_a_revocation_ends_the_assignment_once_the_engine_has_released_it(
     revoking = asyncio.create_task(member.transport.on_partitions_revoked(()))
     await asyncio.sleep(0)
     await member.commit()
-    assert len(member.commits) == 1, "the last commit of what is handed over"
+    assert len(member.commits) == 1, "the last commit of the released partitions"
     member.listener.drained.set()
     await revoking
 
@@ -189,7 +189,7 @@ async def test_closing_waits_for_a_drain_in_progress() -> None:
         left.append(member.listener.drained.is_set())
 
     async def tear_down() -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
     member.parts.leave, member.parts.tear_down = leave, tear_down  # type: ignore[method-assign]
     member.listener.drained.clear()
@@ -242,6 +242,15 @@ async def test_a_silent_member_has_not_lost_its_place() -> None:
         watch.joined(Membership(f"us in {generation}", generation))
     watch.rejoins(NOT_A_MEMBER)
     assert watch.taken is None
+
+
+async def test_a_displaced_member_has_lost_its_place_in_any_generation() -> None:
+    """The other process makes the group rebalance if its subscription is another one."""
+    watch = Member(ONE, group_instance_id="worker-1").transport._instance
+    for generation in (6, 8):
+        watch.rejoins(NOT_A_MEMBER)
+        watch.joined(Membership(f"us in {generation}", generation), was_displaced=True)
+    assert isinstance(watch.taken, InstanceIdTakenError)
 
 
 # Backlogs -----------------------------------------------------------------------------

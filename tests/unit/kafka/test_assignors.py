@@ -58,16 +58,18 @@ def test_static_members_keep_their_partitions_under_new_member_ids(name: str) ->
     other = ConsumerAssignor(name)
 
     def assign(*ids: str) -> list[list[int]]:
-        members = {one: sent(who.metadata(["t"])) for one, who in zip(ids, (first, second, other), strict=True)}
+        members = {
+            member_id: sent(who.metadata(["t"])) for member_id, who in zip(ids, (first, second, other), strict=True)
+        }
         found = gets(other.assign(cluster(t=6), members))
-        return [found[one] for one in ids]
+        return [found[member_id] for member_id in ids]
 
     assert assign("a", "b", "c") == assign("c", "b", "a") == assign("b", "c", "a")
 
 
 def test_two_members_with_one_instance_id_are_distinguished() -> None:
     twins = [ConsumerAssignor("fair", instance="worker-1") for _ in range(2)]
-    members = {one: sent(who.metadata(["t"])) for one, who in zip("ab", twins, strict=True)}
+    members = {member_id: sent(who.metadata(["t"])) for member_id, who in zip("ab", twins, strict=True)}
 
     assert gets(twins[0].assign(cluster(t=2), members)) == {"a": [0], "b": [1]}
 
@@ -99,7 +101,16 @@ def test_sticky_is_compatible_with_the_clients_own_sticky() -> None:
 
 
 @pytest.mark.parametrize("name", ["sticky", "lag", "cooperative-lag"])
-@pytest.mark.parametrize("user_data", [b"\0", b"\xff" * 40, b"\0\1" + b"\0" * 8])
+@pytest.mark.parametrize(
+    "user_data",
+    [
+        b"\0",
+        b"\xff" * 40,
+        b"\0\1" + b"\0" * 8,
+        pytest.param(b"[" * 100_000, id="nested too deeply"),
+        pytest.param(b'{"had": {}, "generation": Infinity}', id="infinite"),
+    ],
+)
 def test_a_member_with_invalid_metadata_counts_as_new(
     name: str, user_data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

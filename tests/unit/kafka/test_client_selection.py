@@ -46,10 +46,10 @@ def test_auto_commit_and_auto_offset_reset_are_off_in_the_client() -> None:
 
 def test_a_client_without_brokers_retries_the_bootstrap_servers_with_pauses() -> None:
     options = consumer_options(settings(client="confluent"), "g")
-    told = consumer_options(settings(client="confluent", client_options={"reconnect.backoff.ms": 50}), "g")
+    overridden = consumer_options(settings(client="confluent", client_options={"reconnect.backoff.ms": 50}), "g")
 
     assert options.get("metadata.recovery.strategy", "rebootstrap") == "rebootstrap"
-    assert (options["reconnect.backoff.ms"], told["reconnect.backoff.ms"]) == (1000, 50)
+    assert (options["reconnect.backoff.ms"], overridden["reconnect.backoff.ms"]) == (1000, 50)
 
 
 def test_under_kip_848_the_broker_sets_the_session() -> None:
@@ -103,3 +103,12 @@ def test_the_client_log_goes_to_one_logger() -> None:
     options = consumer_options(settings(client="confluent"), "g")
 
     assert options["logger"] is logging.getLogger("aioshard.kafka.confluent.librdkafka")
+
+
+async def test_queries_of_the_second_client_use_the_timeouts_of_its_membership() -> None:
+    """A session that librdkafka limits is shorter than the default, which the queries would compute by themselves."""
+    chosen = settings(client="confluent", rebalance_timeout=30)
+    transport = ConfluentTransport(chosen, "g")
+    assert chosen.session_timeout == 30
+    assert transport._settings.session_timeout == 30
+    assert transport._consumer_options["session.timeout.ms"] == 30_000

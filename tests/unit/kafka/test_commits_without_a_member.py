@@ -1,4 +1,4 @@
-"""A commit of manually assigned partitions: how it is sent, and what its answers mean."""
+"""A commit of manually assigned partitions: its request, and the meaning of its answers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 from aiokafka import errors as kafka_errors
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 
-from aioshard.errors import AuthorizationError, CommitError, MetadataRefusedError
+from aioshard.errors import AuthorizationError, CommitError, GroupHasMembersError, MetadataRefusedError
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.transport import commit_without_member
-from aioshard.ports import Committed, GroupHasMembersError
+from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aioshard.errors import OffsetOutOfRangeError, StateError
 from aioshard.kafka.confluent.buffers import Buffers
@@ -59,7 +61,7 @@ def everything(_: TopicPartition) -> Allowance:
 
 
 def reading(*names: TopicPartition, share: int = 1 << 20) -> Buffers:
-    """Buffers that the client has been told to read *names* for, from 0."""
+    """Buffers of a client that reads *names*, from 0."""
     buffers = Buffers(share)
     buffers.add(names)
     for name in names:
@@ -177,6 +179,18 @@ def test_the_end_of_the_log_moves_a_position_over_holes() -> None:
     assert (buffers.position(ONE), buffers.end_offset(ONE)) == (12, 12)
 
 
+def test_the_end_of_the_log_moves_no_position_back() -> None:
+    """The records before the position were handed out."""
+    buffers = reading(ONE)
+    buffers.accept([*sent(ONE, 0, 1, 2), Sent(ONE, 1, KafkaError._PARTITION_EOF)], 0.0)
+
+    [batch] = buffers.take(everything).new
+    assert isinstance(batch, FetchedBatch)
+    assert batch.next_offset == 3
+    assert buffers.take(everything).new == []
+    assert (buffers.position(ONE), buffers.end_offset(ONE)) == (3, 3)
+
+
 def test_an_unreadable_partition_is_reported_once_and_retried_later() -> None:
     buffers = reading(ONE)
     buffers.accept([*sent(ONE, 0), Sent(ONE, 1, KafkaError.OFFSET_OUT_OF_RANGE)], 1.0)
@@ -192,7 +206,7 @@ def test_an_unreadable_partition_is_reported_once_and_retried_later() -> None:
 
 
 def test_the_end_of_the_log_does_not_move_a_faulted_position() -> None:
-    """The end is told behind records that the fault kept from being handed out."""
+    """The end is reported after records that the fault kept from being handed out."""
     buffers = reading(ONE)
     fault = Sent(ONE, 11, KafkaError._VALUE_DESERIALIZATION)
     buffers.accept([*sent(ONE, 9, 10), fault, *sent(ONE, 11, 12), Sent(ONE, 13, KafkaError._PARTITION_EOF)], 1.0)
@@ -204,6 +218,22 @@ def test_the_end_of_the_log_does_not_move_a_faulted_position() -> None:
     assert buffers.changes(2.1) == [Change(ONE, 11)]
     buffers.accept(sent(ONE, 11, 12), 2.2)
     assert offsets(buffers.take(everything)) == [11, 12]
+
+
+def test_a_partition_that_delivers_nothing_of_its_log_for_ten_seconds_is_reassigned() -> None:
+    buffers = reading(ONE, TWO)
+    buffers.note_end(ONE, 1)
+    buffers.note_end(TWO, 0)
+
+    assert buffers.changes(9.9) == []
+    assert buffers.changes(10.0) == [Change(ONE, 0, reassign=True)], "the other one is at its end"
+    assert buffers.changes(19.9) == []
+
+    buffers.accept(sent(ONE, 0), 15.0)
+    buffers.note_end(ONE, 2)
+    assert offsets(buffers.take(everything)) == [0]
+    assert buffers.changes(24.9) == []
+    assert buffers.changes(25.0) == [Change(ONE, 1, reassign=True)]
 
 
 def test_an_abandoned_partition_is_reassigned_after_another_fault() -> None:
@@ -254,3 +284,49 @@ def test_a_revoked_partition_returns_nothing() -> None:
     buffers.remove([ONE])
 
     assert [batch.topic_partition for batch in buffers.take(everything).new] == [TWO]
+
+
+names = st.sampled_from([ONE, TWO])
+operations = st.one_of(
+    st.tuples(st.just("accept"), st.lists(st.tuples(names, st.integers(0, 1500)), max_size=12)),
+    st.tuples(st.just("take"), st.tuples(st.integers(0, 5), st.integers(0, 3000))),
+    st.tuples(st.just("seek"), st.tuples(names, st.integers(0, 30))),
+    st.tuples(st.just("fail"), names),
+    st.tuples(st.just("reassign"), names),
+    st.tuples(st.just("pause"), names),
+)
+
+
+@given(st.lists(operations, max_size=25))
+def test_a_buffer_is_full_when_the_sizes_of_its_records_add_up_to_its_share(steps: Any) -> None:
+    buffers = reading(ONE, TWO, share=2000)
+    next_offsets = {ONE: 0, TWO: 0}
+    for now, (operation, arguments) in enumerate(steps):
+        if operation == "accept":
+            messages = []
+            for name, size in arguments:
+                messages.append(Sent(name, next_offsets[name], size=size))
+                next_offsets[name] += 1
+            buffers.accept(messages, float(now))
+        elif operation == "take":
+            records, size = arguments
+            buffers.take(lambda _, records=records, size=size: Allowance(records, size))  # type: ignore[misc]
+        elif operation == "seek":
+            name, offset = arguments
+            buffers.seek(name, offset)
+            next_offsets[name] = offset
+        elif operation == "fail":
+            buffers.accept([Sent(arguments, next_offsets[arguments], KafkaError._ALL_BROKERS_DOWN)], float(now))
+        elif operation == "reassign":
+            buffers.remove([arguments])
+            buffers.add([arguments])
+            buffers.seek(arguments, 0)
+            buffers.resume([arguments])
+            next_offsets[arguments] = 0
+        elif operation == "pause":
+            buffers.pause([arguments])
+            buffers.resume([arguments])
+        buffers.changes(float(now))
+        for partition in buffers._partitions.values():
+            assert partition.bytes == sum(partition.sizes)
+            assert len(partition.sizes) == len(partition.records)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka import TopicPartition as Place
+from confluent_kafka import TopicPartition as KafkaPartition
 
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, MetadataRefusedError
 from aioshard.kafka.confluent import consumer as module
@@ -48,7 +48,7 @@ class FakeClient:
             self.events.pop(0)()
         return []
 
-    def commit(self, offsets: list[Place], asynchronous: bool) -> list[Any] | None:
+    def commit(self, offsets: list[KafkaPartition], asynchronous: bool) -> list[Any] | None:
         if asynchronous:
             self.sent.append(offsets[0].offset)
             return None
@@ -60,8 +60,8 @@ class FakeClient:
     def consumer_group_metadata(self) -> bytes:
         return b"CGMDv2:" + struct.pack("=i", 1) + b"billing\0us\0\1"
 
-    def incremental_unassign(self, places: list[Place]) -> None:
-        self.released.extend(places)
+    def incremental_unassign(self, partitions: list[KafkaPartition]) -> None:
+        self.released.extend(partitions)
 
     def close(self) -> None:
         if self.at_close is not None:
@@ -69,7 +69,7 @@ class FakeClient:
 
 
 class World:
-    """A consumer thread with a fake client, and an engine that drains when it is told to."""
+    """A consumer thread with a fake client, and an engine that drains on request."""
 
     def __init__(self, **options: str) -> None:
         self.ours = True
@@ -100,9 +100,9 @@ class World:
         self.client.events.extend(events)
         await self.thread.call(self.thread.read, [])
 
-    async def hear(self, error: int | None = None, places: list[Any] | None = None) -> None:
+    async def hear(self, error: int | None = None, partitions: list[Any] | None = None) -> None:
         known = None if error is None else KafkaError(error)
-        await self.read(lambda: self.client.on_commit(known, places))
+        await self.read(lambda: self.client.on_commit(known, partitions))
 
     async def commit(self, offsets: Any = FIRST) -> "asyncio.Task[None]":
         """Commit, and return once the commit was sent, or refused."""
@@ -116,7 +116,7 @@ class World:
         self.draining.clear()
         await self.thread.call(self.thread.subscribe, ["orders"])
         callback = self.client.callbacks["on_lost" if lost else "on_revoke"]
-        reading = asyncio.create_task(self.read(lambda: callback(self.client, [Place(*ONE)])), name="reads")
+        reading = asyncio.create_task(self.read(lambda: callback(self.client, [KafkaPartition(*ONE)])), name="reads")
         await self.draining.wait()
         await self.thread.call(lambda: None)
         return reading

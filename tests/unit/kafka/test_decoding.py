@@ -2,12 +2,12 @@
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
+import pytest
 from aiokafka.codec import has_lz4, has_snappy, has_zstd
 from aiokafka.consumer.fetcher import FetchResult, PartitionRecords
 from aiokafka.errors import CorruptRecordException, UnsupportedCodecError
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.legacy_records import LegacyRecordBatchBuilder
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition as TheirTopicPartition
@@ -19,50 +19,12 @@ from aioshard.kafka.aiokafka.answers import corrupt_record
 from aioshard.kafka.aiokafka.decoder import Chunk
 from aioshard.ports import record_size
 from aioshard.records import Record, TopicPartition
+from tests.support.batches import ATTRIBUTES_AT, batch, control, with_checksum
+from tests.support.misnamed import batch_of
 
 HERE = TopicPartition("topic", 3)
-Header = tuple[str, bytes | None]
-Content = tuple[bytes | None, bytes | None, list[Header]]
 
 READ_COMMITTED = 1
-ATTRIBUTES_AT = 21
-CRC_AT = 17
-
-
-def batch(
-    base: int,
-    contents: Sequence[Content],
-    *,
-    codec: int = 0,
-    producer: int = -1,
-    transactional: bool = False,
-    gap: int = 0,
-) -> bytes:
-    """A batch as a broker keeps it; *gap* offsets at its end hold nothing."""
-    builder = DefaultRecordBatchBuilder(2, codec, int(transactional), producer, 0, 0, 1 << 20)
-    for number, (key, value, headers) in enumerate(contents):
-        assert builder.append(number, 1_700_000_000_000 + number, key, value, headers) is not None
-    raw = bytearray(builder.build())
-    struct.pack_into(">q", raw, 0, base)
-    if gap:
-        struct.pack_into(">i", raw, 23, len(contents) - 1 + gap)
-    return with_checksum(raw)
-
-
-def control(base: int, producer: int, kind: Literal["abort", "commit"]) -> bytes:
-    """The marker that ends a transaction."""
-    key = struct.pack(">hh", 0, 0 if kind == "abort" else 1)
-    raw = bytearray(batch(base, [(key, struct.pack(">hi", 0, 0), [])], producer=producer, transactional=True))
-    (attributes,) = struct.unpack_from(">h", raw, ATTRIBUTES_AT)
-    struct.pack_into(">h", raw, ATTRIBUTES_AT, attributes | 0x20)
-    return with_checksum(raw)
-
-
-def with_checksum(raw: bytearray) -> bytes:
-    from aiokafka.record.util import calc_crc32c  # noqa: PLC0415
-
-    struct.pack_into(">I", raw, CRC_AT, calc_crc32c(bytes(raw[ATTRIBUTES_AT:])))
-    return bytes(raw)
 
 
 def partition_records(raw: bytes, start: int, aborted: Sequence[tuple[int, int]]) -> Any:
@@ -77,7 +39,7 @@ def chunk(raw: bytes, start: int = 0, aborted: Sequence[tuple[int, int]] = ()) -
     result = FetchResult(
         TheirTopicPartition(*HERE), assignment=None, partition_records=partition_records(raw, start, aborted), backoff=0
     )
-    return Chunk(HERE, result)
+    return Chunk(HERE, result, raw)
 
 
 def expected(raw: bytes, start: int = 0, aborted: Sequence[tuple[int, int]] = ()) -> tuple[list[Record], int]:
@@ -170,6 +132,35 @@ def test_batches_from_before_kafka_0_11_decode_too() -> None:
     assert part.next_offset == end == 4
 
 
+@pytest.mark.parametrize("codec", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("bounds", [[], [(1, 600)]])
+def test_a_record_whose_header_name_is_not_utf_8_is_decoded_and_marked(codec: int, bounds: Any) -> None:
+    headers = [(b"a", b"1"), (b"\xff\xfe", None), (b"b\xff", b"2")]
+    raw = batch_of([(b"0", [(b"a", b"1")]), (b"1", headers), (b"2", []), (b"3", [(b"\xff", b"")])], codec=codec)
+    raw += batch(4, [(None, b"4", [("b", b"2")])])
+    part = chunk(raw, 0)
+
+    records = drain(part, bounds)
+
+    assert [record.value for record in records] == [b"0", b"1", b"2", b"3", b"4"]
+    assert [record.timestamp for record in records[:2]] == [1_700_000_000.0, 1_700_000_000.001]
+    assert records[1].headers == (("a", b"1"), ("\udcff\udcfe", None), ("b\udcff", b"2"))
+    assert (part.error, part.next_offset, sorted(part.undecodable)) == (None, 5, [1, 3])
+
+
+def test_a_header_name_that_is_not_utf_8_stops_the_decoding_if_the_bytes_are_unknown() -> None:
+    raw = batch_of([(b"0", []), (b"1", [(b"\xff", b"")])])
+    result = FetchResult(
+        TheirTopicPartition(*HERE), assignment=None, partition_records=partition_records(raw, 0, ()), backoff=0
+    )
+    part = Chunk(HERE, result, data=raw[:-1])
+
+    records, _ = part.take(10, 1 << 20, alone=False)
+
+    assert [record.value for record in records] == [b"0"]
+    assert (type(part.error), part.next_offset) == (UnicodeDecodeError, 1)
+
+
 def test_every_codec_is_installed() -> None:
     assert has_snappy()
     assert has_lz4()
@@ -230,7 +221,7 @@ def test_a_missing_codec_is_named_with_a_fix() -> None:
     assert part.take(1, 1 << 20, alone=False) == ([], [])
 
     assert isinstance(part.error, UnsupportedCodecError)
-    told = corrupt_record(part.error, HERE, part.next_offset)
-    assert isinstance(told, CorruptRecordError)
-    assert "offset 5 of topic/3" in str(told)
-    assert "pip install" in str(told)
+    error = corrupt_record(part.error, HERE, part.next_offset)
+    assert isinstance(error, CorruptRecordError)
+    assert "offset 5 of topic/3" in str(error)
+    assert "pip install" in str(error)

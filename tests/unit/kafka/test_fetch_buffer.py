@@ -227,7 +227,7 @@ def test_a_fault_is_reported_once_and_its_retry_discards_nothing_else() -> None:
     run(live())
 
 
-# The bound of what is fetched -------------------------------------------------------------
+# The bound of fetched records -------------------------------------------------------------
 
 
 async def test_bytes_in_flight_and_buffered_count_against_the_fetch_bound() -> None:

@@ -1,126 +1,604 @@
-"""The producer's sequence numbers: a message is stored once, or its caller learns that it was not."""
+"""The producer's sequence numbers, requests and refusals: a message is stored once, or its caller learns that not."""
 
 import asyncio
-import struct
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+import random
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 
 import pytest
-from aiokafka.protocol.transaction import InitProducerIdRequest
+from aiokafka.errors import KafkaConnectionError
 
-from aioshard.errors import TransportError
+from aioshard.errors import AuthorizationError, ClientLostError, MessageTooLargeError, SettingsError, TransportError
+from aioshard.kafka.aiokafka import producer as producing
 from aioshard.kafka.aiokafka.producer import KafkaProducer
-from aioshard.ports import Message
+from aioshard.ports import UNKNOWN_OFFSET, Message
+from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from aioshard.testing import run
+from tests.unit.kafka.producing import Batch, Broker, answering, scenario, stored
 
-NOT_LEADER, OUT_OF_ORDER, INVALID_RECORD = 6, 45, 87
-
-
-class Sent(NamedTuple):
-    """A batch as the broker sees it."""
-
-    producer: int
-    sequence: int
-    messages: int
+UNKNOWN, TOO_LARGE, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER, DUPLICATE = -1, 10, 19, 45, 46
+NOT_LEADER, TOPIC_DENIED, INVALID_EPOCH, INVALID_RECORD = 6, 29, 47, 87
+IN_DOUBT = [3, 5, 6, 7, 13, 20, 56, 999]
+"""Codes after which a batch may be stored; 999 is unknown."""
+REFUSALS = [2, 10, 17, 18, 29, 31, 32, 43, 44, 45, 47, 59, 76, 87, 999]
 
 
-class Broker:
-    """Leads the only partition of each topic; refuses a batch with what `refuse` returns, or 0."""
-
-    lost = None
-    updated_at = 0.0
-    cluster = SimpleNamespace(available_partitions_for_topic=lambda _: {0})
-
-    def __init__(self) -> None:
-        self.refuse: Callable[[bytes], int] = lambda _: 0
-        self.sent: list[Sent] = []
-        self.answers = asyncio.Event()
-        self.answers.set()
-        self.ids = 7
-
-    partition_count = staticmethod(lambda _: 1)
-    leader = staticmethod(lambda _: 1)
-    get_random_node = staticmethod(lambda: 1)
-
-    async def look_up(self, *_: str) -> bool:
-        return True
-
-    async def tear_down(self) -> None:
-        """There is nothing to end."""
-
-    async def send(self, _: int, request: Any) -> Any:
-        if isinstance(request, InitProducerIdRequest):
-            self.ids += 1
-            return SimpleNamespace(error_code=0, producer_id=self.ids, producer_epoch=0)
-        [(topic, [(number, data)])] = request._topics
-        producer, _, sequence, count = struct.unpack_from(">qhii", data, 43)
-        self.sent.append(Sent(producer, sequence, count))
-        assert len(self.sent) < 20, "it is sent again and again"
-        await self.answers.wait()
-        return SimpleNamespace(topics=[(topic, [(number, self.refuse(data), 0, -1)])])
+def publish(producer: KafkaProducer, *values: bytes, partition: int = 0) -> list[asyncio.Task[int]]:
+    return [
+        asyncio.create_task(producer.publish(Message("orders", value, partition=partition)), name=str(value))
+        for value in values
+    ]
 
 
-def scenario(test: Callable[[Broker, KafkaProducer], Awaitable[None]]) -> None:
-    async def live() -> None:
-        broker, producer = Broker(), KafkaProducer(Settings(bootstrap_servers="127.0.0.1:9"))
-        producer._client, producer._identity = broker, (7, 0)  # type: ignore[assignment]
-        await test(broker, producer)
-        await producer.close()
-
-    run(live())
+async def ends(calls: Sequence[Awaitable[int]]) -> list[int | BaseException]:
+    return await asyncio.gather(*calls, return_exceptions=True)
 
 
-def test_a_refused_batch_is_resent_unchanged_after_a_pause() -> None:
+def lost(broker: Broker, batch: Batch) -> tuple[int, int]:
+    """Store a batch and lose the answer."""
+    stored(broker, batch)
+    raise KafkaConnectionError
+
+
+# Retries ---------------------------------------------------------------------------------
+
+
+def test_a_batch_in_doubt_is_resent_unchanged_after_a_pause() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
-        broker.refuse = lambda _: NOT_LEADER if len(broker.sent) in (2, 4) else 0
+        broker.answer = answering(0, NOT_LEADER, 0, NOT_LEADER)
         await producer.publish(Message("orders", b"0"))
         await producer.publish(Message("orders", b"1"))
         began = asyncio.get_running_loop().time()
         await producer.publish(Message("orders", b"2"))
         assert asyncio.get_running_loop().time() - began >= 0.09
-        assert broker.sent == [Sent(7, 0, 1), Sent(7, 1, 1), Sent(7, 1, 1), Sent(7, 2, 1), Sent(7, 2, 1)]
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1), (7, 0, 1, 1), (7, 0, 2, 1), (7, 0, 2, 1)]
+        assert broker.sent[1].data == broker.sent[2].data
 
     scenario(test)
 
 
-def test_an_abandoned_batch_retires_its_producer_id() -> None:
-    """The broker may have stored it, and would take the next message with its number for a copy."""
+def test_a_retry_has_the_same_bytes_even_if_a_caller_has_given_up() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(NOT_LEADER)
+        broker.answers.clear()
+        given_up, waiting = publish(producer, b"0", b"1")
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        broker.answers.set()
+        assert await waiting == 1
+        assert broker.sent[0].data == broker.sent[1].data
+        assert broker.log() == [b"0", b"1"]
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("code", [UNKNOWN, 2, *IN_DOUBT])
+def test_an_uncertain_answer_is_asked_again(code: int) -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(code, stores=[0])
+        assert await producer.publish(Message("orders", b"0")) == 0
+        assert await producer.publish(Message("orders", b"1")) == 1
+        assert broker.log() == [b"0", b"1"]
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 0, 1), (7, 0, 1, 1)]
+
+    scenario(test)
+
+
+def test_a_batch_that_an_answer_leaves_out_is_in_doubt() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def leave_out(broker: Broker, batch: Batch) -> None:
+            stored(broker, batch)
+            broker.answer = answering(INVALID_RECORD)
+
+        broker.answer = leave_out
+        with pytest.raises(TransportError) as caught:
+            await producer.publish(Message("orders", b"0"))
+        assert caught.value.retriable
+        assert await producer.publish(Message("orders", b"1")) == 1
+        assert broker.log() == [b"0", b"1"]
+
+    scenario(test)
+
+
+# Batches in doubt ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("first", [None, UNKNOWN, *IN_DOUBT])
+def test_numbers_of_a_batch_in_doubt_are_not_used_again(first: int | None, refusal: int) -> None:
+    """The broker has stored it, and would take the next message with its numbers for a copy."""
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
-        broker.refuse = lambda _: NOT_LEADER if len(broker.sent) == 1 else 0
+        assert await producer.publish(Message("orders", b"0")) == 0
+        again = answering(refusal, refusal)
+
+        def answer(broker: Broker, batch: Batch) -> tuple[int, int] | None:
+            broker.answer = again
+            return lost(broker, batch) if first is None else answering(first, stores=[0])(broker, batch)
+
+        broker.answer = answer
+        with pytest.raises(TransportError) as caught:
+            await producer.publish(Message("orders", b"1"))
+        assert caught.value.retriable, "it may have been stored"
+        broker.answer = stored
+        assert await producer.publish(Message("orders", b"2")) == 2
+        assert broker.log() == [b"0", b"1", b"2"]
+
+    scenario(test)
+
+
+def test_the_type_of_a_refusal_says_its_reason_even_in_doubt() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(NOT_LEADER, TOO_LARGE, NOT_LEADER, TOPIC_DENIED)
+        with pytest.raises(MessageTooLargeError) as large:
+            await producer.publish(Message("orders", b"0"))
+        with pytest.raises(AuthorizationError) as denied:
+            await producer.publish(Message("orders", b"1"))
+        assert large.value.retriable
+        assert denied.value.retriable
+
+    scenario(test)
+
+
+def test_a_batch_in_doubt_is_not_split() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(NOT_LEADER, TOO_LARGE, stores=[0])
+        refused = await ends(publish(producer, b"0", b"1"))
+        assert [type(error) for error in refused] == [MessageTooLargeError] * 2
+        assert await producer.publish(Message("orders", b"2")) == 2
+        assert broker.numbers() == [(7, 0, 0, 2), (7, 0, 0, 2), (7, 1, 0, 1)]
+
+    scenario(test)
+
+
+def test_numbers_of_a_refused_first_attempt_are_used_again() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(0, INVALID_RECORD, NOT_ENOUGH_REPLICAS, INVALID_RECORD)
+        await producer.publish(Message("orders", b"0"))
+        for value in (b"1", b"2"):
+            with pytest.raises(TransportError) as caught:
+                await producer.publish(Message("orders", value))
+            assert not caught.value.retriable
+        assert await producer.publish(Message("orders", b"3")) == 1
+        assert broker.numbers()[-1] == (7, 0, 1, 1)
+
+    scenario(test)
+
+
+def test_a_late_copy_of_an_abandoned_batch_is_refused() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.answer = answering(NOT_LEADER)
         broker.answers.clear()
-        given_up = asyncio.create_task(producer.publish(Message("orders", b"0")))
+        [given_up] = publish(producer, b"1")
         await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.sleep(0.01)
         broker.answers.set()
-        await producer.publish(Message("orders", b"1"))
-        assert broker.sent == [Sent(7, 0, 1), Sent(8, 0, 1)]
+        [late] = broker.requests[1]
+        assert await producer.publish(Message("orders", b"1 again")) == 1
+        assert await producer.publish(Message("orders", b"2")) == 2
+        assert stored(broker, late)[0] == INVALID_EPOCH
+        assert broker.log() == [b"0", b"1 again", b"2"]
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1), (7, 1, 0, 1), (7, 1, 1, 1)]
 
     scenario(test)
 
 
-def test_a_refused_producer_id_is_not_reused() -> None:
+def test_a_new_epoch_leaves_batches_of_other_partitions_alone() -> None:
+    """One is in doubt and keeps its bytes; a quiet one keeps its numbers; none is doubled."""
+
     async def test(broker: Broker, producer: KafkaProducer) -> None:
-        broker.refuse = lambda _: OUT_OF_ORDER if len(broker.sent) == 1 else 0
+        for partition in range(3):
+            await producer.publish(Message("orders", b"0", partition=partition))
+        answers = {0: answering(NOT_LEADER, NOT_LEADER, stores=[0]), 1: answering(OUT_OF_ORDER)}
+
+        def answer(broker: Broker, batch: Batch) -> tuple[int, int] | None:
+            return answers.get(batch.partition.partition, stored)(broker, batch)
+
+        broker.answer = answer
+        calls = [*publish(producer, b"1", partition=0), *publish(producer, b"1", partition=1)]
+        assert await ends(calls) == [1, 1]
+        for partition in range(3):
+            await producer.publish(Message("orders", b"2", partition=partition))
+        assert broker.log(0) == broker.log(1) == [b"0", b"1", b"2"]
+        assert broker.log(2) == [b"0", b"2"]
+        assert {batch.data for batch in broker.sent if batch.values == [b"1"] and batch.partition.partition == 0} == {
+            broker.sent[3].data
+        }
+        assert broker.numbers(1) == [(7, 0, 0, 1), (7, 0, 1, 1), (7, 1, 0, 1), (7, 1, 1, 1)]
+        assert broker.numbers(2) == [(7, 0, 0, 1), (7, 0, 1, 1)]
+
+    scenario(test, partitions=3)
+
+
+def test_a_batch_that_was_never_sent_uses_no_numbers() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.is_ready = False
+        with pytest.raises(TransportError) as caught:
+            await producer.publish(Message("orders", b"1"))
+        assert caught.value.retriable
+        producer._client = broker  # type: ignore[assignment]  # it was dropped, and this one is there again
+        broker.is_ready = True
+        assert await producer.publish(Message("orders", b"2")) == 1
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1)]
+
+    scenario(test)
+
+
+def test_a_broken_client_leaves_its_batches_in_doubt() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+
+        def broken(broker: Broker, batch: Batch) -> tuple[int, int]:
+            stored(broker, batch)
+            raise ZeroDivisionError
+
+        broker.answer = broken
+        with pytest.raises(ClientLostError):
+            await producer.publish(Message("orders", b"1"))
+        producer._client = broker  # type: ignore[assignment]
+        broker.answer = stored
+        assert await producer.publish(Message("orders", b"2")) == 2
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1), (7, 1, 0, 1)]
+
+    scenario(test)
+
+
+# Sequence numbers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [OUT_OF_ORDER, 59])
+def test_after_a_gap_a_batch_is_sent_in_a_new_epoch(code: int) -> None:
+    """The broker has forgotten the producer, or messages. Nothing is stored, so nothing can be doubled."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(0, code)
+        await producer.publish(Message("orders", b"0"))
+        assert await ends(publish(producer, b"1", b"2")) == [1, 2]
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 2), (7, 1, 0, 2)]
+
+    scenario(test)
+
+
+def test_a_batch_is_not_renewed_again_and_again() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(OUT_OF_ORDER, OUT_OF_ORDER)
+        with pytest.raises(TransportError) as caught:
+            await producer.publish(Message("orders", b"0"))
+        assert caught.value.retriable
+        assert await producer.publish(Message("orders", b"1")) == 0
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 1, 0, 1), (7, 2, 0, 1)]
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("code", [INVALID_EPOCH, 49, 90])
+def test_a_producer_id_that_others_use_is_replaced(code: int) -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(0, 0, code)
+        await producer.publish(Message("orders", b"0", partition=0))
+        await producer.publish(Message("orders", b"0", partition=1))
+        assert await producer.publish(Message("orders", b"1", partition=0)) == 1
+        assert broker.numbers(0) == [(7, 0, 0, 1), (7, 0, 1, 1), (8, 0, 0, 1)]
+        # Another partition keeps its id: a new one would not fence late copies of its batches.
+        await producer.publish(Message("orders", b"1", partition=1))
+        assert broker.numbers(1) == [(7, 0, 0, 1), (7, 0, 1, 1)]
+
+    scenario(test, partitions=2)
+
+
+def test_after_the_last_epoch_comes_a_new_producer_id() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(NOT_LEADER, INVALID_RECORD, stores=[0])
         with pytest.raises(TransportError):
             await producer.publish(Message("orders", b"0"))
-        await producer.publish(Message("orders", b"1"))
-        assert broker.sent == [Sent(7, 0, 1), Sent(8, 0, 1)]
+        assert await producer.publish(Message("orders", b"1")) == 1
+        assert broker.numbers() == [(7, 32767, 0, 1), (7, 32767, 0, 1), (8, 0, 0, 1)]
+
+    scenario(test, identity=(7, 32767))
+
+
+def test_numbers_begin_again_after_the_last_one() -> None:
+    """Inside a batch, as the broker counts."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        name = TopicPartition("orders", 0)
+        producer._partitions[name] = producing._Partition(name, identity=producer._identity, sequence=2**31 - 2)
+        assert await ends(publish(producer, b"0", b"1", b"2")) == [0, 1, 2]
+        broker.answer = answering(NOT_LEADER, stores=[0])
+        assert await producer.publish(Message("orders", b"3")) == 3
+        assert broker.numbers() == [(7, 0, 2**31 - 2, 3), (7, 0, 1, 1), (7, 0, 1, 1)]
 
     scenario(test)
+
+
+def test_the_offset_of_a_forgotten_duplicate_is_unknown() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(DUPLICATE, stores=[0])
+        assert await ends(publish(producer, b"0", b"1")) == [UNKNOWN_OFFSET, UNKNOWN_OFFSET]
+        assert await producer.publish(Message("orders", b"2")) == 2
+
+    scenario(test)
+
+
+# Refused batches -------------------------------------------------------------------------
+
+
+def refusing(broker: Broker, batch: Batch) -> tuple[int, int]:
+    return (INVALID_RECORD, -1) if any(b"bad" in value for value in batch.values) else stored(broker, batch)
 
 
 def test_one_bad_message_of_a_batch_fails_alone() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
-        broker.refuse = lambda data: INVALID_RECORD if b"bad" in data else 0
-        values = (b"0", b"bad", b"2")
-        results = await asyncio.gather(
-            *(producer.publish(Message("orders", value)) for value in values), return_exceptions=True
-        )
-        assert [type(result) for result in results] == [int, TransportError, int]
-        assert broker.sent == [Sent(7, 0, 3), Sent(7, 0, 1), Sent(7, 1, 1), Sent(7, 1, 1)]
+        broker.answer = refusing
+        values = [b"%d" % number for number in range(500)]
+        values[123] = values[400] = b"bad"
+        results = await ends(publish(producer, *values))
+        assert [number for number, end in enumerate(results) if isinstance(end, TransportError)] == [123, 400]
+        assert broker.log() == [value for value in values if value != b"bad"]
+        assert len(broker.sent) <= 1 + 2 * 2 * 9, "each half is searched, not each message"
 
     scenario(test)
+
+
+def test_a_batch_that_is_too_large_as_a_whole_is_halved() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def answer(broker: Broker, batch: Batch) -> tuple[int, int]:
+            return (TOO_LARGE, -1) if len(batch.values) > 3 else stored(broker, batch)
+
+        broker.answer = answer
+        assert await ends(publish(producer, *(b"%d" % number for number in range(10)))) == list(range(10))
+        assert [size for *_, size in broker.numbers()] == [10, 5, 3, 2, 5, 3, 2]
+
+    scenario(test)
+
+
+def test_a_message_that_cannot_be_encoded_fails_alone() -> None:
+    """Even as the first one of a batch, before one of more than a batch."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        bad = Message("orders", b"bad", headers=((b"trace", b"1"),), partition=0)  # type: ignore[arg-type]
+        for values in ([b"0", bytes(100_000)], [bytes(100_000), b"0"], []):
+            for position in range(len(values) + 1):
+                calls: list[Awaitable[int]] = [*publish(producer, *values)]
+                calls.insert(position, asyncio.create_task(producer.publish(bad)))
+                refused = (await ends(calls))[position]
+                assert isinstance(refused, TransportError)
+                assert not refused.retriable
+        assert len(broker.log()) == 3 * 2 * 2
+
+    scenario(test)
+
+
+# Requests --------------------------------------------------------------------------------
+
+
+def test_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brokers close the connection on a larger one, and it would be sent again and again."""
+    monkeypatch.setattr(producing, "_REQUEST_BYTES", 10_000)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        calls = [call for number in range(50) for call in publish(producer, bytes(1000), partition=number)]
+        calls += publish(producer, bytes(9000), partition=50)
+        calls += publish(producer, bytes(9000), partition=51)
+        calls += publish(producer, bytes(12_000), partition=52)
+        await asyncio.gather(*calls)
+        sizes = [[len(batch.data) for batch in request] for request in broker.requests]
+        assert all(sum(request) <= 10_000 or len(request) == 1 for request in sizes)
+        assert len(sizes) <= 10
+
+    scenario(test, partitions=53)
+
+
+def test_partitions_without_room_in_a_request_come_first_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_REQUEST_BYTES", 2_500)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def busy(partition: int) -> None:
+            if len(broker.requests) < 20:
+                sent = producer.send(Message("orders", bytes(1000), partition=partition))
+                sent.add_done_callback(lambda _: busy(partition))
+
+        for partition in range(5):
+            busy(partition)
+        while len(broker.requests) < 20:  # noqa: ASYNC110 - each step is one of the broker
+            await asyncio.sleep(0.001)
+        served = [{batch.partition.partition for batch in request} for request in broker.requests]
+        for begin in range(15):
+            assert set().union(*served[begin : begin + 4]) == set(range(5)), "none starves"
+
+    scenario(test, partitions=5)
+
+
+def test_nothing_is_sent_to_a_broker_that_throttles() -> None:
+    """It reads nothing for that long, and a request would only time out and be repeated."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        loop = asyncio.get_running_loop()
+        broker.led = {TopicPartition("orders", 1): 2}
+        broker.throttle = [12_000]
+        await producer.publish(Message("orders", b"0", partition=0))
+        began = loop.time()
+        [waiting] = publish(producer, b"1", partition=0)
+        await producer.publish(Message("orders", b"0", partition=1))
+        assert loop.time() - began < 1, "other brokers do not throttle"
+        assert await waiting == 1
+        assert loop.time() - began >= 11.9
+        assert len(broker.requests) == 3
+
+    scenario(test, partitions=2)
+
+
+def test_a_throttled_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new client would only add load."""
+    monkeypatch.setattr(producing, "_QUIET", 0.0)
+    monkeypatch.setattr(producing, "is_connected", lambda _: True)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.throttle = [60_000]
+        await producer.publish(Message("orders", b"0"))
+        [call] = publish(producer, b"1")
+        await asyncio.sleep(1)
+        assert producer.trouble is not None
+        assert "quota" in producer.trouble
+        with pytest.raises(TransportError, match="quota"):
+            await call
+        assert producer._client is broker
+
+    scenario(test)
+
+
+# Acceptance ------------------------------------------------------------------------------
+
+
+def test_a_message_has_the_time_of_its_acceptance() -> None:
+    """Even after an outage, and when it is encoded again."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = answering(OUT_OF_ORDER)
+        accepted = []
+        calls = []
+        for value, ago in ((b"0", 20.0), (b"1", 10.0)):
+            before = time.time()
+            calls.append(producer.send(Message("orders", value)))
+            accepted.append((before - ago, time.time() - ago))
+            producer._topics["orders"][-1].since -= ago
+        await asyncio.gather(*calls)
+        first, second = broker.sent
+        for batch in (first, second):
+            for timestamp, (earliest, latest) in zip(batch.timestamps, accepted, strict=True):
+                assert int(earliest * 1000) - 1 <= timestamp <= latest * 1000 + 1
+
+    scenario(test)
+
+
+def test_a_partition_that_a_broker_does_not_know_yet_is_waited_for() -> None:
+    """Messages for other partitions do not wait behind it."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.clock = time.monotonic
+        await broker.look_up()
+        await producer.publish(Message("orders", b"0", partition=0))
+        [waiting] = publish(producer, b"new", partition=1)
+        await asyncio.sleep(0.5)
+        await producer.publish(Message("orders", b"1", partition=0))
+        assert not waiting.done()
+        broker.count = 2
+        assert await waiting == 0
+        assert broker.log(1) == [b"new"]
+
+    scenario(test)
+
+
+def test_keys_keep_their_partitions_while_a_broker_reports_fewer() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        keys = [b"key-%d" % number for number in range(20)]
+
+        async def publish_all(calls: Sequence[Awaitable[int]] = ()) -> None:
+            calls = [asyncio.create_task(producer.publish(Message("orders", key, key))) for key in keys]
+            await asyncio.sleep(0.3)
+            broker.count = 4
+            await asyncio.gather(*calls)
+
+        await publish_all()
+        broker.count = 1
+        await publish_all()
+        placed = {(value, number) for number in range(4) for value in broker.log(number)}
+        assert len(placed) == len(keys)
+
+    scenario(test, partitions=4)
+
+
+def test_a_topic_may_have_fewer_partitions_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was created again."""
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0", b"key"))
+        broker.count = 1
+        await producer.publish(Message("orders", b"1", b"key"))
+        assert broker.log(0)[-1:] == [b"1"]
+
+    scenario(test, partitions=4)
+
+
+def test_a_missing_codec_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(producing._HAS_CODEC, "lz4", lambda: False)
+    with pytest.raises(SettingsError, match="lz4"):
+        KafkaProducer(Settings(bootstrap_servers="127.0.0.1:9"), "lz4")
+
+
+# Everything at once ----------------------------------------------------------------------
+
+
+class Chaos:
+    """Answers as brokers do in bad times: with lost answers, late copies and any code."""
+
+    NOT_STORED = (2, 10, 16, 17, 19, 29, 31, 32, 44, 45, 51, 59, 74, 76, 87)
+    PERHAPS = (-1, 3, 5, 6, 7, 13, 20, 56, 100, 999)
+
+    def __init__(self) -> None:
+        self.late: list[Batch] = []
+        """Requests that are still on their way although their connection is closed."""
+
+    def __call__(self, broker: Broker, batch: Batch) -> tuple[int, int]:
+        while self.late and random.random() < 0.3:
+            stored(broker, self.late.pop(random.randrange(len(self.late))))
+        match random.randrange(12):
+            case 0:
+                return lost(broker, batch)
+            case 1:
+                self.late.append(batch)
+                raise KafkaConnectionError
+            case 2:
+                stored(broker, batch)
+                return random.choice(self.PERHAPS), -1
+            case 3:
+                return random.choice(self.PERHAPS), -1
+            case 4:
+                return random.choice(self.NOT_STORED), -1
+            case 5:
+                code, _ = stored(broker, batch)
+                return code or DUPLICATE, -1
+            case _:
+                return stored(broker, batch)
+
+
+def assert_exact(log: Sequence[bytes], ended: Mapping[int, int | BaseException]) -> None:
+    """Check the log of a partition against what the callers heard, by number of the message."""
+    numbers = [int(value) for value in log]
+    assert numbers == sorted(set(numbers)), "each once, in the order of the calls"
+    for number, end in ended.items():
+        if isinstance(end, int):
+            assert number in numbers, "it was acknowledged"
+            assert end in (UNKNOWN_OFFSET, numbers.index(number))
+        elif isinstance(end, TransportError) and not end.retriable:
+            assert number not in numbers, "it was refused for good"
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_nothing_is_lost_doubled_or_reordered(seed: int) -> None:
+    """Callers never publish a message again here, so each is stored at most once, in the order of the calls."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answer = chaos = Chaos()
+        calls: tuple[dict[int, asyncio.Future[int]], ...] = ({}, {})
+        for number in range(120):
+            partition = random.randrange(2)
+            calls[partition][number] = producer.send(Message("orders", b"%d" % number, partition=partition))
+            if random.random() < 0.3:
+                await asyncio.sleep(random.choice([0, 0.05, 0.2]))
+            if random.random() < 0.1:
+                random.choice(list(calls[partition].values())).cancel()
+        await asyncio.wait([*calls[0].values(), *calls[1].values()], timeout=20)
+        broker.answer = stored
+        for partition in range(2):
+            ended = dict(zip(calls[partition], await ends(list(calls[partition].values())), strict=True))
+            await producer.publish(Message("orders", b"1000", partition=partition))
+            for batch in chaos.late:
+                stored(broker, batch)
+            assert_exact(broker.log(partition), ended)
+
+    scenario(test, partitions=2, seed=seed)

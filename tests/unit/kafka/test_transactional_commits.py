@@ -1,4 +1,4 @@
-"""The transport's part in a transaction: under which membership it is sent, and what is awaited in a revocation."""
+"""The transport's part in a transaction: the membership of its commit, and the waits of a revocation."""
 
 import asyncio
 import struct
@@ -70,7 +70,7 @@ class FakeInternals:
         self.answers = list(answers)
 
     async def committed_once(self, partitions: Collection[TopicPartition], *, stable: bool) -> Any:
-        assert self.transactions.decided.is_set(), "a transaction of ours may still change them"
+        assert self.transactions.decided.is_set(), "an open transaction may still change them"
         assert stable, "so may one of another producer"
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -238,7 +238,7 @@ async def test_offsets_are_read_once_no_own_transaction_is_undecided() -> None:
 
 
 async def test_an_offset_in_a_pending_transaction_is_not_returned() -> None:
-    """It is reported at once: such a transaction may last for minutes."""
+    """It is reported immediately: such a transaction may last for minutes."""
     member = Member()
     member.answers(error_for(88))
     member.transactions.decided.set()

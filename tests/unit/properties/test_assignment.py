@@ -56,7 +56,7 @@ GROUPS = st.builds(lambda seed: drawn(random.Random(seed), 8, 6, 8), SEEDS)
 
 
 def shuffled(members: Members, partitions: Partitions, chance: random.Random) -> tuple[Members, Partitions]:
-    """The same group, told in another order."""
+    """The same group, given in another order."""
     others = {
         name: Member(
             frozenset(mixed(member.topics, chance)),
@@ -105,7 +105,9 @@ def most_even_loads(members: Members, partitions: Partitions) -> list[int]:
                 for name, member in members.items():
                     if at.topic in member.topics and name not in came:
                         came[name] = at, before
-                        waiting += [(one, name) for one, held_by in holder.items() if held_by == name]
+                        waiting += [
+                            (topic_partition, name) for topic_partition, held_by in holder.items() if held_by == name
+                        ]
             if not came:
                 continue
             least = min(came, key=load.__getitem__)

@@ -8,15 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioshard.core.flow import Usage
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block, Outcome, Recovery
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.ports import RECORD_OVERHEAD, FetchedBatch
 from aioshard.records import Record, TopicPartition
+from tests.engine.deliveries import make_buffer
 from tests.simulation.seeds import SEEDS
 
 WORKERS = 3
@@ -53,7 +52,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.shards = BatchShards(BATCH, ATTEMPTS, 4 if self.fixed else None)
-        self.buffer = Buffer(Usage(10**6, 10**9), lambda: None)
+        self.buffer = make_buffer(10**6, 10**9)
         self.epochs: list[Epoch] = []
         self.running: list[DeliveryBatch] = []
         self.alive: dict[Delivery, None] = {}
@@ -156,7 +155,8 @@ class BatchShardsMachine(RuleBasedStateMachine):
             before.add(delivery)
             delivery.epoch.highest_started = max(delivery.epoch.highest_started, delivery.offset)
             delivery.starts += 1
-            delivery.aside = delivery.recovery is not None
+            if delivery.recovery is None:
+                delivery.begin_attempt()
         self.running.append(batch)
 
     def check_start(self, delivery: Delivery, before: set[Delivery]) -> None:
@@ -164,7 +164,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
         assert not delivery.epoch.gate or delivery.epoch.may_start(delivery)
         if delivery.key is not None:
             others = {other.key for batch in self.running for other in [*batch.deliveries, *batch.left_out]}
-            assert delivery.key not in others, "I4: two batches have a key at once"
+            assert delivery.key not in others, "I4: two batches have a key concurrently"
             for other in self.alive:
                 if other.epoch is delivery.epoch and other.key == delivery.key and other.offset < delivery.offset:
                     assert other in before, "I4: an earlier one of its key has not ended"
@@ -186,11 +186,17 @@ class BatchShardsMachine(RuleBasedStateMachine):
 
     def finish(self, batch: DeliveryBatch, failed: list[Delivery]) -> list[Delivery]:
         left_out = [delivery for delivery in batch.left_out if delivery.epoch.gate is not Gate.ENDED]
-        heads = self.within(self.shards.end, batch, [*failed, *left_out])
-        for head in heads:
-            if head in left_out:
-                self.within(self.shards.resume, head)
-        return [head for head in heads if head in failed]
+
+        def end() -> list[Delivery]:
+            """As a worker does."""
+            heads = self.shards.end(batch, [*failed, *left_out])
+            for head in heads:
+                if head not in failed:
+                    self.shards.resume(head)
+            return [head for head in heads if head in failed]
+
+        heads: list[Delivery] = self.within(end)
+        return heads
 
     @precondition(lambda self: self.running)
     @rule(number=NUMBER, choice=CHOICE, what=st.sampled_from(["retry", "halt", "recovery"]))
@@ -199,8 +205,8 @@ class BatchShardsMachine(RuleBasedStateMachine):
         failed = [d for d in chosen(batch.deliveries, choice) if d.epoch.gate is not Gate.ENDED]
         self.complete(d for d in batch.deliveries if d not in failed)
         for delivery in failed:
-            delivery.failures += 1
-            delivery.recovery = None
+            delivery.fail(ValueError(), 0)
+            delivery.withdraw_recovery()
         heads = self.finish(batch, failed)
         firsts = {delivery.key: delivery for delivery in reversed(failed) if delivery.key is not None}
         assert set(heads) == {d for d in failed if d.key is None} | set(firsts.values())
@@ -223,10 +229,10 @@ class BatchShardsMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBER)
     def retry_is_due(self, number: int) -> None:
-        waiting = [d for d, timer in self.shards._blocked.items() if timer is not None]
+        waiting = [d for d, due in self.shards._blocked.items() if due is not None]
         if waiting:
             delivery = waiting[number % len(waiting)]
-            self.shards._blocked[delivery].cancel()  # type: ignore[union-attr]
+            self.shards._blocked[delivery].timer.cancel()  # type: ignore[union-attr]
             self.within(self.shards.unblock, delivery)
 
     @rule()
@@ -248,8 +254,8 @@ class BatchShardsMachine(RuleBasedStateMachine):
         if epoch is not None:
             epoch.close()
             self.within(self.shards.close, epoch)
-            told = {batch.revoked.is_set() for batch in self.running if epoch in {d.epoch for d in batch.deliveries}}
-            assert told <= {True}
+            revoked = {batch.revoked.is_set() for batch in self.running if epoch in {d.epoch for d in batch.deliveries}}
+            assert revoked <= {True}
 
     @rule(number=NUMBER)
     def reopen(self, number: int) -> None:
@@ -344,7 +350,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
 
     @rule()
     def a_drain_is_not_delayed(self) -> None:
-        """As long as a partition drains, whatever may start is ready: no linger, only a free worker is waited for."""
+        """While a partition drains, all that may start is ready: without a linger, it waits only for a free worker."""
         if self.shards._drains and len(self.running) < WORKERS:
             self.take()
             assert self.shards._ready() is not None or not self.shards._forming

@@ -28,7 +28,7 @@ def runs(draw: st.DrawFn, offset: int, most: int = 200) -> tuple[Run, ...]:
 
 
 @st.composite
-def noted(draw: st.DrawFn) -> tuple[CommitMetadata, int]:
+def metadata_and_offset(draw: st.DrawFn) -> tuple[CommitMetadata, int]:
     offset = draw(offsets)
     metadata = CommitMetadata(
         first=draw(markers),
@@ -43,7 +43,7 @@ def assert_stored(text: str) -> None:
     assert "\0" not in text
 
 
-@given(noted())
+@given(metadata_and_offset())
 def test_metadata_round_trips(case: tuple[CommitMetadata, int]) -> None:
     metadata, offset = case
 
@@ -61,7 +61,7 @@ def test_offsets_that_do_not_fit_are_dropped_from_the_highest(
     offset: int, seed: int, sparse: int, first: FirstCommit | None
 ) -> None:
     chosen = random.Random(seed)
-    every = runs_of(offset + place for place in range(1, 40_000) if chosen.randrange(sparse + 1))
+    every = runs_of(offset + position for position in range(1, 40_000) if chosen.randrange(sparse + 1))
     metadata = CommitMetadata(first=first, finished=every)
 
     text = metadata.text(offset)
@@ -79,15 +79,15 @@ def test_no_text_raises(text: str, offset: int) -> None:
     CommitMetadata.read(text, offset)
 
 
-@given(noted(), st.data())
+@given(metadata_and_offset(), st.data())
 def test_damaged_metadata_raises_nothing_and_can_be_rewritten(
     case: tuple[CommitMetadata, int], data: st.DataObject
 ) -> None:
     metadata, offset = case
     text = metadata.text(offset)
-    place = data.draw(st.integers(0, len(text)))
+    position = data.draw(st.integers(0, len(text)))
     other = data.draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=3))
-    damaged = text[:place] + other + text[place + len(other) :]
+    damaged = text[:position] + other + text[position + len(other) :]
 
     read = CommitMetadata.read(damaged, offset)
 
@@ -95,7 +95,7 @@ def test_damaged_metadata_raises_nothing_and_can_be_rewritten(
     assert CommitMetadata.read(read.text(offset), offset).finished == read.finished
 
 
-@given(noted(), offsets)
+@given(metadata_and_offset(), offsets)
 def test_finished_records_count_only_with_their_own_offset(case: tuple[CommitMetadata, int], elsewhere: int) -> None:
     """Another tool may move the offset and take the text along: then nothing may be passed over."""
     metadata, offset = case
@@ -111,7 +111,7 @@ def test_runs_hold_exactly_their_offsets(finished: set[int]) -> None:
     found = runs_of(finished)
 
     assert [offset for run in found for offset in range(*run)] == sorted(finished)
-    assert all(one.end < other.start for one, other in itertools.pairwise(found))
+    assert all(run.end < other.start for run, other in itertools.pairwise(found))
 
 
 def test_the_format_of_live_apps_is_unchanged() -> None:
@@ -124,12 +124,12 @@ def test_the_format_of_live_apps_is_unchanged() -> None:
     [
         (range(1, 100_001), True),
         (range(1, 100_001, 2), True),
-        ([place for place in range(1, 100_001) if place % 331], True),
+        ([position for position in range(1, 100_001) if position % 331], True),
     ],
     ids=["beyond-one-stuck-record", "alternating", "beyond-300-stuck-records"],
 )
 def test_metadata_has_room_for_a_hundred_thousand_finished_records(finished: list[int], *, whole: bool) -> None:
-    metadata = CommitMetadata(first=FirstCommit(3, 2), finished=runs_of(7 + place for place in finished))
+    metadata = CommitMetadata(first=FirstCommit(3, 2), finished=runs_of(7 + position for position in finished))
 
     text = metadata.text(7)
 

@@ -6,7 +6,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.options import RateLimit, TokenBucket
+from aioshard.core.options import RateLimit
+from aioshard.engine.pacing import TokenBucket
 
 RATES = st.one_of(st.floats(0.01, 5_000.0), st.sampled_from([1.0, 3.0, 7.0, 10.0, 1000.0]))
 LIMITS = st.builds(RateLimit, RATES, st.integers(1, 20))

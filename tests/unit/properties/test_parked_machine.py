@@ -30,7 +30,7 @@ class ParkedMachine(RuleBasedStateMachine):
         offset = self.next_offset
         self.next_offset += gap
         due = self.now + delay
-        self.parked.add(ParkedEntry(offset, key, generation=1, stored_at=offset, due=due, replays=0))
+        self.parked.add(ParkedEntry(offset, key, generation=1, stored_at=offset, due=due, retries=0))
         identity = self.key_of(offset, key)
         if identity not in self.by_key:
             self.due[identity] = due

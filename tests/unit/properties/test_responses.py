@@ -95,11 +95,13 @@ def value(name: str, kind: Any, asked: Collection[TopicPartition], fault: Fault,
 
 def parts(name: str, asked: Collection[TopicPartition], fault: Fault, of: Any) -> list[Any]:
     """Return the items that an array has a part for."""
-    left = sorted(asked) if fault.path is not None else [one for one in sorted(asked) if one != fault.at]
+    left = (
+        sorted(asked) if fault.path is not None else [partition for partition in sorted(asked) if partition != fault.at]
+    )
     if name == "topics":
-        return list(dict.fromkeys(one.topic for one in left))
+        return list(dict.fromkeys(partition.topic for partition in left))
     if name == "partitions":
-        return [one for one in left if one.topic == of]
+        return [partition for partition in left if partition.topic == of]
     return [of] if name == "brokers" or (left and name in ONE_OF) else []
 
 
@@ -110,7 +112,7 @@ def empty(kind: Any) -> Any:
 
 
 def error_fields(schema: Any, path: Path = ()) -> Iterator[Path]:
-    """Return the places of error codes in a response."""
+    """Return the positions of error codes in a response."""
     for name, kind in zip(schema.names, schema.fields, strict=True):
         inner = kind.array_of if isinstance(kind, Array | CompactArray) else kind
         if isinstance(inner, Schema):
@@ -174,14 +176,19 @@ async def settings_of(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     return asked
 
 
+async def settings_of_broker(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    assert answers.broker_settings(answer, 1, ["retention.ms"]) == {"retention.ms": "1"}
+    return asked
+
+
 async def leaders(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    topics = {one.topic for one in asked}
+    topics = {partition.topic for partition in asked}
     return [TopicPartition(topic, number) for topic in topics for number in answers.topic_partitions(answer, topic)]
 
 
 async def existing(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     found = answers.existing_topics(answer)
-    return [one for one in asked if one.topic in found]
+    return [partition for partition in asked if partition.topic in found]
 
 
 async def removed(answer: Any, asked: Asked) -> Collection[TopicPartition]:
@@ -217,24 +224,29 @@ async def classic_group(answer: Any, asked: Asked) -> Collection[TopicPartition]
     return asked
 
 
+async def described(answer: Any, asked: Asked) -> Collection[TopicPartition]:
+    answers.described_group(answer, "billing")
+    return asked
+
+
 async def newer_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     return asked if await group_brokers(answer)._kip848_group("billing") else ()
 
 
 async def created(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return asked if await group_brokers(answer)._create_compacted("orders", 1) else ()
+    return asked if await group_brokers(answer).create_topic("orders", 1, {}) else ()
 
 
 async def fetched(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     client: Any = object.__new__(BareClient)
     client.send = Client(answer).send
     found = await client.fetch(1, dict.fromkeys(asked, 5), 0.0)
-    return [one for one in asked if found[one].error is None]
+    return [partition for partition in asked if found[partition].error is None]
 
 
 async def fetched_by_consumer(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    """aiokafka's own: a position does not move, whatever is wrong."""
-    states = {one: SimpleNamespace(has_valid_position=True, position=5, highwater=None) for one in asked}
+    """aiokafka's own: a position does not move, for any error."""
+    states = {partition: SimpleNamespace(has_valid_position=True, position=5, highwater=None) for partition in asked}
     fetcher: Any = object.__new__(Fetcher)
     fetcher._client, fetcher._client_rack, fetcher._records = Client(answer), None, {}
     fetcher._client.force_metadata_update = lambda: None
@@ -244,14 +256,14 @@ async def fetched_by_consumer(answer: Any, asked: Asked) -> Collection[TopicPart
     request = SimpleNamespace(topics=by_topic(asked, lambda one: (one.partition, 5, 100)))
     await fetcher._proc_fetch_request(assignment, 1, request)
     assert all(state.position == 5 for state in states.values())
-    return [one for one, state in states.items() if state.highwater is not None]
+    return [partition for partition, state in states.items() if state.highwater is not None]
 
 
 async def produced(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     found = answers.produced(answer)
-    refusals = {one: error for one, (_, error) in found.items() if error is not None and error.errno != 46}
+    refusals = {partition: error for partition, (_, error) in found.items() if error is not None and error.errno != 46}
     if set(found) != set(asked):
-        raise answers.IncompleteAnswerError("sent again, see tests/unit/test_readers.py")
+        raise answers.IncompleteAnswerError("sent again, see tests/unit/kafka/test_readers.py")
     for error in refusals.values():
         raise error
     return asked
@@ -280,7 +292,7 @@ class Question(NamedTuple):
     request: type[Request[Any]]
     read: Read
     facts: Mapping[Path, frozenset[int]] = MappingProxyType({})
-    """Codes that are no fault but tell something, by their field."""
+    """Codes that are not a fault but have a meaning, by their field."""
     single: bool = False
     """Whether it is about one thing."""
     theirs: bool = False
@@ -299,11 +311,13 @@ QUESTIONS = [
     Question(OffsetRequest, offsets, least=1),
     Question(OffsetRequest, offsets_of_leaders, least=1),
     Question(DescribeConfigsRequest, settings_of, single=True),
+    Question(DescribeConfigsRequest, settings_of_broker, single=True),
     Question(MetadataRequest, leaders, {IN_TOPIC: frozenset({3, 17}), IN_PARTITION: ALL}, single=True, least=4),
     Question(MetadataRequest, existing, {IN_TOPIC: ALL, IN_PARTITION: ALL}, missing=False, least=1),
     Question(RemoveMember, removed, {("members", "error_code"): frozenset({25})}, single=True),
     Question(LeaveGroupRequest, left_group, single=True, missing=False),
     Question(DescribeGroup, classic_group, single=True),
+    Question(DescribeGroup, described, single=True, least=4),
     Question(DescribeConsumerGroup, newer_group, {("groups", "error_code"): frozenset({69, 35})}, single=True),
     Question(CreateTopicsRequest, created, {("topic_errors", "error_code"): frozenset({36})}, single=True),
     Question(FetchRequest, fetched, {IN_PARTITION: frozenset({1})}, least=4),

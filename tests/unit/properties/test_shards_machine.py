@@ -7,13 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioshard.core.flow import Usage
-from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
+from tests.engine.deliveries import make_buffer
 from tests.simulation.seeds import SEEDS
 
 WORKERS = 3
@@ -34,7 +33,7 @@ class ShardsMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.shards = Shards(4 if self.fixed else None)
-        self.buffer = Buffer(Usage(10**6, 10**9), lambda: None)
+        self.buffer = make_buffer(10**6, 10**9)
         self.epochs: list[Epoch] = []
         self.running: list[Delivery] = []
         self.alive: dict[Delivery, None] = {}
@@ -95,7 +94,7 @@ class ShardsMachine(RuleBasedStateMachine):
         assert delivery in self.alive
         assert not delivery.epoch.gate or delivery.epoch.may_start(delivery)
         if delivery.key is not None:
-            assert all(other.key != delivery.key for other in self.running), "I4: two of one key at once"
+            assert all(other.key != delivery.key for other in self.running), "I4: two of one key concurrently"
             earlier = [d for d in self.alive if d.epoch is delivery.epoch and d.key == delivery.key]
             assert min(d.offset for d in earlier) == delivery.offset, "I4: an earlier one of its key has not ended"
         epoch = delivery.epoch
@@ -137,10 +136,10 @@ class ShardsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def retry_is_due(self, number: int) -> None:
-        waiting = [d for d, timer in self.shards._blocked.items() if timer is not None]
+        waiting = [d for d, due in self.shards._blocked.items() if due is not None]
         if waiting:
             delivery = waiting[number % len(waiting)]
-            self.shards._blocked[delivery].cancel()  # type: ignore[union-attr]
+            self.shards._blocked[delivery].timer.cancel()  # type: ignore[union-attr]
             self.within(self.shards.unblock, delivery)
 
     @rule(number=st.integers(0, 2))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from aioshard.ports import Message
 from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.payloads import unwritable
 from aioshard.serde.side_records import (
     LONGEST_MESSAGE,
     REPLAYED,
@@ -15,10 +16,11 @@ from aioshard.serde.side_records import (
     DeadLetterRecord,
     Failure,
     ParkedRecord,
-    Place,
     ReleaseRequest,
     Removed,
+    StorageKey,
     dead_letter,
+    failure_headers,
     park,
     read_dead_letter,
     read_parked,
@@ -46,7 +48,9 @@ def records_with(headers: st.SearchStrategy[Any]) -> st.SearchStrategy[Record]:
 
 
 foreign_names = names.filter(lambda name: name not in OURS) | st.sampled_from(["trace", "aioshard.own", REPLAYED])
+misnamed = st.binary(max_size=6).map(lambda raw: raw.decode("utf-8", "surrogateescape"))
 records = records_with(headers_of(foreign_names))
+records_with_any_names = records_with(headers_of(foreign_names | misnamed))
 records_with_headers_like_ours = records_with(headers_of(foreign_names | st.sampled_from(OURS)))
 failures = st.builds(
     Failure, names, names, st.integers(1, 10**6), names, st.text(max_size=LONGEST_MESSAGE), st.floats(0, 1e11)
@@ -54,10 +58,11 @@ failures = st.builds(
 
 
 def stored(message: Message, *, partition: int = 0, offset: int = 7) -> Record:
-    """A message as a broker hands it out again."""
-    where = message.partition if message.partition is not None else partition
+    """A message as a broker delivers it."""
+    if message.partition is not None:
+        partition = message.partition
     timestamp = 1.0 if message.timestamp is None else message.timestamp
-    return Record(message.topic, where, offset, message.key, message.value, message.headers, timestamp)
+    return Record(message.topic, partition, offset, message.key, message.value, message.headers, timestamp)
 
 
 RECORD = Record("orders", 3, 41, b"alice", b"{}", (("trace", b"7"), ("trace", None)), 1700000000.125)
@@ -131,13 +136,28 @@ def test_a_long_message_is_truncated() -> None:
 
 
 def test_a_non_unicode_message_does_not_prevent_the_write() -> None:
-    """Names of files that are no UTF-8 come so from the operating system."""
+    """Names of files that are not UTF-8 come from the operating system like this."""
     message = dead_letter("dlt", RECORD, FAILURE._replace(message="no file 'caf\udce9'"))
 
     read = read_dead_letter(stored(message))
 
     assert read is not None
     assert read.failure.message == r"no file 'caf\udce9'"
+
+
+@pytest.mark.parametrize("timestamp", [2**63 / 1000, FAILURE.failed_at + 3601, 1e300])
+def test_a_dead_letter_of_a_record_from_the_future_has_the_time_of_writing(timestamp: float) -> None:
+    """Brokers would refuse it for its time, however often it is sent; the header has the time of the record."""
+    letter = dead_letter("dlt", RECORD._replace(timestamp=timestamp), FAILURE)
+    assert letter.timestamp is None
+    assert dict(letter.headers)["aioshard.timestamp"] == str(timestamp).encode()
+
+
+def test_header_names_that_cannot_be_written_are_escaped() -> None:
+    record = RECORD._replace(headers=(("x-\ud83d", b"1"), ("trace", None)))
+    for copy in (dead_letter("dlt", record, FAILURE), park("parked", record, FAILURE, generation=1, due=2.0)):
+        assert copy.headers[:2] == (("x-\\xed\\xa0\\xbd", b"1"), ("trace", None))
+        assert unwritable(copy) is None
 
 
 def test_a_record_without_a_timestamp_gets_one() -> None:
@@ -213,13 +233,13 @@ def test_a_replayed_dead_letter_is_the_original_with_its_coordinates(
 
 
 @given(records_with_headers_like_ours, failures, moments, st.integers(0, 1000))
-def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Failure, due: float, replays: int) -> None:
+def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Failure, due: float, retries: int) -> None:
     """Its handler gets it back, so even headers that are named like ours stay."""
-    message = park("parked", record, failure, generation=3, due=due, replays=replays)
+    message = park("parked", record, failure, generation=3, due=due, retries=retries)
 
     read = read_parked(stored(message))
 
-    assert read == ParkedRecord(record, failure, due, replays, 3)
+    assert read == ParkedRecord(record, failure, due, retries, 3)
     assert isinstance(read, ParkedRecord)
     assert read.coordinates == Coordinates.of(record)
 
@@ -242,14 +262,14 @@ def test_a_parked_record_is_not_a_tombstone_and_keeps_its_partition(record: Reco
 
     assert message.value is not None
     assert message.partition == record.partition
-    assert message.key == str(Place(Coordinates.of(record), 3)).encode()
+    assert message.key == str(StorageKey(Coordinates.of(record), 3)).encode()
 
 
 @given(records)
 def test_a_tombstone_and_a_request_name_their_target(record: Record) -> None:
     coordinates = Coordinates.of(record)
 
-    assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
+    assert read_parked(stored(tombstone("parked", StorageKey(coordinates, 3)))) == Removed(StorageKey(coordinates, 3))
     assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
     assert read_parked(stored(release("parked", coordinates, answered=True))) == ReleaseRequest(
         coordinates, answered=True
@@ -258,18 +278,21 @@ def test_a_tombstone_and_a_request_name_their_target(record: Record) -> None:
 
 @given(records, failures)
 def test_compaction_keeps_the_latest_state_of_records_and_requests(record: Record, failure: Failure) -> None:
-    """It goes by the key alone."""
+    """Compaction compares only keys."""
     coordinates = Coordinates.of(record)
 
-    assert tombstone("parked", Place(coordinates, 3)).key == park("parked", record, failure, generation=3, due=1.0).key
+    assert (
+        tombstone("parked", StorageKey(coordinates, 3)).key
+        == park("parked", record, failure, generation=3, due=1.0).key
+    )
     assert release("parked", coordinates, answered=True).key == release("parked", coordinates).key
-    assert release("parked", coordinates).key != tombstone("parked", Place(coordinates, 3)).key
+    assert release("parked", coordinates).key != tombstone("parked", StorageKey(coordinates, 3)).key
 
 
 def test_a_topic_can_be_named_like_a_request() -> None:
     coordinates = Coordinates("release", 0, 5)
 
-    assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
+    assert read_parked(stored(tombstone("parked", StorageKey(coordinates, 3)))) == Removed(StorageKey(coordinates, 3))
     assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
 
 
@@ -294,7 +317,7 @@ def test_records_with_another_key_are_foreign(key: bytes | None) -> None:
 
 
 def test_records_in_another_partition_are_foreign() -> None:
-    """Nobody who owns that partition would look after it."""
+    """The owner of that partition does not read them."""
     parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(partition=4)) is None
@@ -306,7 +329,7 @@ def test_records_with_headers_that_contradict_the_key_are_foreign() -> None:
     assert read_parked(parked._replace(key=b"orders/3/42")) is None
 
 
-@pytest.mark.parametrize(("name", "text"), [("aioshard.due", b"soon"), ("aioshard.replays", None)])
+@pytest.mark.parametrize(("name", "text"), [("aioshard.due", b"soon"), ("aioshard.retries", None)])
 def test_records_with_a_damaged_header_are_foreign(name: str, text: bytes | None) -> None:
     parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
     headers = tuple((other, text if other == name else value) for other, value in parked.headers)
@@ -322,3 +345,27 @@ def test_coordinates_round_trip(topic: str, partition: int, offset: int) -> None
     coordinates = Coordinates(topic, partition, offset)
 
     assert Coordinates.parse(str(coordinates)) == coordinates
+
+
+@given(records_with_any_names, failures)
+def test_a_header_name_that_is_not_utf_8_is_written_as_text_and_restored_when_parked(
+    record: Record, failure: Failure
+) -> None:
+    letter = dead_letter("dead", record, failure)
+    parked = park("parked", record, failure, generation=1, due=1.0)
+    again = replay(DeadLetterRecord(record, failure), Coordinates("dead", 0, 1), partition=None, timestamp=None)
+
+    assert all(name.encode() for message in (letter, parked, again) for name, _ in message.headers if name)
+    assert len(letter.headers) == len(failure_headers(record, failure)) + len(record.headers)
+    decoded = read_parked(stored(parked))
+    assert isinstance(decoded, ParkedRecord)
+    assert decoded.original == record
+
+
+def test_the_bytes_of_such_a_name_are_readable_in_a_dead_letter() -> None:
+    name = b"a\xff\xfe".decode("utf-8", "surrogateescape")
+    record = Record("orders", 0, 41, None, b"", ((name, b"1"), ("b", None)), 0.0)
+
+    letter = dead_letter("dead", record, Failure("g", "h", 1, "DecodeError", "", 0.0))
+
+    assert letter.headers[:2] == (("a\\xff\\xfe", b"1"), ("b", None))

@@ -1,0 +1,57 @@
+"""Groups as the brokers describe them."""
+
+from typing import NamedTuple
+
+from aioshard.core.assignment import Member
+from aioshard.records import TopicPartition
+
+
+class Coordinator(NamedTuple):
+    """The broker that coordinates a group."""
+
+    broker: int
+    host: str
+    port: int
+
+
+class GroupMember(NamedTuple):
+    """A member of a group."""
+
+    member_id: str
+    client_id: str
+    host: str
+    instance_id: str | None
+    """None for a dynamic member."""
+    partitions: tuple[TopicPartition, ...] = ()
+
+    def __str__(self) -> str:
+        """Describe the member for an error message."""
+        static = f"static member {self.instance_id!r}" if self.instance_id else f"member {self.member_id!r}"
+        return f"{static} (client {self.client_id!r} at {self.host.lstrip('/')})"
+
+
+class Group(NamedTuple):
+    """A group of either protocol."""
+
+    state: str
+    """The brokers' name for it, in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
+    protocol: str
+    """`classic`, or `consumer` (KIP-848)."""
+    assignor: str
+    """Empty if there is none."""
+    members: tuple[GroupMember, ...]
+
+    @property
+    def owners(self) -> dict[TopicPartition, GroupMember]:
+        """Map each assigned partition to its member."""
+        return {partition: member for member in self.members for partition in member.partitions}
+
+
+class DescribedGroup(NamedTuple):
+    """The members of a group of the classic protocol, as its leader sees them."""
+
+    is_stable: bool
+    """Whether all members have the partitions of one assignment; otherwise, `members` says nothing of them."""
+    members: dict[str, Member]
+    instances: dict[str, str]
+    """The member id of each static member, by instance id."""

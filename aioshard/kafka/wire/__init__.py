@@ -1,0 +1,1 @@
+"""Kafka's protocol: messages, connections and the state of a cluster."""

@@ -1,0 +1,201 @@
+"""The producer behind a proxy that loses, forges and delays answers: no acknowledged message is lost or doubled."""
+
+import asyncio
+import contextlib
+import itertools
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+from aioshard.errors import AuthorizationError, MessageTooLargeError, TransportError
+from aioshard.kafka.aiokafka import producer as producing
+from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.ports import Message
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.support.brokers import SharedKafka
+from tests.support.cluster import KafkaCluster
+from tests.support.kafka import KafkaBroker
+from tests.support.proxies import PRODUCE, Proxies, Request, Rule
+
+INVALID_EPOCH = 47
+PATIENCE = 3.0
+"""Seconds after which a message is given up here."""
+
+
+@contextlib.asynccontextmanager
+async def producer_of(bootstrap: str) -> AsyncIterator[KafkaProducer]:
+    producer = KafkaProducer(Settings(bootstrap_servers=bootstrap))
+    try:
+        yield producer
+    finally:
+        await producer.close()
+
+
+@pytest.fixture
+async def proxies(breakable_kafka: KafkaBroker) -> AsyncIterator[Proxies]:
+    async with Proxies({1: (breakable_kafka.ports.proxy, breakable_kafka.ports.proxied)}) as proxies:
+        yield proxies
+
+
+@pytest.fixture
+async def producer(breakable_kafka: KafkaBroker, topic: str, proxies: Proxies) -> AsyncIterator[KafkaProducer]:
+    """A producer that reaches the broker through the proxies, and has stored one message."""
+    del proxies  # they must listen
+    await breakable_kafka.create_topic(topic)
+    async with producer_of(f"127.0.0.1:{breakable_kafka.ports.proxy}") as producer:
+        await producer.publish(Message(topic, b"0"))
+        yield producer
+
+
+async def values(cluster: KafkaCluster, topic: str) -> list[bytes | None]:
+    return [record.value for record in await cluster.read(topic)]
+
+
+def code_position(frame: bytes) -> int:
+    """Where the error code of the only partition is in the answer to a Produce request, up to version 8."""
+    length: int = struct.unpack_from(">h", frame, 8)[0]
+    return 8 + 2 + length + 4 + 4
+
+
+def forged(frame: bytes, code: int) -> bytes:
+    position = code_position(frame)
+    return frame[:position] + struct.pack(">h", code) + frame[position + 2 :]
+
+
+async def limit_messages(cluster: KafkaCluster, topic: str, size: int) -> None:
+    """Lower `max.message.bytes`; return when the broker refuses larger ones."""
+    entry = ConfigEntry("max.message.bytes", str(size), incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
+    [changed] = admin.incremental_alter_configs([resource]).values()
+    await asyncio.to_thread(changed.result, 10)
+    other = f"{topic}-other"
+    await cluster.create_topic(other)
+    async with producer_of(cluster.bootstrap) as probe:
+        # The broker applies changes in order: this topic, created later, is there.
+        await probe.publish(Message(other, b"v"))
+
+
+async def test_a_retry_that_is_refused_does_not_free_its_numbers(
+    breakable_kafka: KafkaBroker, topic: str, proxies: Proxies, producer: KafkaProducer
+) -> None:
+    """The broker stores a message and its answer gets lost; when it is sent again, the topic's limit is lower."""
+    held: list[Rule] = []
+
+    def lose(_: Request, frame: bytes) -> None:
+        assert struct.unpack_from(">h", frame, code_position(frame)) == (0,)
+        losing.lift()
+        held.append(proxies.hold(api_key=PRODUCE))
+
+    losing = proxies.answer(lose, api_key=PRODUCE)
+    call = asyncio.create_task(producer.publish(Message(topic, bytes(5000))))
+    await losing.lifted.wait()
+    await held[0].met.wait()
+    await limit_messages(breakable_kafka, topic, 1000)
+    held[0].lift()
+    with pytest.raises(TransportError) as caught:
+        await call
+    assert caught.value.retriable, "it is stored"
+
+    assert await producer.publish(Message(topic, b"2")) == 2
+    assert await values(breakable_kafka, topic) == [b"0", bytes(5000), b"2"]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (-1, TransportError),
+        (10, MessageTooLargeError),
+        (29, AuthorizationError),
+        (31, AuthorizationError),
+        (32, TransportError),
+        (45, TransportError),
+        (87, TransportError),
+    ],
+)
+async def test_an_acknowledged_message_is_in_the_log_whatever_the_retry_before_it_heard(
+    breakable_kafka: KafkaBroker,
+    topic: str,
+    proxies: Proxies,
+    producer: KafkaProducer,
+    code: int,
+    error: type[Exception],
+) -> None:
+    answers = itertools.count()
+
+    def change(_: Request, frame: bytes) -> bytes | None:
+        return forged(frame, code) if next(answers) else None
+
+    rule = proxies.answer(change, api_key=PRODUCE)
+    with pytest.raises(error):
+        await producer.publish(Message(topic, b"1"))
+    rule.lift()
+
+    assert await producer.publish(Message(topic, b"2")) == 2
+    assert await values(breakable_kafka, topic) == [b"0", b"1", b"2"]
+
+
+async def test_an_unknown_error_for_a_stored_message_is_asked_again(
+    breakable_kafka: KafkaBroker, topic: str, proxies: Proxies, producer: KafkaProducer
+) -> None:
+    def change(_: Request, frame: bytes) -> bytes:
+        rule.lift()
+        return forged(frame, -1)
+
+    rule = proxies.answer(change, api_key=PRODUCE)
+    assert await producer.publish(Message(topic, b"1")) == 1
+    assert await producer.publish(Message(topic, b"2")) == 2
+    assert await values(breakable_kafka, topic) == [b"0", b"1", b"2"]
+
+
+async def test_a_message_that_was_given_up_is_not_stored_behind_later_ones(
+    breakable_kafka: KafkaBroker, topic: str, proxies: Proxies, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is still on the way when its caller gives up, publishes it again, and publishes another."""
+    monkeypatch.setattr(producing, "_PATIENCE", PATIENCE)
+    stranded = proxies.strand(api_key=PRODUCE)
+    call = asyncio.create_task(producer.publish(Message(topic, b"1")))
+    await stranded.met.wait()
+    cut = proxies.cut(api_key=PRODUCE)
+    with pytest.raises(TransportError) as caught:
+        await call
+    assert caught.value.retriable
+    cut.lift()
+    monkeypatch.undo()
+
+    assert await producer.publish(Message(topic, b"1")) == 1
+    assert await producer.publish(Message(topic, b"2")) == 2
+    answer = await stranded.arrive()
+    assert struct.unpack_from(">h", answer, code_position(answer)) == (INVALID_EPOCH,)
+    assert await values(breakable_kafka, topic) == [b"0", b"1", b"2"]
+
+
+async def test_numbers_begin_again_after_the_last_one(kafka: SharedKafka, topic: str) -> None:
+    """Inside a batch, and for a copy of it."""
+    await kafka.create_topic(topic, 2)
+    async with producer_of(kafka.bootstrap) as producer:
+        await producer.publish(Message(topic, b"v", partition=1))
+        # A broker accepts any first number of a producer that it does not know.
+        name = TopicPartition(topic, 0)
+        producer._partitions[name] = producing._Partition(name, identity=producer._identity, sequence=2**31 - 2)
+
+        calls = (producer.publish(Message(topic, b"%d" % number, partition=0)) for number in range(5))
+        assert await asyncio.gather(*calls) == list(range(5))
+        assert await producer.publish(Message(topic, b"5", partition=0)) == 5
+
+
+async def test_two_messages_that_together_exceed_a_request_do_not_block_each_other(tmp_path: Path, topic: str) -> None:
+    """A broker closes the connection on a request above its limit, and the same one would be built again and again."""
+    broker = KafkaBroker(tmp_path, properties={"socket.request.max.bytes": str(10_000_000)})
+    await broker.start()
+    try:
+        await broker.create_topic(topic, 2, {"max.message.bytes": str(7_000_000)})
+        async with producer_of(broker.bootstrap) as producer:
+            calls = (producer.publish(Message(topic, bytes(6_000_000), partition=number)) for number in range(2))
+            assert await asyncio.gather(*calls) == [0, 0]
+    finally:
+        await broker.kill()

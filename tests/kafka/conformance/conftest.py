@@ -1,0 +1,138 @@
+"""Group members, on each client, that reach the broker through proxies."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import Any
+
+import pytest
+
+from aioshard.errors import TransportError
+from aioshard.ports import NOTHING, Committed, Membership
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.kafka.client.members import PATIENCE, Member, settings_for
+from tests.support.brokers import SharedKafka
+from tests.support.proxies import Proxies
+
+Client = Mapping[str, Any]
+"""The settings that choose a client."""
+
+AIOKAFKA: Client = {"client": "aiokafka", "assignor": "cooperative-fair"}
+EAGER: Client = {"client": "aiokafka", "assignor": "sticky"}
+"""Its rebalances revoke every partition; those of the others only the partitions that move."""
+CONFLUENT: Client = {"client": "confluent"}
+KIP_848: Client = {"client": "confluent", "group_protocol": "consumer"}
+EXACTLY_ONCE: Mapping[str, Any] = {
+    "processing_guarantee": "exactly_once",
+    "drain_timeout": 2,
+    "commit_timeout": 3,
+    "transaction_timeout": 10,
+}
+TRANSACTIONS: Client = {**CONFLUENT, **EXACTLY_ONCE}
+"""Each commit is a transaction."""
+KIP_848_TRANSACTIONS: Client = {**KIP_848, **EXACTLY_ONCE}
+NAMES = {
+    "aiokafka": AIOKAFKA,
+    "eager": EAGER,
+    "confluent": CONFLUENT,
+    "KIP-848": KIP_848,
+    "transactions": TRANSACTIONS,
+    "KIP-848, transactions": KIP_848_TRANSACTIONS,
+}
+
+OF_THE_BROKER = "session_timeout", "heartbeat_interval", "assignor"
+"""Settings that KIP-848 refuses."""
+SHORT_SESSION: Mapping[str, Any] = {"session_timeout": 1.5, "heartbeat_interval": 0.2}
+
+
+def on_clients(*clients: Client, in_chaos: Collection[Client] = ()) -> pytest.MarkDecorator:
+    """Run a test on each of these clients; a plain run leaves out those *in_chaos*."""
+    named = [pytest.param(client, id=name) for name, client in NAMES.items() if client in clients]
+    named += [
+        pytest.param(client, id=name, marks=pytest.mark.chaos) for name, client in NAMES.items() if client in in_chaos
+    ]
+    return pytest.mark.parametrize("client", named)
+
+
+class Racer(Member):
+    """A member that leaves alone the partitions it keeps in a rebalance, as the engine does.
+
+    Begins each new one at `start`, or where it stopped reading it.
+    """
+
+    def __init__(self, settings: Settings, group: str) -> None:
+        super().__init__(settings, group)
+        self.opened: set[TopicPartition] = set()
+        self.at_assign = self._open_new
+
+    def _open_new(self, partitions: Collection[TopicPartition], _: Membership) -> None:
+        self.opened.intersection_update(partitions)
+        new = set(partitions) - self.opened
+        for topic_partition in new:
+            self.transport.seek(topic_partition, self.next_offsets.setdefault(topic_partition, self.start))
+        self.transport.resume(new)
+        self.opened.update(new)
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
+        await super().revoked(partitions)
+        self.opened.difference_update(partitions)
+
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        super().lost(partitions)
+        self.opened.difference_update(partitions)
+
+    @property
+    def holds(self) -> set[TopicPartition]:
+        """The partitions of its latest assignment."""
+        return set(self.assignments[-1].partitions) if self.assignments else set()
+
+    async def stored(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """The group's committed offsets, as soon as no transaction is open: brokers answer before one has ended."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                try:
+                    return await self.transport.committed(partitions)
+                except TransportError as error:
+                    if not error.retriable:
+                        raise
+
+    async def until_it_gives_up(self) -> None:
+        """Return when it has lost its partitions, or its client has ended."""
+        try:
+            await self.poll_until(lambda: any(revoked.lost for revoked in self.revocations), lambda _: NOTHING)
+        except TransportError:
+            return
+
+
+Join = Callable[..., Racer]
+
+
+@pytest.fixture
+async def racers(proxies: Proxies) -> AsyncIterator[list[Racer]]:
+    """Members in this list are closed at the end, the newest first; no rule of the proxies holds them up."""
+    joined: list[Racer] = []
+    yield joined
+    proxies.clear()
+    for racer in reversed(joined):
+        await asyncio.wait_for(racer.transport.close(), PATIENCE)
+
+
+@pytest.fixture
+def join(kafka: SharedKafka, group: str, racers: list[Racer], client: Client) -> Join:
+    """Makes members of the test's group, by the name under which rules of the proxies know them.
+
+    Other arguments are settings.
+    """
+
+    def make(name: str, **overrides: Any) -> Racer:
+        chosen = {"client_id": name, **client, **overrides}
+        of_the_group = chosen.pop("group_protocol", "classic")
+        settings = settings_for(kafka.proxied_bootstrap, **chosen)
+        if of_the_group != "classic":
+            kept = {name: getattr(settings, name) for name in settings.model_fields_set.difference(OF_THE_BROKER)}
+            # Users cannot set the session, which is the broker's; the client's own is too long for a test.
+            settings = Settings(**kept, group_protocol=of_the_group).model_copy(update=SHORT_SESSION)
+        racers.append(Racer(settings, group))
+        return racers[-1]
+
+    return make

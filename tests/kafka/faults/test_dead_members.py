@@ -1,0 +1,78 @@
+"""A start in a group with a dead member: the app names it until its session ends."""
+
+import logging
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.core.assignment import ASSIGNORS
+from tests.kafka.client.members import Member, settings_for
+from tests.kafka.faults.support import on_aiokafka_at_least, quick_app, until
+from tests.support.brokers import SharedKafka
+
+SESSION = 12.0
+"""Seconds for which the group waits for the dead member."""
+PROTOCOLS = {"aiokafka": "cooperative-fair", "confluent": "cooperative-sticky"}
+"""The name of each client's default assignor in the group."""
+
+
+@pytest.fixture
+async def dead(kafka: SharedKafka, topic: str, group: str, client: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The id of a member that has ended without a word to the group."""
+    await kafka.create_topic(topic, 2)
+    name = PROTOCOLS[client]
+    monkeypatch.setitem(ASSIGNORS, name, ASSIGNORS["sticky"])  # librdkafka's exists for it only
+    settings = settings_for(kafka.bootstrap, client="aiokafka", assignor="cooperative-fair", session_timeout=SESSION)
+    member = Member(settings, group)
+    member.transport._options["partition_assignment_strategy"][0].name = name
+    membership = (await member.join(topic)).membership
+    assert member.transport._internals is not None
+    await member.transport._internals.tear_down()
+    return membership.member_id
+
+
+def app_of(kafka: SharedKafka, topic: str, group: str, start_timeout: float | None) -> App:
+    app = quick_app(kafka, group, session_timeout=SESSION, start_timeout=start_timeout)
+
+    @app.consume(topic)
+    async def handle(record: Record) -> None: ...
+
+    return app
+
+
+@on_aiokafka_at_least
+async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
+    kafka: SharedKafka, topic: str, group: str, dead: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = app_of(kafka, topic, group, start_timeout=3.0)
+
+    with caplog.at_level(logging.WARNING, "aioshard"):
+        async with app:
+            assert len(app.assignment()) == 2
+
+    starting = [line for line in caplog.records if getattr(line, "event", "") == "starting"]
+    assert starting, "it has started before the dead member's session ended: this shows nothing"
+    assert dead in starting[0].getMessage()
+    found = [line.getMessage() for line in caplog.records if getattr(line, "event", "") == "trouble"]
+    assert len(found) == 1
+    assert dead in found[0]
+    assert f"session_timeout={SESSION:g} s" in found[0]
+
+
+@on_aiokafka_at_least
+async def test_without_start_timeout_the_app_is_up_and_not_ready_until_the_session_of_a_dead_member_ends(
+    kafka: SharedKafka, topic: str, group: str, dead: str
+) -> None:
+    app = app_of(kafka, topic, group, start_timeout=None)
+
+    async with app:
+        assert app.statistics().state == "starting"
+        await until(lambda: dead in (app.statistics().trouble or ""), app.explain)
+        assert app.statistics().state == "starting"
+        assert app.assignment() == ()
+        (advice,) = [finding.what_to_do for finding in app.diagnose().findings if finding.kind == "trouble"]
+        assert "group_instance_id" in str(advice), "the brokers answer"
+
+        await until(lambda: app.statistics().state == "running", app.explain)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        assert len(app.assignment()) == 2

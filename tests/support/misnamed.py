@@ -1,0 +1,57 @@
+"""Record batches with header names that are not UTF-8, which no client writes but every broker stores."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
+
+from aioshard.kafka.aiokafka.answers import produced
+from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.connections import connected
+from aioshard.kafka.aiokafka.options import client_options
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.support.batches import compressed
+
+Content = tuple[bytes | None, Sequence[tuple[bytes, bytes | None]]]
+"""The value of a record, and its headers."""
+
+
+class _Name(str):  # noqa: SLOT000 - it has an attribute
+    """The name of a header, written as any bytes."""
+
+    raw: bytes
+
+    def encode(self, *_: Any) -> bytes:
+        return self.raw
+
+
+def _name(raw: bytes) -> _Name:
+    name = _Name("any")
+    name.raw = raw
+    return name
+
+
+def batch_of(contents: Sequence[Content], *, codec: int = 0) -> bytes:
+    """A batch that begins at offset 0."""
+    builder: Any = _DefaultRecordBatchBuilderPy(2, 0, 0, -1, -1, -1, 1 << 20)
+    for number, (value, headers) in enumerate(contents):
+        pairs = [(_name(name), content) for name, content in headers]
+        assert builder.append(number, 1_700_000_000_000 + number, None, value, pairs) is not None
+    return compressed(bytes(builder.build()), codec)
+
+
+async def produce(bootstrap: str, partition: TopicPartition, contents: Sequence[Content]) -> None:
+    """Write a batch to a broker."""
+    settings = Settings(bootstrap_servers=bootstrap)
+    client = await connected(settings, client_options(settings, request_timeout=10.0), BareClient)
+    try:
+        assert await client.look_up(partition.topic)
+        leader = client.leader(partition)
+        batches = [(partition.topic, [(partition.partition, batch_of(contents))])]
+        response = await client.send(leader, ProduceRequest(None, -1, 10_000, batches))
+        _, error = produced(response)[partition]
+        assert error is None
+    finally:
+        await client.tear_down()

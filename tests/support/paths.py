@@ -1,0 +1,5 @@
+"""Directories of the project."""
+
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
