@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.starving import Report, a_core, burning, line_of, member
+from tests.support.starving import Report, a_core, burning, line_of, member, starve
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,8 +26,7 @@ def ends_a_block(report: Report) -> bool:
 async def test_a_loop_that_gets_no_cpu_blames_the_machine() -> None:
     core = a_core()
     async with member("await", core=core, niceness=19) as starved:
-        async with burning(core), burning(core), burning(core):
-            await starved.until(lambda report: ends_a_block(report) and report["cause"] == "no CPU")
+        await starve(starved, core, lambda report: ends_a_block(report) and report["cause"] == "no CPU")
         await starved.end()
     assert not [report for report in starved.reports if names_code(report)]
 

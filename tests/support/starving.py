@@ -11,6 +11,8 @@ from typing import Any
 
 Report = dict[str, Any]
 PATIENCE = 60.0
+STARVED = 5.0
+"""Seconds for which `starve` takes the core away at a time."""
 _BURN = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
@@ -21,10 +23,10 @@ class Member:
         self.process = process
         self.reports: list[Report] = []
 
-    async def until(self, condition: Callable[[Report], bool]) -> Report:
+    async def until(self, condition: Callable[[Report], bool], *, patience: float = PATIENCE) -> Report:
         """Read reports until one fulfills a condition, and return it."""
         assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(patience):
             while line := await self.process.stdout.readline():
                 report: Report = json.loads(line)
                 self.reports.append(report)
@@ -72,6 +74,21 @@ async def burning(core: int) -> AsyncIterator[None]:
     finally:
         process.kill()
         await process.wait()
+
+
+async def starve(member: Member, core: int, condition: Callable[[Report], bool]) -> Report:
+    """Take the core away from a member, by more processes each time, until a report fulfills a condition.
+
+    In between the member has the core for itself, so that it can report.
+    """
+    for processes in (3, 6, 12, 24):
+        async with contextlib.AsyncExitStack() as load:
+            for _ in range(processes):
+                await load.enter_async_context(burning(core))
+            await asyncio.sleep(STARVED)  # that is how long it is starved
+        with contextlib.suppress(TimeoutError):
+            return await member.until(condition, patience=STARVED)
+    raise AssertionError(member.reports)
 
 
 def line_of(comment: str) -> str:

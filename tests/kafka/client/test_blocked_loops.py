@@ -14,7 +14,7 @@ import pytest
 from aioshard import App, Record
 from tests.kafka.client.members import PATIENCE
 from tests.support.brokers import SharedKafka
-from tests.support.starving import a_core, burning, member
+from tests.support.starving import a_core, member, starve
 
 SESSION = 3.0
 RECORDS = 20
@@ -140,8 +140,7 @@ async def test_a_member_without_a_cpu_does_not_blame_its_handlers(kafka: SharedK
 
     async with member("await", kafka.bootstrap, topic, group, core=core, niceness=19) as starved:
         producing = asyncio.create_task(produce(), name="produce")
-        async with burning(core), burning(core), burning(core):
-            await starved.until(lambda report: report.get("cause") == "no CPU")
+        await starve(starved, core, lambda report: report.get("cause") == "no CPU")
         await starved.end()
         producing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

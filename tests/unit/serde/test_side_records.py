@@ -11,6 +11,7 @@ from aioshard.records import TOPIC_NAME, Record
 from aioshard.serde.payloads import unwritable
 from aioshard.serde.side_records import (
     LONGEST_MESSAGE,
+    MESSAGE_ID,
     REPLAYED,
     Coordinates,
     DeadLetterRecord,
@@ -29,8 +30,9 @@ from aioshard.serde.side_records import (
     tombstone,
 )
 
-EXAMPLE = park("s", Record("t", 0, 0, b"", None, (), 0.0), Failure("", "", 1, "", "", 0.0), generation=3, due=0.0)
-OURS = [name for name, _ in EXAMPLE.headers]
+MISNAMED = (("\udcff", b""),)
+EXAMPLE = park("s", Record("t", 0, 0, b"", None, MISNAMED, 0.0), Failure("", "", 1, "", "", 0.0), generation=3, due=0.0)
+OURS = [*(name for name, _ in EXAMPLE.headers[1:]), MESSAGE_ID]
 
 topics = st.from_regex(TOPIC_NAME, fullmatch=True)
 offsets = st.integers(0, 2**63 - 1)
