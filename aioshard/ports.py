@@ -1,6 +1,6 @@
 """Ports of the engine: protocols for Kafka clients.
 
-The engine does not depend on a client. `aioshard.kafka.aiokafka.transport` implements `Transport` on aiokafka,
+The engine does not depend on a client. `aioshard.kafka.transport` implements `Transport` for members of Kafka groups,
 `aioshard.kafka.memory.transport` in memory. All methods are called from one event loop.
 """
 

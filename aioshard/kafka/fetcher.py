@@ -217,6 +217,7 @@ class Fetcher:
         read_committed: bool,
         max_bytes: int,
         max_wait: float,
+        min_bytes: int = 1,
         may_wait_longer: bool = False,
         rack: str = "",
     ) -> None:
@@ -227,6 +228,7 @@ class Fetcher:
             read_committed: Whether to hide records of open and aborted transactions.
             max_bytes: Bytes that may be fetched and not taken.
             max_wait: Seconds that a broker may wait for records.
+            min_bytes: Bytes of records for which a broker waits.
             may_wait_longer: Whether it may wait longer if there are many partitions, and all are idle.
             rack: Where we are; the leader may then name a nearer replica. Empty: fetch from leaders only.
         """
@@ -234,6 +236,7 @@ class Fetcher:
         self._read_committed = read_committed
         self._max_bytes = max_bytes
         self._max_wait = max_wait
+        self._min_bytes = min_bytes
         self._may_wait_longer = may_wait_longer
         self._rack = rack
         self._partitions: dict[TopicPartition, _Partition] = {}
@@ -670,6 +673,7 @@ class Fetcher:
                 request = fetch_request(
                     fetch,
                     max_bytes=broker.granted,
+                    min_bytes=self._min_bytes,
                     wait=wait,
                     read_committed=self._read_committed,
                     rack=self._rack_for(broker),

@@ -78,15 +78,17 @@ class GroupOffsets:
           more.
     """
 
-    def __init__(self, cluster: Cluster, group_id: str) -> None:
+    def __init__(self, cluster: Cluster, group_id: str, patience: float = _STABLE_TIMEOUT) -> None:
         """Serve one group.
 
         Args:
             cluster: The cluster, started.
             group_id: The group.
+            patience: Seconds for a coordinator to return offsets; another broker may coordinate the group by then.
         """
         self._cluster = cluster
         self._group_id = group_id
+        self._patience = patience
         self._turn = asyncio.Lock()
         """Held by the commit that is sent next: it is fair, so they are sent in the order of the calls."""
         self._unanswered: asyncio.Task[Mapping[TopicPartition, WireError]] | None = None
@@ -212,7 +214,7 @@ class GroupOffsets:
             groups=[{"group": self._group_id, "member": None, "epoch": -1, "topics": topics}],
             stable=stable,
         ).up_to(_LAST_BY_NAME)
-        response = await self._ask_coordinator(node, request, timeout=_STABLE_TIMEOUT)
+        response = await self._ask_coordinator(node, request, timeout=self._patience)
         try:
             return committed_offsets(response, self._group_id, partitions)
         except WireError as error:

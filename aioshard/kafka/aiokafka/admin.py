@@ -38,7 +38,6 @@ from aioshard.kafka.aiokafka.answers import (
 )
 from aioshard.kafka.aiokafka.client import END, START, BareClient
 from aioshard.kafka.aiokafka.connections import connected
-from aioshard.kafka.aiokafka.internals import RETENTION_MS
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
@@ -53,6 +52,7 @@ _PATIENCE = 30.0
 """Seconds to retry transient errors, such as a leader election or a coordinator that is still loading."""
 _PAUSE = 0.2
 _COMMIT_TIMEOUT = 5.0
+RETENTION_MS = 10 * 365 * 24 * 3600 * 1000
 _CREATE_TIMEOUT_MS = 30_000
 _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 _NO_SUCH_GROUP, _NOT_SERVED = 69, 35

@@ -31,13 +31,11 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
         "enable_auto_commit": False,
         "auto_offset_reset": "none",  # the client would reset silently; `core.ownership.origin_of` decides
         "request_timeout_ms": _REQUEST_TIMEOUT_MS,
-        "isolation_level": settings.isolation_level,
         "max_poll_interval_ms": _NEVER_MS,
         "rebalance_timeout_ms": milliseconds(settings.rebalance_timeout),
         "session_timeout_ms": milliseconds(settings.session_timeout),
         "heartbeat_interval_ms": milliseconds(settings.heartbeat_interval),
         "metadata_max_age_ms": milliseconds(settings.metadata_max_age),
-        "fetch_max_wait_ms": milliseconds(settings.fetch_max_wait),
         "partition_assignment_strategy": (
             ConsumerAssignor(settings.assignor, settings.reassignment_delay, settings.group_instance_id),
         ),

@@ -2,17 +2,18 @@
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import KafkaError
 
 from aioshard.errors import DecodeError, OffsetOutOfRangeError, StateError, TransportError
-from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL, PollResult
 from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.headers import headers_of
 from aioshard.kafka.confluent.translate import cause_of
 from aioshard.kafka.errors import fetch_error
+from aioshard.kafka.fetcher import FAULT_INTERVAL, PollResult
 from aioshard.ports import RECORD_OVERHEAD, Allowance, AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.header_names import undecodable_among
@@ -178,6 +179,18 @@ class Buffers:
             broken=previous.broken,
             failures=previous.failures,
         )
+
+    def fail(self, topic_partition: TopicPartition, fault: TransportError) -> None:
+        """Report a fault of a partition instead of its records, until the engine sets a position."""
+        partition = self._known(topic_partition)
+        position = partition.position
+        if position is None:
+            return
+        self.seek(topic_partition, position)
+        failed = self._known(topic_partition)
+        failed.fault = fault
+        failed.retry_at = math.inf
+        self._ready[failed] = None
 
     def _known(self, topic_partition: TopicPartition) -> _Partition:
         """Return an assigned partition; for any other, one that has no effect."""

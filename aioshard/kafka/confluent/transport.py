@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,17 +13,17 @@ import anyio
 from confluent_kafka import KafkaError, KafkaException
 
 from aioshard import timeouts
-from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, TransportError
+from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, TopicRecreatedError, TransportError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT
-from aioshard.kafka.aiokafka.internals import Internals
-from aioshard.kafka.aiokafka.transport import KafkaTransport
 from aioshard.kafka.confluent.buffers import Buffers
 from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread, membership_of
 from aioshard.kafka.confluent.options import connection_options, consumer_options, share_of_buffer
 from aioshard.kafka.confluent.transactions import Transactions
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
 from aioshard.kafka.groupless import manual_membership
+from aioshard.kafka.transport import KafkaTransport
+from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
 from aioshard.ports import (
     NOT_A_MEMBER,
     Committed,
@@ -40,6 +41,8 @@ _RETRY_PAUSE = 0.05
 """Seconds until a change that the client could not make is retried."""
 _CHECK_INTERVAL = 1.0
 """Seconds between two checks of log ends, topics and stale members."""
+_CHECK_INTERVAL_PER_PARTITION = 0.005
+"""Seconds per partition, at least, between two checks of the ids of topics: the answer takes a while to decode."""
 _REPORTED_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF})  # noqa: SLF001 - its names
 _NO_TOPIC = "^aioshard has found no topic$"
 """A subscription that matches no topic; joining the group with it yields an empty assignment."""
@@ -49,7 +52,7 @@ class ConfluentTransport(KafkaTransport):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
 
     A thread calls the client, one call at a time: reads, commits between them, and everything that a rebalance callback
-    needs. Queries do not wait for the thread: they use aiokafka. librdkafka's own queries also do not recover from a
+    needs. Queries do not wait for the thread: they use our own client. librdkafka's queries also do not recover from a
     broker restart, because they keep sending the old leader epoch.
 
     Invariants:
@@ -89,7 +92,6 @@ class ConfluentTransport(KafkaTransport):
         self._transactions: Transactions | None = None
         """Set with exactly-once processing."""
         if settings.processing_guarantee == "exactly_once":
-            self._stable_offsets = True
             self._transactions = Transactions(
                 connection_options(settings), transactional_id, group_id, settings.transaction_timeout
             )
@@ -97,6 +99,8 @@ class ConfluentTransport(KafkaTransport):
         """The error that ends this life of the client; `poll` raises it."""
         self._readable = asyncio.Event()
         """Set when `poll` must check again."""
+        self._topic_ids: dict[str, uuid.UUID] = {}
+        """The id of each assigned topic to whose log our positions belong."""
         self._pattern: re.Pattern[str] | None = None
         self._subscribed: frozenset[str] = frozenset()
         self._looked_up_at = 0.0
@@ -109,7 +113,7 @@ class ConfluentTransport(KafkaTransport):
 
     # Lifecycle ------------------------------------------------------------------------
 
-    async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+    async def _join(self, pattern: str | None, listener: GroupListener) -> None:
         """Join the group. Matches patterns itself, every `metadata_max_age`."""
         self._pattern = None if pattern is None else re.compile(pattern)
         try:
@@ -158,8 +162,10 @@ class ConfluentTransport(KafkaTransport):
 
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:  # noqa: ARG002
         """See `Transport.subscribe`; takes effect within a second or two."""
-        self._running()
-        self._topics, self._looked_up_at = frozenset(topics), -math.inf
+        self._check_running()
+        self._topics = frozenset(topics)
+        self._looked_up_at = -math.inf
+        self._cluster.follow(topics)
 
     async def _leave(self) -> None:
         if self._consumer is not None:
@@ -263,6 +269,45 @@ class ConfluentTransport(KafkaTransport):
         async with KafkaAdmin(self._settings) as admin:
             await admin.remove_member(self._group_id, member_id)
 
+    async def _watch_topic_ids(self) -> None:
+        """Check the ids of topics until cancelled; the client notices no topic that is deleted and created again."""
+        while True:
+            interval = _CHECK_INTERVAL_PER_PARTITION * len(self._buffer.partitions)
+            await asyncio.sleep(max(_CHECK_INTERVAL, interval))
+            try:
+                await self._check_topic_ids()
+            except WireError as error:
+                logger.debug("the brokers did not return the ids of topics: %s", error)
+
+    async def _check_topic_ids(self) -> None:
+        """Find topics that were deleted and created again since the last check.
+
+        Raises:
+            WireError: The brokers did not answer.
+        """
+        topics = {partition.topic for partition in self._buffer.partitions}
+        # A topic that is assigned later gets its positions from the log that it has then.
+        self._topic_ids = {topic: topic_id for topic, topic_id in self._topic_ids.items() if topic in topics}
+        if not topics:
+            return
+        await self._cluster.look_up(topics)
+        for topic in topics:
+            topic_id = self._cluster.metadata.topic_id(topic)
+            if topic_id is None:
+                continue
+            known = self._topic_ids.get(topic)
+            self._topic_ids[topic] = topic_id
+            if known not in (None, topic_id):
+                self._report_recreated(topic)
+
+    def _report_recreated(self, topic: str) -> None:
+        """Report the partitions of a topic whose positions belong to an old log; drop what was read from it."""
+        for partition in self._buffer.partitions:
+            position = self._buffer.position(partition)
+            if partition.topic == topic and position is not None:
+                self._buffer.fail(partition, TopicRecreatedError(partition, position))
+        self._check_again()
+
     # Errors ---------------------------------------------------------------------------
 
     def _fail(self, error: Exception | KafkaError) -> None:
@@ -314,7 +359,6 @@ class ConfluentTransport(KafkaTransport):
 
     async def _commit_as_member(
         self,
-        internals: Internals,  # noqa: ARG002
         offsets: Mapping[TopicPartition, Committed],
         membership: Membership,
         messages: Sequence[Message] | None,

@@ -216,7 +216,9 @@ def outside_session(wanted: Mapping[TopicPartition, PartitionRequest], *, ids_al
     return SessionFetch(NO_SESSION, _FINAL, by_id, dict(wanted), (), dict(wanted))
 
 
-def fetch_request(fetch: SessionFetch, *, max_bytes: int, wait: float, read_committed: bool, rack: str = "") -> Request:
+def fetch_request(
+    fetch: SessionFetch, *, max_bytes: int, wait: float, read_committed: bool, min_bytes: int = 1, rack: str = ""
+) -> Request:
     """Return the whole request.
 
     Args:
@@ -224,12 +226,13 @@ def fetch_request(fetch: SessionFetch, *, max_bytes: int, wait: float, read_comm
         max_bytes: Bytes that the response may have, unless its first batch is larger.
         wait: Seconds that the broker may wait for records.
         read_committed: Whether the broker must hide records of open transactions, and name aborted ones.
+        min_bytes: Bytes of records for which the broker waits.
         rack: Where we are; the leader may then name a nearer replica.
     """
     request = FETCH(
         replica=_CONSUMER,
         max_wait_ms=round(wait * 1000),
-        min_bytes=1,
+        min_bytes=min_bytes,
         max_bytes=max_bytes,
         isolation=int(read_committed),
         rack=rack,

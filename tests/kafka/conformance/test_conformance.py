@@ -18,7 +18,8 @@ from aioshard.errors import (
     StateError,
     TopicRecreatedError,
 )
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport, KafkaTransport
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.transport import KafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
