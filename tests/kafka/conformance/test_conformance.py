@@ -19,7 +19,6 @@ from aioshard.errors import (
     TopicRecreatedError,
 )
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
-from aioshard.kafka.transport import KafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -550,8 +549,8 @@ async def test_a_recreated_topic_is_reported_although_the_position_is_in_its_log
 
 
 async def until_known(client: Transport) -> None:
-    """Wait until the client knows the ids of its topics; the in-memory one always does."""
-    if isinstance(client, KafkaTransport):
+    """Wait until the client knows the ids of its topics; the other ones always do."""
+    if isinstance(client, ConfluentTransport):
         async with asyncio.timeout(10):
             while not client._topic_ids:  # noqa: ASYNC110 - no event tells it
                 await asyncio.sleep(0.05)

@@ -1,105 +1,73 @@
-"""A commit of manually assigned partitions: its request, and the meaning of its answers."""
+"""A commit of manually assigned partitions: the meaning of its answers. Requests are in `test_offsets`."""
 
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from aiokafka import errors as kafka_errors
-from aiokafka.consumer.group_coordinator import GroupCoordinator
 
 from aioshard.errors import AuthorizationError, CommitError, GroupHasMembersError, MetadataRefusedError
-from aioshard.kafka.aiokafka.internals import Internals
-from aioshard.kafka.aiokafka.transport import commit_without_member
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.wire.codes import error_for
+from aioshard.kafka.wire.errors import ConnectionLostError, WireError
+from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-
-
-class Answering(Internals):
-    """A client and its coordinator's side that answer a commit with one code."""
-
-    generation, member_id = -1, ""
-    _send_req = GroupCoordinator._send_req
-    _performed_join_prepare = False
-
-    def __init__(self, code: int) -> None:
-        self.group_id = "billing"
-        self.client = self._client = self
-        self.coordinator_id: int | None = 1
-        self.requests: list[Any] = []
-        self.dead = 0
-        self._code = code
-
-    @property
-    def coordinator(self) -> Any:
-        return self
-
-    async def ensure_coordinator_known(self) -> None: ...
-
-    def request_rejoin(self) -> None: ...
-
-    def reset_generation(self) -> None: ...
-
-    def coordinator_dead(self) -> None:
-        self.dead += 1
-
-    async def send(self, node: int, request: Any, *, group: object) -> Any:
-        assert (node, group) == (1, 1)
-        self.requests.append(request)
-        return SimpleNamespace(topics=[("orders", [(0, self._code), (1, 0)])])
-
+from aioshard.settings import Settings
 
 OFFSETS = {TopicPartition("orders", 0): Committed(5, "text"), TopicPartition("orders", 1): Committed(7, "")}
 
 
-async def test_a_commit_without_a_member_is_retained_for_ten_years() -> None:
-    broker: Any = Answering(0)
-    await commit_without_member(broker, OFFSETS)
-    (request,) = broker.requests
-    assert (request._consumer_group, request._consumer_group_generation_id, request._consumer_id) == ("billing", -1, "")
-    assert request._retention_time == 10 * 365 * 24 * 3600 * 1000
-    assert request._topics == [("orders", [(0, 5, "text"), (1, 7, "")])]
+class Answering:
+    """The offsets of a group, whose coordinator answers a commit with an error, if there is one."""
+
+    def __init__(self, error: WireError | None = None) -> None:
+        self.error = error
+        self.commits: list[Mapping[TopicPartition, CommittedOffset]] = []
+
+    async def commit(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
+        self.commits.append(offsets)
+        if self.error is not None:
+            raise self.error
+
+
+async def commit(answering: Answering) -> None:
+    settings = Settings(bootstrap_servers="127.0.0.1:9", assign={"orders": [0, 1]})
+    transport: Any = AiokafkaTransport(settings, "billing")
+    transport._offsets = answering
+    await transport._commit_without_member(OFFSETS)
+
+
+async def test_a_commit_has_the_offsets_and_their_metadata() -> None:
+    answering = Answering()
+    await commit(answering)
+    assert answering.commits == [
+        {TopicPartition("orders", 0): CommittedOffset(5, -1, "text"), TopicPartition("orders", 1): (7, -1, "")}
+    ]
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "dead"),
+    ("code", "error"),
     [
-        (25, GroupHasMembersError, 0),
-        (22, GroupHasMembersError, 0),
-        (27, GroupHasMembersError, 0),
-        (113, GroupHasMembersError, 0),
-        (16, CommitError, 1),
-        (15, CommitError, 1),
-        (14, CommitError, 0),
-        (12, MetadataRefusedError, 0),
-        (29, AuthorizationError, 0),
-        (30, AuthorizationError, 0),
+        (25, GroupHasMembersError),
+        (22, GroupHasMembersError),
+        (27, GroupHasMembersError),
+        (113, GroupHasMembersError),
+        (16, CommitError),
+        (15, CommitError),
+        (14, CommitError),
+        (12, MetadataRefusedError),
+        (29, AuthorizationError),
+        (30, AuthorizationError),
     ],
 )
-async def test_broker_errors_are_distinguished(code: int, error: type[Exception], dead: int) -> None:
-    broker: Any = Answering(code)
+async def test_broker_errors_are_distinguished(code: int, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
-        await commit_without_member(broker, OFFSETS)
+        await commit(Answering(error_for(code, "orders")))
     assert type(caught.value) is error
-    assert broker.dead == dead
     if code == 29:
         assert "'orders'" in str(caught.value)
 
 
-async def test_a_closing_client_cannot_commit() -> None:
-    broker: Any = Answering(0)
-    broker.coordinator_id = None
+async def test_a_commit_that_is_not_answered_is_not_acknowledged() -> None:
     with pytest.raises(CommitError):
-        await commit_without_member(broker, OFFSETS)
-    assert not broker.requests
-
-
-async def test_a_broken_connection_triggers_a_coordinator_lookup() -> None:
-    broker: Any = Answering(0)
-
-    async def broken(*_: object, **__: object) -> None:
-        raise kafka_errors.KafkaConnectionError("gone")
-
-    broker.send = broken
-    with pytest.raises(CommitError):
-        await commit_without_member(broker, OFFSETS)
-    assert broker.dead == 1
+        await commit(Answering(ConnectionLostError("gone")))
