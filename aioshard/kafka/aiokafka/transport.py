@@ -24,7 +24,7 @@ from aioshard.errors import (
     TopicRecreatedError,
     TransportError,
 )
-from aioshard.kafka.aiokafka.admin import GroupMember, KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.answers import cause_of, reason
 from aioshard.kafka.aiokafka.buffer import FetchBuffer
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, connected, is_connected
@@ -32,6 +32,7 @@ from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.options import consumer_options
 from aioshard.kafka.errors import GROUP_CHANGED, UNSTABLE_OFFSET, Cause, commit_error, group_error, named, request_error
 from aioshard.kafka.groupless import manual_membership
+from aioshard.kafka.groups import GroupMember
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,

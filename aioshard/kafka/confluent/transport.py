@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from aioshard import timeouts
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.transport import KafkaTransport

@@ -12,8 +12,8 @@ from aiokafka import errors as kafka_errors
 from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import CommitError, ConnectError, TransportError
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka import producer as producing
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected as connect
 from aioshard.kafka.aiokafka.internals import Internals

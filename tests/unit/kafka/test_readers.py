@@ -17,7 +17,7 @@ from aiokafka.protocol.produce import ProduceResponse_v7
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard.errors import CommitError, GroupHasMembersError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.answers import IncompleteAnswerError
 from aioshard.kafka.aiokafka.client import END, BareClient
 from aioshard.kafka.aiokafka.internals import Internals

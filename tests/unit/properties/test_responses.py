@@ -28,8 +28,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from aioshard.errors import AioshardError
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka import answers
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import producer_identity
