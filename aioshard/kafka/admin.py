@@ -506,8 +506,7 @@ class KafkaAdmin:
         """Return the result of *send*; retry transient errors. *what* is for the error message."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience
-        cause = _TIMED_OUT
-        """The latest error: it explains a deadline better than the deadline itself."""
+        cause = _TIMED_OUT  # or the latest error, which explains more
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
