@@ -8,7 +8,7 @@ from typing import TypeVar
 import click
 
 from aioshard.cli.output import progress
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.kafka.aiokafka.side_topics import TopicReader

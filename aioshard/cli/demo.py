@@ -21,7 +21,7 @@ from aioshard.cli.broker import unless_ended
 from aioshard.cli.brokers import publish, run
 from aioshard.cli.output import UNHEALTHY, print_result, progress, table
 from aioshard.errors import MissingExtraError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Message
 from aioshard.records import Record, TopicPartition, counted

@@ -41,7 +41,7 @@ from aioshard.errors import (
     HaltedError,
     TransportError,
 )
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.kafka.memory.broker import InMemoryBroker

@@ -14,7 +14,8 @@ from aioshard.cli.output import as_text, cut, print_result, table
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.tail import tail_of
 from aioshard.errors import CommitRefusedError, GroupBusyError, StateError
-from aioshard.kafka.aiokafka.admin import Coordinator, Group, GroupMember, KafkaAdmin, LogBounds
+from aioshard.kafka.admin import KafkaAdmin, LogBounds
+from aioshard.kafka.groups import Coordinator, Group, GroupMember
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition, counted
 from aioshard.settings import Settings

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self
 from aioshard.app import App
 from aioshard.cli.output import CRASHED, NOT_DRAINED, UNHEALTHY, WRONG_USAGE
 from aioshard.errors import MissingExtraError, MissingTopicError, signal_name
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.signals import Signals, exit_now
 
 logger = logging.getLogger("aioshard.cli")

@@ -13,7 +13,7 @@ from aioshard.cli.loading import load_app
 from aioshard.cli.output import UNHEALTHY, print_result, table
 from aioshard.engine.topics import NeededTopic, needed_topics
 from aioshard.errors import AuthorizationError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.topics import (
     COMPACTED,
     LARGEST,

@@ -1,4 +1,4 @@
-"""Consumer group requests in versions that aiokafka lacks: describe a group, fetch its offsets, remove a member."""
+"""Consumer group requests in versions that aiokafka lacks: describe a group, fetch its offsets."""
 
 import uuid
 from io import BytesIO
@@ -93,79 +93,6 @@ class DescribeGroup(Request[DescribeGroupsRequest_v3 | _DESCRIBE_GROUP]):  # typ
         return request_struct_class([self._group_id], False)  # noqa: FBT003 - the protocol's order
 
 
-# ConsumerGroupDescribe, the only way to see a group of KIP-848 ---------------------------
-
-_PARTITIONS = Schema(
-    (
-        "topic_partitions",
-        CompactArray(
-            ("topic_id", Uuid),
-            ("topic_name", CompactString("utf-8")),
-            ("partitions", CompactArray(Int32)),
-            ("tags", TaggedFields),
-        ),
-    ),
-    ("tags", TaggedFields),
-)
-_DESCRIBE_CONSUMER_GROUP = version_of(
-    69,
-    0,
-    Schema(
-        ("group_ids", CompactArray(CompactString("utf-8"))),
-        ("include_authorized_operations", Boolean),
-        ("tags", TaggedFields),
-    ),
-    Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "groups",
-            CompactArray(
-                ("error_code", Int16),
-                ("error_message", CompactString("utf-8")),
-                ("group_id", CompactString("utf-8")),
-                ("group_state", CompactString("utf-8")),
-                ("group_epoch", Int32),
-                ("assignment_epoch", Int32),
-                ("assignor_name", CompactString("utf-8")),
-                (
-                    "members",
-                    CompactArray(
-                        ("member_id", CompactString("utf-8")),
-                        ("instance_id", CompactString("utf-8")),
-                        ("rack_id", CompactString("utf-8")),
-                        ("member_epoch", Int32),
-                        ("client_id", CompactString("utf-8")),
-                        ("client_host", CompactString("utf-8")),
-                        ("subscribed_topic_names", CompactArray(CompactString("utf-8"))),
-                        ("subscribed_topic_regex", CompactString("utf-8")),
-                        ("assignment", _PARTITIONS),
-                        ("target_assignment", _PARTITIONS),
-                        ("tags", TaggedFields),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-                ("tags", TaggedFields),
-            ),
-        ),
-        ("tags", TaggedFields),
-    ),
-)
-
-
-class DescribeConsumerGroup(Request[_DESCRIBE_CONSUMER_GROUP]):  # type: ignore[misc]
-    """Describes one KIP-848 group. Raises `IncompatibleBrokerVersion` before Kafka 3.7."""
-
-    API_KEY = 69
-
-    def __init__(self, group_id: str) -> None:
-        """Make the request."""
-        self._group_id = group_id
-
-    def build(self, request_struct_class: Any) -> Any:
-        """Build the request in the version that the broker accepts."""
-        return request_struct_class([self._group_id], False, {})  # noqa: FBT003 - the protocol's order
-
-
 # OffsetFetch in version 7 ----------------------------------------------------------------
 
 _FETCH_STABLE_OFFSETS = version_of(
@@ -226,42 +153,3 @@ class FetchStableOffsets(
             return request_struct_class(self._group_id, self._topics)
         topics: list[Any] = [(topic, partitions, {}) for topic, partitions in self._topics]
         return request_struct_class(self._group_id, topics, True, {})  # noqa: FBT003 - the protocol's order
-
-
-# LeaveGroup on behalf of another member --------------------------------------------------
-
-_LEAVE_GROUP = version_of(
-    13,
-    3,
-    Schema(
-        ("group", String("utf-8")),
-        ("members", Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8")))),
-    ),
-    Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        (
-            "members",
-            Array(
-                ("member_id", String("utf-8")),
-                ("group_instance_id", String("utf-8")),
-                ("error_code", Int16),
-            ),
-        ),
-    ),
-)
-
-
-class RemoveMember(Request[_LEAVE_GROUP]):  # type: ignore[misc]
-    """Removes any member from its group; in a KIP-848 group, only a static one. Needs Kafka 2.4."""
-
-    API_KEY = 13
-
-    def __init__(self, group_id: str, *, member_id: str = "", instance_id: str | None = None) -> None:
-        """Make the request; one of the ids is enough."""
-        self._group_id = group_id
-        self._member = member_id, instance_id
-
-    def build(self, request_struct_class: Any) -> Any:
-        """Build the request in the version that the broker accepts."""
-        return request_struct_class(self._group_id, [self._member])

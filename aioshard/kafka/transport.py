@@ -16,7 +16,7 @@ from aioshard.errors import (
     StateError,
     TransportError,
 )
-from aioshard.kafka.aiokafka.admin import GroupMember, KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.errors import (
     GROUP_CHANGED,
     GROUP_DENIED,
@@ -28,6 +28,7 @@ from aioshard.kafka.errors import (
     named,
     request_error,
 )
+from aioshard.kafka.groups import GroupMember
 from aioshard.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, GroupOffsets, log_ranges, offsets_at
 from aioshard.kafka.wire.cluster import CoordinatorKind
 from aioshard.kafka.wire.epochs import UNKNOWN

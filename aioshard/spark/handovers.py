@@ -16,7 +16,7 @@ from aioshard.errors import (
     NotVerifiedError,
     PlanError,
 )
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.ports import Committed, Message
 from aioshard.records import Record, TopicPartition

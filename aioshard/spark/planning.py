@@ -12,7 +12,7 @@ from aioshard.app import App
 from aioshard.core.ownership import origin_of
 from aioshard.engine.handler import Handler
 from aioshard.errors import DataLossError, PlanError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin, LogBounds
+from aioshard.kafka.admin import KafkaAdmin, LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

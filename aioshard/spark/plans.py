@@ -16,7 +16,7 @@ from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import beyond
 from aioshard.core.options import DeadLetter, OnFailure, Park
 from aioshard.errors import DataLossError, PlanError
-from aioshard.kafka.aiokafka.admin import LogBounds
+from aioshard.kafka.admin import LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 

@@ -15,7 +15,7 @@ from aioshard.errors import (
     SettingsError,
     TransportError,
 )
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.spark.frame import error_of_job, halted_records, shuffled_outcomes
 from aioshard.spark.plans import Plan, PlannedRange, Vector, app_version, check_ends, ends_of, ranges_between
 from aioshard.spark.run_directory import (

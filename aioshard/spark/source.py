@@ -12,7 +12,7 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from pyspark.sql.types import StructType
 
 from aioshard.errors import PlanError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.ranges import RangeTransport
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioshard.errors import DataLossError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.records import TopicPartition
 from aioshard.spark.plans import Plan, PlannedRange, Vector, check_ends, ends_of, starts_of, vector_of
 from aioshard.spark.run_directory import OUTCOMES, VERIFIED, RunDirectory

@@ -17,7 +17,7 @@ from aioshard import App
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import NotDrainedError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.settings import Settings
 from tests.guarantees.durable_member import CLIENTS, settings_for_client

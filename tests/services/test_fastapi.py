@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from aioshard import Settings
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from tests.guarantees.servers import Server
 from tests.support.brokers import SharedKafka
 

@@ -3,7 +3,7 @@
 import pytest
 
 from aioshard.errors import DataLossError, PlanError
-from aioshard.kafka.aiokafka.admin import LogBounds
+from aioshard.kafka.admin import LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.spark.planning import Facts, planned_ranges

@@ -17,7 +17,7 @@ from confluent_kafka import TopicPartition as ClientPartition
 
 from aioshard import spark as history
 from aioshard.errors import GroupMovedError, HaltedError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

@@ -33,7 +33,7 @@ from aioshard.errors import (
     NotVerifiedError,
     PlanError,
 )
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

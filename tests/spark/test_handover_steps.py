@@ -9,7 +9,8 @@ import pytest
 
 from aioshard import spark
 from aioshard.errors import CommitError, CommitRefusedError, GroupBusyError, NotVerifiedError, PlanError
-from aioshard.kafka.aiokafka.admin import Group, LogBounds
+from aioshard.kafka.admin import LogBounds
+from aioshard.kafka.groups import Group
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.spark.run_directory import RunDirectory

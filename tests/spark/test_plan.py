@@ -15,7 +15,7 @@ from aioshard import spark
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import AuthorizationError, DataLossError, PlanError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

@@ -16,7 +16,7 @@ from aioshard import spark as history
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import HaltedError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

@@ -9,6 +9,7 @@ arrays for what a reply does not say.
 
 import asyncio
 import struct
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def _filled(fields: Iterable[Field], values: Mapping[str, Any]) -> dict[str, Any
 def _zero(kind: str) -> Any:
     if kind.endswith("*"):
         return []
-    return {"s": None, "b": None, "u": None, "bool": False}.get(kind, 0)
+    return {"s": None, "b": None, "u": uuid.UUID(int=0), "bool": False}.get(kind, 0)
 
 
 class Received:

@@ -14,7 +14,7 @@ one level, and treats a missing part as success. The functions here read all lev
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiokafka import errors as kafka
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
@@ -30,6 +30,7 @@ from aioshard.kafka.errors import (
     Cause,
     corrupt_batch,
 )
+from aioshard.kafka.groups import DescribedGroup
 from aioshard.ports import Committed
 from aioshard.records import PartitionInfo, TopicPartition
 
@@ -104,7 +105,6 @@ _NO_TOPIC = frozenset({3, 17})
 """Error codes for topics that do not exist and for invalid topic names."""
 _ABSENT = _NO_TOPIC | {29}
 """The same, plus topics that this user may not see."""
-_UNKNOWN_MEMBER = 25
 
 
 class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
@@ -255,41 +255,7 @@ def existing_topics(response: Any) -> frozenset[str]:
     )
 
 
-def topic_settings(response: Any, topic: str, names: Collection[str]) -> dict[str, str]:
-    """Parse a DescribeConfigs response about one topic: the settings *names*.
-
-    Raises:
-        IncompleteAnswerError: The topic or one of its settings is missing.
-        KafkaError: The topic has an error code.
-    """
-    return _settings(response, f"topic {topic!r}", names, topic)
-
-
-def broker_settings(response: Any, broker: int, names: Collection[str]) -> dict[str, str]:
-    """Parse a DescribeConfigs response about one broker: the settings *names*; raises like `topic_settings`."""
-    return _settings(response, f"broker {broker}", names)
-
-
-def _settings(response: Any, what: str, names: Collection[str], *about: str) -> dict[str, str]:
-    code, _, _, _, entries = only_part(response.resources, what)
-    raise_for(code, *about)
-    settings = {name: value for name, value, *_ in entries if name in names}
-    if missing := set(names).difference(settings):
-        raise IncompleteAnswerError(f"{min(missing)} of {what} is missing in the response")
-    return settings
-
-
 # Members ----------------------------------------------------------------------------------
-
-
-class DescribedGroup(NamedTuple):
-    """A group of the classic protocol, as the broker describes it."""
-
-    is_stable: bool
-    """Whether all members have the partitions of one assignment; otherwise, `members` says nothing of them."""
-    members: dict[str, Member]
-    instances: dict[str, str]
-    """The member id of each static member, by instance id."""
 
 
 def described_group(response: Any, group_id: str) -> DescribedGroup:
@@ -330,17 +296,3 @@ def assigned_partitions(content: bytes | None) -> tuple[TopicPartition, ...]:
         return tuple(sorted(TopicPartition(topic, number) for topic, numbers in topics for number in numbers))
     except (ValueError, TypeError):  # nothing, or something else
         return ()
-
-
-def removed_member(response: Any) -> bool:
-    """Parse a LeaveGroup response about one member: whether the group had this member.
-
-    Raises:
-        IncompleteAnswerError: The member is missing.
-        KafkaError: The response or the member has an error code other than "unknown member".
-    """
-    raise_for(response.error_code)
-    *_, code = only_part(response.members, "the member")
-    if code != _UNKNOWN_MEMBER:
-        raise_for(code)
-    return bool(code != _UNKNOWN_MEMBER)

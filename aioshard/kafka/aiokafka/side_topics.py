@@ -11,7 +11,7 @@ from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 
 from aioshard.errors import ClientLostError, ConnectError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.answers import cause_of, reason
 from aioshard.kafka.aiokafka.client import END, BareClient, Fetched
 from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected

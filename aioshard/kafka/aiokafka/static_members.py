@@ -20,9 +20,10 @@ from aiokafka import errors as kafka
 from aiokafka.protocol.group import JoinGroupRequest
 
 from aioshard.core.assignment import Members, Partitions
-from aioshard.kafka.aiokafka.answers import DescribedGroup, described_group, reason
+from aioshard.kafka.aiokafka.answers import described_group, reason
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.group_protocol import DescribeGroup
+from aioshard.kafka.groups import DescribedGroup
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.aiokafka")

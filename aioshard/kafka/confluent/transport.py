@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from aioshard import timeouts
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, TopicRecreatedError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.confluent.buffers import Buffers
 from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread, membership_of
 from aioshard.kafka.confluent.options import connection_options, consumer_options, share_of_buffer

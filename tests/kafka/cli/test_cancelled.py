@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App
 from aioshard.cli import brokers, demo
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Message

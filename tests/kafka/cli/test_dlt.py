@@ -9,7 +9,7 @@ import pytest
 
 from aioshard import Settings
 from aioshard.cli.dlt import progress_group
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Committed

@@ -11,7 +11,7 @@ import pytest
 from aioshard import App, Record
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

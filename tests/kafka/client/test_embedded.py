@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aioshard import App, Park, Record
 from aioshard.errors import MissingExtraError, StateError, TransportError
 from aioshard.kafka import embedded
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, EmbeddedBroker
 from aioshard.settings import Settings
 from tests.support.paths import PROJECT

@@ -18,7 +18,7 @@ from aioshard import App, Context, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import Run, holds
 from aioshard.errors import NotDrainedError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.clients import kafka_clients
 from aioshard.ports import Allowance, AllowanceOf, Committed, Membership, Transport
 from aioshard.records import TopicPartition

@@ -13,7 +13,6 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import CommitError, ConnectError, TransportError
 from aioshard.kafka.aiokafka import producer as producing
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected as connect
 from aioshard.kafka.aiokafka.internals import Internals
@@ -70,18 +69,12 @@ async def consuming(settings: Settings) -> AsyncIterator[Any]:
         await internals.tear_down()
 
 
-@contextlib.asynccontextmanager
-async def administering(settings: Settings) -> AsyncIterator[Any]:
-    async with KafkaAdmin(settings) as administration:
-        yield administration._client
-
-
 LOOPS = pytest.mark.parametrize(
     "new_loop",
     [pytest.param(asyncio.new_event_loop, marks=pytest.mark.chaos), uvloop.new_event_loop],
     ids=["asyncio", "uvloop"],
 )
-CLIENTS = pytest.mark.parametrize("connected", [reading, sending, consuming, administering])
+CLIENTS = pytest.mark.parametrize("connected", [reading, sending, consuming])
 """Every way in which a client of aiokafka's is started here."""
 
 

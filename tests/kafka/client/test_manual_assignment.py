@@ -16,7 +16,7 @@ from aioshard import App, Record, TopicPartition
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import ClientLostError, GroupHasMembersError, StartError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import Committed

@@ -1,7 +1,7 @@
 """An app without handlers on a real broker."""
 
 from aioshard import App
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from tests.support.brokers import SharedKafka
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from benchmarks.peers import PEERS, TRANSACTIONAL, ParallelConsumerUnavailableError, find_peers

@@ -5,7 +5,8 @@ import pytest
 from aioshard.cli.group import Position, cause_of, cause_of_group
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
-from aioshard.kafka.aiokafka.admin import Group, GroupMember, LogBounds
+from aioshard.kafka.admin import LogBounds
+from aioshard.kafka.groups import Group, GroupMember
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 

@@ -16,8 +16,7 @@ from aiokafka.protocol.offset import OffsetResponse_v3
 from aiokafka.protocol.produce import ProduceResponse_v7
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from aioshard.errors import CommitError, GroupHasMembersError, TransportError
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.errors import CommitError, GroupHasMembersError
 from aioshard.kafka.aiokafka.answers import IncompleteAnswerError
 from aioshard.kafka.aiokafka.client import END, BareClient
 from aioshard.kafka.aiokafka.internals import Internals
@@ -42,11 +41,6 @@ class Client:
 
     def get_random_node(self) -> int:
         return 1
-
-    cluster = SimpleNamespace(controller=SimpleNamespace(nodeId=1))
-
-    async def force_metadata_update(self) -> bool:
-        return True
 
     async def coordinator_lookup(self, *_: object) -> int:
         return 1
@@ -106,21 +100,11 @@ def internals(answer: Any, **member: Any) -> Any:
     return made
 
 
-def brokers(**answers: Any) -> Any:
-    made: Any = KafkaAdmin(Settings(bootstrap_servers="localhost:9092"), patience=0.0)
-    made._client = Client(**answers)
-    return made
-
-
 # Commits --------------------------------------------------------------------------------
 
 COMMITS: dict[str, Callable[[Any], Awaitable[None]]] = {
     "a member": lambda answer: internals(answer).commit_once(BOTH),
     "manual assignment": lambda answer: commit_without_member(internals(answer, generation=-1, member_id=""), BOTH),
-    "a command": lambda answer: brokers(OffsetCommitRequest=answer).commit_without_member("billing", BOTH),
-    "dead letters": lambda answer: brokers(OffsetCommitRequest=answer).commit_without_member(
-        "billing", BOTH, retry=True
-    ),
 }
 
 
@@ -130,7 +114,7 @@ async def test_a_partition_omitted_in_a_commit_response_is_not_acknowledged(
 ) -> None:
     await commit(stored((0, 0), (1, 0)))
     for answer in (stored((0, 0)), stored()):
-        with pytest.raises((IncompleteAnswerError, CommitError, TransportError)) as raised:
+        with pytest.raises((IncompleteAnswerError, CommitError)) as raised:
             await commit(answer)
         assert "missing" in str(raised.value)
 
@@ -223,71 +207,24 @@ def reading(**answers: Any) -> Any:
     return made
 
 
-PARTITIONS: dict[str, Callable[[Any], Awaitable[Any]]] = {
-    "a transport": lambda answer: asking(MetadataRequest=answer).look_up_topic("orders"),
-    "side topics": lambda answer: brokers(MetadataRequest=answer)._partition_count("orders"),
-    "a command": lambda answer: brokers(MetadataRequest=answer).partitions("orders"),
-}
-
-
-@pytest.mark.parametrize("partitions", PARTITIONS.values(), ids=PARTITIONS)
 @pytest.mark.parametrize("answer", [topics((5, "orders", False, [])), topics(), NO_BROKERS])
-async def test_an_unavailable_topic_is_not_taken_for_missing(
-    partitions: Callable[[Any], Awaitable[Any]], answer: Any
-) -> None:
-    with pytest.raises((kafka.KafkaError, TransportError)) as raised:
-        await partitions(answer)
+async def test_an_unavailable_topic_is_not_taken_for_missing(answer: Any) -> None:
+    with pytest.raises(kafka.KafkaError) as raised:
+        await asking(MetadataRequest=answer).look_up_topic("orders")
 
     assert "does not exist" not in str(raised.value)
 
 
 async def test_a_topic_that_does_not_exist_has_no_partitions() -> None:
-    assert not await PARTITIONS["a transport"](topics(NO_TOPIC))
-    assert await PARTITIONS["side topics"](topics(NO_TOPIC)) == 0
-    with pytest.raises(TransportError, match="does not exist"):
-        await PARTITIONS["a command"](topics(NO_TOPIC))
+    assert not await asking(MetadataRequest=topics(NO_TOPIC)).look_up_topic("orders")
 
 
-TOPICS: dict[str, Callable[[Any], Awaitable[Any]]] = {
-    "a transport": lambda answer: asking(MetadataRequest=answer).look_up_topics(),
-    "a command": lambda answer: brokers(MetadataRequest=answer).topics(),
-}
-
-
-@pytest.mark.parametrize("found", TOPICS.values(), ids=TOPICS)
-async def test_metadata_without_brokers_does_not_mean_no_topics(
-    found: Callable[[Any], Awaitable[Any]],
-) -> None:
-    with pytest.raises((IncompleteAnswerError, TransportError)):
-        await found(NO_BROKERS)
+async def test_metadata_without_brokers_does_not_mean_no_topics() -> None:
+    with pytest.raises(IncompleteAnswerError):
+        await asking(MetadataRequest=NO_BROKERS).look_up_topics()
 
     some = topics((0, "orders", False, []), (5, "moving", False, []), (0, "__consumer_offsets", True, []))
-    assert await found(some) == {"orders", "moving"}
-
-
-EXISTS = Answer(topic_errors=[("orders", 36, None)])
-LED = topics((0, "orders", False, [(0, 0, 1, [], [], [])]))
-
-
-@pytest.mark.parametrize(
-    ("metadata", "created", "described"),
-    [
-        pytest.param(topics(NO_TOPIC), EXISTS, Answer(resources=[]), id="created concurrently"),
-        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Answer(resources=[]), id="no answer whether created"),
-        pytest.param(topics((5, "orders", False, [])), EXISTS, Answer(resources=[]), id="no leaders yet"),
-        pytest.param(LED, None, Answer(resources=[]), id="no settings"),
-        pytest.param(LED, None, Answer(resources=[(0, None, 2, "orders", [])]), id="no policy"),
-    ],
-)
-async def test_a_side_topic_missing_in_a_response_is_retriable(metadata: Any, created: Any, described: Any) -> None:
-    """It is neither too small nor kept by age, as the app would end with."""
-    asked = brokers(MetadataRequest=metadata, CreateTopicsRequest=created, DescribeConfigsRequest=described)
-
-    with pytest.raises(TransportError) as raised:
-        await asked.ensure_compacted("orders", 1)
-
-    assert type(raised.value) is TransportError
-    assert raised.value.retriable
+    assert await asking(MetadataRequest=some).look_up_topics() == {"orders", "moving"}
 
 
 # Logs -----------------------------------------------------------------------------------
@@ -298,20 +235,10 @@ def offset_of(*partitions: tuple[int, int, int, int]) -> OffsetResponse_v3:
 
 
 async def test_a_log_missing_in_a_response_has_no_bounds() -> None:
-    led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (0, 1, 1, [1], [1], [])]))
     answer = offset_of((0, 0, -1, 5))
 
-    with pytest.raises(TransportError, match="missing"):
-        await brokers(MetadataRequest=led, OffsetRequest=answer).bounds([ONE, TWO])
     with pytest.raises(IncompleteAnswerError):
         await reading(OffsetRequest=answer).log_offset(1, TWO, END)
-
-
-async def test_a_partition_without_a_leader_is_named() -> None:
-    led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (5, 1, -1, [1], [1], [])]))
-
-    with pytest.raises(TransportError, match="leader of orders/1"):
-        await brokers(MetadataRequest=led, OffsetRequest=offset_of((0, 0, -1, 5))).bounds([ONE, TWO])
 
 
 @pytest.mark.parametrize("answer", [offset_of(), offset_of((0, 43, -1, -1))])
@@ -367,7 +294,7 @@ async def test_only_producer_lookups_create_topics(creates_topics: bool) -> None
     class Connection:
         async def send(self, request: Any) -> Any:
             asked.append(request)
-            return LED
+            return topics((0, "orders", False, [(0, 0, 1, [], [], [])]))
 
     async def connection(_: int) -> Connection:
         return Connection()
@@ -432,21 +359,3 @@ async def test_a_batch_omitted_in_a_produce_response_is_resent() -> None:
     assert offsets == [5, 5]
     assert sent[1:] == [[sent[0][1]]]
     await producer.close()
-
-
-# Single questions -----------------------------------------------------------------------
-
-QUESTIONS: dict[str, Callable[[], Awaitable[Any]]] = {
-    "settings": lambda: brokers(DescribeConfigsRequest=Answer(resources=[])).topic_settings("orders", ["retention.ms"]),
-    "one setting": lambda: brokers(
-        DescribeConfigsRequest=Answer(resources=[(0, None, 2, "orders", [])])
-    ).topic_settings("orders", ["retention.ms"]),
-    "group": lambda: brokers(DescribeConsumerGroup=Answer(groups=[])).group("billing"),
-    "member": lambda: brokers(RemoveMember=Answer(error_code=0, members=[])).remove_member("billing", "gone"),
-}
-
-
-@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
-async def test_a_response_without_the_requested_item_is_a_clear_error(question: Callable[[], Awaitable[Any]]) -> None:
-    with pytest.raises(TransportError, match="missing in the response"):
-        await question()

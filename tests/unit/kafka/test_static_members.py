@@ -11,9 +11,9 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.protocol.group import HeartbeatRequest, JoinGroupRequest, SyncGroupRequest
 
 from aioshard.core.assignment import Member
-from aioshard.kafka.aiokafka.answers import DescribedGroup
 from aioshard.kafka.aiokafka.static_members import Standing, StaticJoins, standing_of
 from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.kafka.groups import DescribedGroup
 from aioshard.records import TopicPartition
 
 

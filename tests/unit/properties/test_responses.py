@@ -13,7 +13,6 @@ from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request, Response
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
@@ -29,11 +28,10 @@ from hypothesis import strategies as st
 
 from aioshard.errors import AioshardError
 from aioshard.kafka.aiokafka import answers
-from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import producer_identity
-from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
+from aioshard.kafka.group_protocol import DescribeGroup
 from aioshard.records import TopicPartition, by_topic
 
 Path = tuple[str, ...]
@@ -41,8 +39,8 @@ Path = tuple[str, ...]
 CODES = sorted({*kafka.kafka_errors, 74, 75, 78, 82, 88, 89, 100, 110, 113, 999} - {0})
 RETRIABLE = frozenset({2, 3, 5, 6, 7, 9, 13, 14, 15, 16, 19, 20, 41, 51, 56, 70, 71, 72, 74, 75, 78, 88, 89, 100})
 """Those of the codes that Kafka's own clients try again."""
-TOPICS, PARTITIONS = {"topic", "topics", "name", "resource_name"}, {"partition", "partition_index"}
-ONE_OF = {"groups", "members", "resources", "config_entries", "topic_errors", "topic_error_codes"}
+TOPICS, PARTITIONS = {"topic", "topics", "name"}, {"partition", "partition_index"}
+ONE_OF = {"groups", "members"}
 """Arrays of an answer that have one part here."""
 VALUES = {
     "offset": 5,
@@ -55,8 +53,6 @@ VALUES = {
     "port": 9092,
     "last_stable_offset": 9,
     "highwater_offset": 9,
-    "config_names": "retention.ms",
-    "config_value": "1",
 }
 
 
@@ -143,11 +139,6 @@ class Client:
     async def _send_req(self, _request: Any) -> Any:
         return self.answer
 
-    cluster = SimpleNamespace(controller=SimpleNamespace(nodeId=1))
-
-    async def force_metadata_update(self) -> bool:
-        return True
-
 
 # How each answer is read: the partitions of which something is known, or done ------------------------------------
 
@@ -171,16 +162,6 @@ async def offsets_of_leaders(answer: Any, _asked: Asked) -> Collection[TopicPart
     return answers.led_offsets(answer)
 
 
-async def settings_of(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    assert answers.topic_settings(answer, "orders", ["retention.ms"]) == {"retention.ms": "1"}
-    return asked
-
-
-async def settings_of_broker(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    assert answers.broker_settings(answer, 1, ["retention.ms"]) == {"retention.ms": "1"}
-    return asked
-
-
 async def leaders(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     topics = {partition.topic for partition in asked}
     return [TopicPartition(topic, number) for topic in topics for number in answers.topic_partitions(answer, topic)]
@@ -189,10 +170,6 @@ async def leaders(answer: Any, asked: Asked) -> Collection[TopicPartition]:
 async def existing(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     found = answers.existing_topics(answer)
     return [partition for partition in asked if partition.topic in found]
-
-
-async def removed(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return asked if answers.removed_member(answer) else ()
 
 
 async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
@@ -213,28 +190,9 @@ async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     return asked
 
 
-def group_brokers(answer: Any) -> Any:
-    brokers: Any = object.__new__(KafkaAdmin)
-    brokers._client, brokers._patience = Client(answer), 0.0
-    return brokers
-
-
-async def classic_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    await group_brokers(answer)._classic_group("billing")
-    return asked
-
-
 async def described(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     answers.described_group(answer, "billing")
     return asked
-
-
-async def newer_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return asked if await group_brokers(answer)._kip848_group("billing") else ()
-
-
-async def created(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return asked if await group_brokers(answer).create_topic("orders", 1, {}) else ()
 
 
 async def fetched(answer: Any, asked: Asked) -> Collection[TopicPartition]:
@@ -310,16 +268,10 @@ QUESTIONS = [
     Question(OffsetCommitRequest, commits),
     Question(OffsetRequest, offsets, least=1),
     Question(OffsetRequest, offsets_of_leaders, least=1),
-    Question(DescribeConfigsRequest, settings_of, single=True),
-    Question(DescribeConfigsRequest, settings_of_broker, single=True),
     Question(MetadataRequest, leaders, {IN_TOPIC: frozenset({3, 17}), IN_PARTITION: ALL}, single=True, least=4),
     Question(MetadataRequest, existing, {IN_TOPIC: ALL, IN_PARTITION: ALL}, missing=False, least=1),
-    Question(RemoveMember, removed, {("members", "error_code"): frozenset({25})}, single=True),
     Question(LeaveGroupRequest, left_group, single=True, missing=False),
-    Question(DescribeGroup, classic_group, single=True),
     Question(DescribeGroup, described, single=True, least=4),
-    Question(DescribeConsumerGroup, newer_group, {("groups", "error_code"): frozenset({69, 35})}, single=True),
-    Question(CreateTopicsRequest, created, {("topic_errors", "error_code"): frozenset({36})}, single=True),
     Question(FetchRequest, fetched, {IN_PARTITION: frozenset({1})}, least=4),
     Question(FetchRequest, fetched_by_consumer, {("error_code",): ALL}, theirs=True),
     Question(ProduceRequest, produced, {IN_PARTITION: frozenset({46})}),
