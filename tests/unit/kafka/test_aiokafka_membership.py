@@ -1,19 +1,20 @@
 """A member on aiokafka: the membership of its commits, and the partitions that it releases, keeps and loses."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka.consumer.subscription_state import Assignment
 
-from aioshard.errors import CommitRefusedError, InstanceIdTakenError
+from aioshard.errors import CommitError, CommitRefusedError, InstanceIdTakenError
 from aioshard.kafka.aiokafka import transport as transports
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.offsets import Member as CommittingMember
+from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.errors import ConnectionLostError
 from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
@@ -86,9 +87,13 @@ class Offsets:
         self.commits: list[tuple[dict[TopicPartition, CommittedOffset], CommittingMember]] = []
         self.stored: dict[TopicPartition, CommittedOffset] = {}
         self.is_away = False
+        self.refuse: Callable[[], int] | None = None
+        """Returns the error code of the next commits; called when one has arrived."""
 
     async def commit(self, offsets: dict[TopicPartition, CommittedOffset], member: CommittingMember) -> None:
         self.commits.append((offsets, member))
+        if self.refuse is not None:
+            raise error_for(self.refuse())
 
     async def committed(self, _: object) -> dict[TopicPartition, CommittedOffset]:
         if self.is_away:
@@ -175,6 +180,41 @@ async def test_nothing_is_committed_before_the_engine_sees_the_new_membership(no
         with pytest.raises(CommitRefusedError, match="we are not a member"):
             await member.commit(membership)
     assert member.commits == []
+
+
+@pytest.mark.parametrize(("code", "rejoins", "generation"), [(27, 1, 4), (22, 0, -1), (25, 0, -1), (16, 0, 4)])
+async def test_a_refused_commit_tells_what_became_of_the_membership(code: int, rejoins: int, generation: int) -> None:
+    member = Member(ONE)
+    member.offsets.refuse = lambda: code
+    with pytest.raises(CommitError):
+        await member.commit()
+    coordinator = member.parts.coordinator
+    assert (coordinator.rejoins, coordinator.generation) == (rejoins, generation)
+
+
+async def test_an_older_generation_is_not_a_loss_during_a_cooperative_join() -> None:
+    member = Member(ONE)
+    member.parts.coordinator._performed_join_prepare = True
+    member.offsets.refuse = lambda: 22
+    with pytest.raises(CommitRefusedError):
+        await member.commit()
+    assert member.parts.coordinator.generation == 4
+
+
+@pytest.mark.parametrize("code", [22, 25, 27])
+async def test_an_answer_to_a_commit_of_an_earlier_generation_changes_nothing(code: int) -> None:
+    """The commit and the join take different connections, so the join may be answered first."""
+    member = Member(ONE)
+
+    def refuse() -> int:
+        member.rejoin("us", 5)
+        return code
+
+    member.offsets.refuse = refuse
+    with pytest.raises(CommitRefusedError):
+        await member.commit()
+    coordinator = member.parts.coordinator
+    assert (coordinator.rejoins, coordinator.generation) == (0, 5)
 
 
 # Releases -------------------------------------------------------------------------------

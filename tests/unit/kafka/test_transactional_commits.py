@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
-from aiokafka import errors as kafka
 
 from aioshard.errors import CommitRefusedError, TransportError
-from aioshard.kafka.aiokafka.answers import error_for
 from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.transport import ConfluentTransport
+from aioshard.kafka.wire.codes import error_for
+from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.ports import Allowance, Committed, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -62,16 +63,15 @@ class FakeTransactions:
             raise self.error
 
 
-class FakeInternals:
-    """The client that answers queries: an answer or an error for each of them, in turn."""
+class FakeOffsets:
+    """The group's offsets: an answer or an error for each query, in turn."""
 
-    def __init__(self, transactions: FakeTransactions, *answers: Committed | kafka.KafkaError) -> None:
+    def __init__(self, transactions: FakeTransactions, *answers: CommittedOffset | WireError) -> None:
         self.transactions = transactions
         self.answers = list(answers)
 
-    async def committed_once(self, partitions: Collection[TopicPartition], *, stable: bool) -> Any:
+    async def committed(self, partitions: Collection[TopicPartition]) -> Any:
         assert self.transactions.decided.is_set(), "an open transaction may still change them"
-        assert stable, "so may one of another producer"
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -112,14 +112,15 @@ class Member:
         transport: Any = self.transport
         transport._consumer, transport._transactions = self.consumer, self.transactions
         transport._listener, transport._membership = self.listener, Membership("us", 4)
+        transport._is_started = True
         transport._buffer.add([ORDERS])
 
     async def commit(self) -> None:
         transport: Any = self.transport
-        await transport._commit_as_member(None, {ORDERS: Committed(1, "")}, self.transport.membership(), MESSAGES)
+        await transport._commit_as_member({ORDERS: Committed(1, "")}, self.transport.membership(), MESSAGES)
 
-    def answers(self, *answers: Committed | kafka.KafkaError) -> None:
-        self.transport._internals = FakeInternals(self.transactions, *answers)  # type: ignore[assignment]
+    def answers(self, *answers: CommittedOffset | WireError) -> None:
+        self.transport._offsets = FakeOffsets(self.transactions, *answers)  # type: ignore[assignment]
 
     def revoke(self, *, lost: bool = False) -> "asyncio.Task[None]":
         return asyncio.create_task(self.transport._on_revoked([ORDERS], lost))
@@ -229,7 +230,7 @@ async def test_lost_partitions_are_released_at_once() -> None:
 
 async def test_offsets_are_read_once_no_own_transaction_is_undecided() -> None:
     member = Member()
-    member.answers(Committed(7, ""))
+    member.answers(CommittedOffset(7, -1, ""))
     reading = asyncio.create_task(member.transport.committed([ORDERS]))
     await asyncio.sleep(0.02)
     assert not reading.done()
@@ -257,6 +258,6 @@ async def test_a_partition_error_does_not_mean_a_missing_offset() -> None:
 
 async def test_offset_fetches_are_retried_after_a_transient_error() -> None:
     member = Member()
-    member.answers(error_for(16), Committed(7, ""))
+    member.answers(error_for(16), CommittedOffset(7, -1, ""))
     member.transactions.decided.set()
     assert await member.transport.committed([ORDERS]) == {ORDERS: Committed(7, "")}
