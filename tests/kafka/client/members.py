@@ -138,6 +138,23 @@ class Member:
         self.records.setdefault(topic_partition, []).extend(batch.records)
 
 
+def buffered(member: Member) -> set[TopicPartition]:
+    """The partitions whose fetched records have not been taken yet."""
+    return {name for name, partition in member.transport._fetcher._partitions.items() if partition.chunk is not None}
+
+
+def background_tasks(transport: AiokafkaTransport) -> dict[str, asyncio.Task[Any]]:
+    """The tasks of a client without which nothing works, by their purpose."""
+    internals = transport._internals
+    tasks: dict[str, asyncio.Task[Any]] = {} if internals is None else internals.background_tasks()
+    refreshing = transport._cluster._refreshing
+    assert refreshing is not None
+    tasks["metadata"] = refreshing
+    for task in transport._fetcher._tasks:
+        tasks["fetching" if task.get_name().startswith("fetches from") else "leaders"] = task
+    return tasks
+
+
 def held(member: Member) -> set[TopicPartition]:
     """The partitions of a member's latest assignment."""
     return set(member.assignments[-1].partitions) if member.assignments else set()

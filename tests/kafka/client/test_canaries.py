@@ -44,65 +44,7 @@ from tests.support.misnamed import batch_of
 
 Join = Callable[..., Member]
 
-ATTRIBUTES = {
-    "batch": {"_buffer", "_maybe_uncompress"},
-    "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
-    "client": {
-        "_conns",
-        "_get_conn",
-        "_get_conn_lock_value",
-        "_md_update_fut",
-        "_sync_task",
-    },
-    "cluster": {"_partitions"},
-    "connection": {"_versions", "_writer"},
-    "coordinator": {
-        "_closing",
-        "_commit_refresh_task",
-        "_coordination_task",
-        "_coordinator_dead_fut",
-        "_do_heartbeat",
-        "_group_instance_id",
-        "_group_subscription",
-        "_heartbeat_task",
-        "_metadata_snapshot",
-        "_on_join_prepare",
-        "_pending_exception",
-        "_performed_join_prepare",
-        "_send_req",
-        "_start_heartbeat_task",
-        "_subscription",
-    },
-    "request": {"_group_protocols", "_member_id"},
-    "forcing": {"_group_protocols", "_member_id"},
-    "outsider": {"_reset_committed_task"},
-    "fetcher": {
-        "_closed",
-        "_create_fetch_waiter",
-        "_fetch_max_bytes",
-        "_fetch_max_wait_ms",
-        "_get_actions_per_node",
-        "_in_flight",
-        "_isolation_level",
-        "_fetch_task",
-        "_max_partition_fetch_bytes",
-        "_notify",
-        "_pending_tasks",
-        "_records",
-        "_retrieve_offsets",
-        "_wait_consume_future",
-    },
-    "result": {"_assignment", "_backoff", "_partition_records"},
-    "entry": {"_error"},
-    "part": {
-        "_aborted_producers",
-        "_check_crcs",
-        "_consume_aborted_up_to",
-        "_contains_abort_marker",
-        "_isolation_level",
-        "_records",
-    },
-}
+ATTRIBUTES: dict[str, set[str]] = {}
 """Names as in our code."""
 
 INHERITED = {

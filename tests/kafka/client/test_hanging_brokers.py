@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiokafka.client import CoordinationType
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.structs import BrokerMetadata
 
@@ -15,6 +16,7 @@ from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, START_TIMEOUT, 
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.wire.start import reach
 from aioshard.ports import Message
 from aioshard.settings import Settings
 from tests.support.brokers import SharedKafka
@@ -65,11 +67,13 @@ async def test_a_consumer_starts_despite_a_hanging_advertised_broker(
     transport = AiokafkaTransport(settings, group)
     transport._topics = frozenset({topic})
     try:
+        await reach(transport._cluster, settings, [topic])
         async with asyncio.timeout(START_TIMEOUT + 1.0):
-            internals = await transport._connect()
+            internals = await transport._connect_member()
+        transport._internals = internals
         assert HANGING in {broker.nodeId for broker in internals.client.cluster.brokers()}
-        async with asyncio.timeout(1.0):
-            await internals.look_up_group()  # of a broker to which a connection is open
+        async with asyncio.timeout(1.0):  # of a broker to which a connection is open
+            await internals.client.coordinator_lookup(CoordinationType.GROUP, group)
     finally:
         await transport.close()
 

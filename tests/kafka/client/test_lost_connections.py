@@ -59,9 +59,9 @@ async def sending(settings: Settings) -> AsyncIterator[Any]:
 
 @contextlib.asynccontextmanager
 async def consuming(settings: Settings) -> AsyncIterator[Any]:
-    options = consumer_options(settings, "") | {"group_id": None, "group_instance_id": None}
+    options = consumer_options(settings, "lost-connections")
     (assignor,) = options["partition_assignment_strategy"]
-    internals = Internals(AIOKafkaConsumer(**options), assignor, "")
+    internals = Internals(AIOKafkaConsumer(**options), assignor, "lost-connections")
     await internals.begin()
     try:
         yield internals.client

@@ -21,6 +21,7 @@ from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import Committed
 from aioshard.settings import Settings
+from tests.kafka.client.members import background_tasks
 from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
 from tests.support.paths import PROJECT
@@ -290,8 +291,7 @@ async def test_after_a_kill_only_unfinished_records_run_again(
 def lose(transport: object) -> None:
     """As when the background work of the client ends."""
     if isinstance(transport, AiokafkaTransport):
-        assert transport._internals is not None
-        transport._internals.background_tasks()["fetching"].cancel()
+        background_tasks(transport)["metadata"].cancel()
     else:
         assert isinstance(transport, ConfluentTransport)
         transport._fail(ClientLostError("the test has cut it"))

@@ -15,10 +15,10 @@ import pytest
 
 from aioshard.errors import ConnectError, CorruptRecordError
 from aioshard.kafka.aiokafka import connections
-from aioshard.kafka.aiokafka.buffer import FAULT_INTERVAL
+from aioshard.kafka.fetcher import FAULT_INTERVAL
 from aioshard.ports import Allowance, Committed, Fault
 from aioshard.records import TopicPartition
-from tests.kafka.client.members import PATIENCE, Member, settings_for
+from tests.kafka.client.members import PATIENCE, Member, background_tasks, settings_for
 from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
 
@@ -67,8 +67,9 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         internals = member.transport._internals
         assert internals is not None
         assert not internals.client._conns
-        assert all(task.done() for task in internals.background_tasks().values()), "not only cancelled"
-        del internals, member.transport._internals, member.transport._buffer
+        assert all(task.done() for task in background_tasks(member.transport).values()), "not only cancelled"
+        assert not member.transport._cluster.is_connected
+        del internals, member.transport._internals
         for _ in range(3):
             await asyncio.sleep(0)
         gc.collect()
@@ -270,8 +271,8 @@ async def test_a_fault_does_not_outlive_its_partition(kafka: SharedKafka, topic:
     await one.join(topic)
     await one.poll_until(lambda: bool(one.faults))
     assert isinstance(one.faults[0], Fault)
-    buffered, at = one.transport._internals.buffered, one.faults[0].topic_partition  # type: ignore[union-attr]
-    later = buffered[at] = copy.copy(buffered[at])
-    one.transport._buffer.end()
+    at = one.faults[0].topic_partition
+    one.transport._fetcher.remove([at])
+    one.transport._fetcher.add([at])
     await asyncio.sleep(FAULT_INTERVAL + 0.2)
-    assert buffered[at] is later
+    assert one.transport.position(at) is None

@@ -11,6 +11,7 @@ import pytest
 from aioshard import App, Record
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StartError
 from aioshard.records import TopicPartition
+from tests.kafka.client.members import background_tasks
 from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (
     Ledger,
@@ -299,9 +300,7 @@ async def test_a_poll_that_raises_replaces_the_client_and_loses_nothing(
     assert [r.levelno for r in errors] == [logging.ERROR]
 
 
-@pytest.mark.parametrize(
-    "task", ["fetching", "group membership", pytest.param("looking up topics", marks=pytest.mark.chaos)]
-)
+@pytest.mark.parametrize("task", ["fetching", "metadata", "group membership", "looking up topics"])
 async def test_a_dead_client_task_replaces_the_client(kafka: SharedKafka, topic: str, group: str, task: str) -> None:
     """I11: without these tasks the client raises nothing and delivers nothing."""
     await kafka.create_topic(topic, partitions=2)
@@ -311,7 +310,7 @@ async def test_a_dead_client_task_replaces_the_client(kafka: SharedKafka, topic:
         await kafka.produce(topic, messages(40))
         await ledger.until_more_than(20)
 
-        interceptor.transport._internals.background_tasks()[task].cancel()
+        background_tasks(interceptor.transport)[task].cancel()
 
         await _continues_after(kafka, topic, app, ledger, interceptor, group=group)
 
