@@ -12,9 +12,9 @@ from aiokafka.protocol.metadata import MetadataRequest
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource
 
 from aioshard.errors import AuthorizationError, ConnectError, CorruptRecordError, SideTopicError, TransportError
-from aioshard.kafka.aiokafka import side_topics as reading
+from aioshard.kafka import side_topics as reading
 from aioshard.kafka.aiokafka.client import BareClient
-from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
+from aioshard.kafka.side_topics import KafkaSideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 from tests.support.access import allow, create_scram_user, deny

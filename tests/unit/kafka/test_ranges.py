@@ -7,7 +7,7 @@ from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import FetchError
 
 from aioshard.errors import DataLossError
-from aioshard.kafka.aiokafka.ranges import RangeTransport
+from aioshard.kafka.ranges import RangeTransport
 from aioshard.ports import Committed, FetchedBatch, LogRange
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

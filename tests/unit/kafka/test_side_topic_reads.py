@@ -7,7 +7,7 @@ from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 
 from aioshard.errors import TransportError
 from aioshard.kafka.aiokafka.client import END, Fetched
-from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
+from aioshard.kafka.side_topics import KafkaSideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 
