@@ -36,12 +36,13 @@ from aioshard.kafka.aiokafka.answers import (
     topic_partitions,
     topic_settings,
 )
-from aioshard.kafka.aiokafka.client import END, START, BareClient
+from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected
 from aioshard.kafka.aiokafka.internals import RETENTION_MS
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
+from aioshard.kafka.offsets import END, START
 from aioshard.kafka.topics import COMPACTED, POLICY, TopicDescription, side_topic_policy_problem, side_topic_problem
 from aioshard.ports import Committed, LogRange
 from aioshard.records import PartitionInfo, TopicPartition, by_topic

@@ -10,16 +10,14 @@ from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.commit import OffsetCommitResponse_v3
-from aiokafka.protocol.fetch import FetchResponse_v11
 from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.protocol.offset import OffsetResponse_v3
 from aiokafka.protocol.produce import ProduceResponse_v7
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard.errors import CommitError, GroupHasMembersError, TransportError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.answers import IncompleteAnswerError
-from aioshard.kafka.aiokafka.client import END, BareClient
+from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.aiokafka.transport import commit_without_member
@@ -216,13 +214,6 @@ def asking(**answers: Any) -> Any:
     return made
 
 
-def reading(**answers: Any) -> Any:
-    made: Any = object.__new__(BareClient)
-    client = Client(**answers)
-    made.send, made.get_random_node = client.send, client.get_random_node
-    return made
-
-
 PARTITIONS: dict[str, Callable[[Any], Awaitable[Any]]] = {
     "a transport": lambda answer: asking(MetadataRequest=answer).look_up_topic("orders"),
     "side topics": lambda answer: brokers(MetadataRequest=answer)._partition_count("orders"),
@@ -303,8 +294,6 @@ async def test_a_log_missing_in_a_response_has_no_bounds() -> None:
 
     with pytest.raises(TransportError, match="missing"):
         await brokers(MetadataRequest=led, OffsetRequest=answer).bounds([ONE, TWO])
-    with pytest.raises(IncompleteAnswerError):
-        await reading(OffsetRequest=answer).log_offset(1, TWO, END)
 
 
 async def test_a_partition_without_a_leader_is_named() -> None:
@@ -327,37 +316,6 @@ async def test_a_failed_search_by_time_does_not_mean_no_newer_records(answer: An
     one.consumer = type("Consumer", (), {"_fetcher": Searching()})()
     with pytest.raises(kafka.KafkaError):
         await one.offset_at(ONE, 1_000.0)
-
-
-async def test_a_failed_fetch_is_an_error() -> None:
-    with pytest.raises(kafka.KafkaError):
-        await reading(FetchRequest=FetchResponse_v11(0, 71, 0, [])).fetch(1, {ONE: 5}, 0.0)
-
-
-def fetched(number: int, end: int, data: bytes, aborted: list[tuple[int, int]] | None = None) -> tuple[Any, ...]:
-    """The fetch response for a partition."""
-    return number, 0, end, end, 0, aborted, -1, data
-
-
-async def test_an_empty_partition_after_one_with_records_may_not_be_at_its_end() -> None:
-    """The broker may have left it out for lack of room."""
-    builder = DefaultRecordBatchBuilder(2, 0, 0, -1, 0, 0, 1 << 10)
-    builder.append(0, 0, None, b"", [])
-    for data, position in ((bytes(builder.build()), 5), (b"", 9)):
-        answer = FetchResponse_v11(0, 0, 0, [("orders", [fetched(0, 1, data), fetched(1, 9, b"")])])
-        results = await reading(FetchRequest=answer).fetch(1, {ONE: 0, TWO: 5}, 0.0)
-        assert [record.offset for record in results[ONE].records] == [0] * bool(data)
-        assert results[TWO].next_offset == position
-
-
-async def test_records_of_an_aborted_transaction_are_not_returned() -> None:
-    builder = DefaultRecordBatchBuilder(2, 0, 1, 4, 0, 0, 1 << 10)
-    builder.append(0, 0, None, b"", [])
-    data = bytes(builder.build())
-    for aborted, count in (([(4, 0)], 0), ([(5, 0)], 1)):
-        answer = FetchResponse_v11(0, 0, 0, [("orders", [fetched(0, 1, data, aborted)])])
-        result = (await reading(FetchRequest=answer).fetch(1, {ONE: 0}, 0.0))[ONE]
-        assert (len(result.records), result.next_offset, result.error) == (count, 1, None)
 
 
 @pytest.mark.parametrize("creates_topics", [True, False])

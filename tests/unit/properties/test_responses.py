@@ -30,7 +30,6 @@ from hypothesis import strategies as st
 from aioshard.errors import AioshardError
 from aioshard.kafka.aiokafka import answers
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import producer_identity
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
@@ -237,13 +236,6 @@ async def created(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     return asked if await group_brokers(answer).create_topic("orders", 1, {}) else ()
 
 
-async def fetched(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    client: Any = object.__new__(BareClient)
-    client.send = Client(answer).send
-    found = await client.fetch(1, dict.fromkeys(asked, 5), 0.0)
-    return [partition for partition in asked if found[partition].error is None]
-
-
 async def fetched_by_consumer(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     """aiokafka's own: a position does not move, for any error."""
     states = {partition: SimpleNamespace(has_valid_position=True, position=5, highwater=None) for partition in asked}
@@ -320,7 +312,6 @@ QUESTIONS = [
     Question(DescribeGroup, described, single=True, least=4),
     Question(DescribeConsumerGroup, newer_group, {("groups", "error_code"): frozenset({69, 35})}, single=True),
     Question(CreateTopicsRequest, created, {("topic_errors", "error_code"): frozenset({36})}, single=True),
-    Question(FetchRequest, fetched, {IN_PARTITION: frozenset({1})}, least=4),
     Question(FetchRequest, fetched_by_consumer, {("error_code",): ALL}, theirs=True),
     Question(ProduceRequest, produced, {IN_PARTITION: frozenset({46})}),
     Question(FindCoordinatorRequest, coordinator, single=True, theirs=True, missing=False),
