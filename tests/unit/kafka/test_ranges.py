@@ -234,7 +234,7 @@ def test_a_start_without_brokers_fails() -> None:
         model.stop(1)
         transport = RangeTransport(model.settings, {ONE: LogRange(0, 9)})
         with pytest.raises(ConnectError, match="kafka-1:9092"):
-            await transport.start((), None, SimpleNamespace())  # type: ignore[arg-type]
+            await transport.start((), None, SimpleNamespace())
         await transport.close()
 
     run_on_network(live)

@@ -553,6 +553,22 @@ def test_a_partition_that_does_not_exist_is_named_after_a_while() -> None:
     scenario(test)
 
 
+def test_a_lookup_does_not_create_a_topic() -> None:
+    """A broker may create topics on use: then a misspelt name would make one, which is not compacted."""
+
+    async def test(model: ModelCluster, side_topics: KafkaSideTopics) -> None:
+        missing = TopicPartition("misspelt", 0)
+        side_topics.watch([missing])
+        await failure_of(side_topics)
+        with pytest.raises(TransportError):
+            await side_topics.end(missing)
+        asked = [request.values for request in model.brokers[1].received(METADATA)]
+        assert any(topic.name == "misspelt" for values in asked for topic in values.topics)
+        assert not any(values.create_topics for values in asked)
+
+    scenario(test)
+
+
 def test_a_broker_that_throttles_us_does_not_hide_records() -> None:
     async def test(model: ModelCluster, side_topics: KafkaSideTopics) -> None:
         (log,) = model.create("parked")
