@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import copy
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeVar
 
@@ -76,7 +76,7 @@ class _Client(NamedTuple):
 
     def begin(self, positions: Mapping[TopicPartition, int]) -> None:
         """Fetch partitions."""
-        self.cluster.follow({topic_partition.topic for topic_partition in positions})
+        self.cluster.follow(_topics(positions))
         self.fetcher.add(positions)
         for topic_partition, position in positions.items():
             self.fetcher.seek(topic_partition, position)
@@ -88,6 +88,10 @@ class _Client(NamedTuple):
             await self.fetcher.close()
         finally:
             await self.cluster.close()
+
+
+def _topics(partitions: Iterable[TopicPartition]) -> set[str]:
+    return {topic_partition.topic for topic_partition in partitions}
 
 
 class KafkaSideTopics:
@@ -186,7 +190,7 @@ class KafkaSideTopics:
             self._client = None
             if previous is not None:
                 await previous.close()
-            cluster = await connect(self._settings, {topic_partition.topic for topic_partition in self._watched})
+            cluster = await connect(self._settings, _topics(self._watched))
             fetcher = Fetcher(
                 cluster,
                 read_committed=self._read_committed,
@@ -295,12 +299,13 @@ class KafkaSideTopics:
             trouble = self._client.fetcher.trouble(topic_partition)
             if trouble is None:
                 continue
-            # A position outside the log is a reason to search, and a failure only if that does not help.
-            is_transient = trouble.error.retriable or isinstance(trouble.error, OffsetOutOfRangeError)
-            begins_at = trouble.since + _GRACE if is_transient else trouble.since
+            error = trouble.error
+            if isinstance(error, OffsetOutOfRangeError):
+                error = TransportError(str(error))  # it passes as soon as we know where the log begins
+            begins_at = trouble.since + _GRACE if error.retriable else trouble.since
             if max(begins_at, watched.reported_at) + after <= now:
                 watched.reported_at = now
-                raise copy.copy(trouble.error)
+                raise copy.copy(error)
 
     def _check_connection(self) -> None:
         client = self._client

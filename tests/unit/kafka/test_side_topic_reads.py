@@ -235,6 +235,24 @@ def test_an_offset_beyond_the_log_continues_at_its_start() -> None:
     scenario(test)
 
 
+def test_a_start_that_is_not_told_is_reported_and_found_later() -> None:
+    async def test(model: ModelCluster, side_topics: KafkaSideTopics) -> None:
+        (log,) = model.create("parked")
+        log.append(b"a")
+        log.append(b"b")
+        log.delete_before(1)
+        model.change_offset = lambda _at, part: part.update(error=78)
+        began = now()
+        side_topics.watch([ONE])
+        error = await failure_of(side_topics)
+        assert error.retriable
+        assert 3 <= now() - began < 5
+        model.change_offset = lambda _at, _part: None
+        assert values(await take(side_topics, 1)) == [b"b"]
+
+    scenario(test)
+
+
 def test_a_topic_that_is_created_again_is_read_from_its_start() -> None:
     async def test(model: ModelCluster, side_topics: KafkaSideTopics) -> None:
         (log,) = model.create("parked")
