@@ -57,7 +57,7 @@ class RangeTransport(Groupless):
 
     @property
     def last_heartbeat(self) -> float | None:
-        """See `Transport.last_heartbeat`: there is no session."""
+        """See `Transport.last_heartbeat`: nobody has a session."""
         return None
 
     @property
@@ -77,7 +77,7 @@ class RangeTransport(Groupless):
 
     @property
     def slow_join(self) -> str | None:
-        """See `Transport.slow_join`: there is no group."""
+        """See `Transport.slow_join`: nobody joins a group."""
         return None
 
     # Lifecycle ------------------------------------------------------------------------
