@@ -11,7 +11,7 @@ from aioshard.cli.output import progress
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.kafka.aiokafka.producer import Publisher
-from aioshard.kafka.aiokafka.side_topics import TopicReader
+from aioshard.kafka.side_topics import TopicReader
 from aioshard.loops import loop_factory
 from aioshard.ports import Message
 from aioshard.settings import Settings

@@ -22,7 +22,7 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
     """
     settings.require_bootstrap_servers()
     from aioshard.kafka.aiokafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
-    from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
+    from aioshard.kafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
 
     client: Callable[[Settings, str], Transport]
     if settings.client == "aiokafka":

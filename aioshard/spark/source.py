@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 
 from aioshard.errors import PlanError
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.ranges import RangeTransport
+from aioshard.kafka.ranges import RangeTransport
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

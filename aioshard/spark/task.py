@@ -31,7 +31,7 @@ from aioshard.engine.runtime import Engine
 from aioshard.errors import HaltedError, NotDrainedError, StuckError, TransportError
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.kafka.aiokafka.producer import KafkaProducer
-from aioshard.kafka.aiokafka.ranges import RangeTransport
+from aioshard.kafka.ranges import RangeTransport
 from aioshard.loops import loop_factory
 from aioshard.ports import (
     Allowance,

@@ -41,7 +41,7 @@ from aioshard.core.options import DeadLetter, Park
 from aioshard.core.sharding import shown
 from aioshard.errors import AioshardError
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.side_topics import TopicReader
+from aioshard.kafka.side_topics import TopicReader
 from aioshard.observe import PartitionStatistics
 from aioshard.records import Record
 from aioshard.serde.side_records import (

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 from aiokafka import errors as kafka
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason, collect_hosts, create_conn
-from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import AuthenticationError, ConnectError, SettingsError, TransportError
 from aioshard.kafka.aiokafka.answers import reason
-from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.aiokafka.connections")
@@ -211,12 +209,10 @@ def silence_client() -> None:
 
 
 _ANSWERED_IMMEDIATELY = (
-    FetchStableOffsets,
     FindCoordinatorRequest,
     HeartbeatRequest,
     LeaveGroupRequest,
     MetadataRequest,
-    OffsetFetchRequest,
 )
 """Requests that brokers answer without delay. Joins wait for members, fetches for records, commits for replicas."""
 

@@ -26,6 +26,7 @@ from aioshard.kafka.aiokafka.answers import (
 from aioshard.kafka.aiokafka.connections import close_client, end_tasks, refuse_useless_connections
 from aioshard.kafka.aiokafka.static_members import StaticJoins
 from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.kafka.wire.cluster import Cluster
 from aioshard.ports import NOT_A_MEMBER, Membership
 from aioshard.records import TopicPartition
 
@@ -102,9 +103,9 @@ class Internals:
 
         coordinator._do_heartbeat, coordinator.reset_generation = do_heartbeat, reset_generation
 
-    def complete_static_joins(self) -> None:
+    def complete_static_joins(self, cluster: Cluster) -> None:
         """See `StaticJoins`; call this once, before we join as a static member."""
-        self._static_joins = StaticJoins(self.client, self.coordinator, self.assignor, self._patience)
+        self._static_joins = StaticJoins(self.client, self.coordinator, self.assignor, cluster, self._patience)
 
     @property
     def was_displaced(self) -> bool:

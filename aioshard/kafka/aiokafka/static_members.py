@@ -16,14 +16,16 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any
 
-from aiokafka import errors as kafka
 from aiokafka.protocol.group import JoinGroupRequest
 
 from aioshard.core.assignment import Members, Partitions
-from aioshard.kafka.aiokafka.answers import described_group, reason
 from aioshard.kafka.assignors import ConsumerAssignor
-from aioshard.kafka.group_protocol import DescribeGroup
 from aioshard.kafka.groups import DescribedGroup
+from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
+from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.pool import Purpose
+from aioshard.kafka.wire.requests import DESCRIBE_GROUPS
+from aioshard.kafka.wire.responses import classic_members
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.aiokafka")
@@ -74,16 +76,20 @@ def standing_of(
 class StaticJoins:
     """The joins of one static member."""
 
-    def __init__(self, client: Any, coordinator: Any, assignor: ConsumerAssignor, patience: float) -> None:
+    def __init__(
+        self, client: Any, coordinator: Any, assignor: ConsumerAssignor, cluster: Cluster, patience: float
+    ) -> None:
         """Handle the joins of a consumer that has not joined yet.
 
         Args:
             client: Its client.
             coordinator: Its coordinator.
             assignor: Its assignor.
-            patience: Seconds to wait for the description of the group.
+            cluster: Whom to ask for the description of the group.
+            patience: Seconds to wait for it.
         """
         self._client = client
+        self._cluster = cluster
         self._coordinator = coordinator
         self._assignor = assignor
         self._patience = patience
@@ -138,9 +144,11 @@ class StaticJoins:
         group_id = self._coordinator.group_id
         try:
             async with asyncio.timeout(self._patience):
-                return described_group(await self._send(DescribeGroup(group_id)), group_id)
-        except (kafka.KafkaError, NotImplementedError, TimeoutError) as error:
-            logger.info("group %r cannot be described: %s", group_id, reason(error))
+                node = await self._cluster.coordinator(CoordinatorKind.GROUP, group_id)
+                request = DESCRIBE_GROUPS(groups=[group_id], operations=False)
+                return classic_members(await self._cluster.ask(node, request, purpose=Purpose.GROUP), group_id)
+        except (WireError, TimeoutError) as error:
+            logger.info("group %r cannot be described: %s", group_id, str(error) or "no answer in time")
             return None
 
     def _partitions(self, members: Members) -> Partitions:

@@ -99,7 +99,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         internals.watch_session(self._settings.session_timeout, self._lose)
         internals.watch_errors(self._check_again)
         if self._settings.group_instance_id is not None:
-            internals.complete_static_joins()
+            internals.complete_static_joins(self._cluster)
         if internals.assignor.cooperative:
             internals.coordinator._on_join_prepare = self.on_partitions_revoked
         self.subscribe(self._topics, pattern)

@@ -11,8 +11,8 @@ import pytest
 from aioshard import App
 from aioshard.cli import brokers, demo
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.kafka.side_topics import TopicReader
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

@@ -143,13 +143,11 @@ def buffered(member: Member) -> set[TopicPartition]:
     return {name for name, partition in member.transport._fetcher._partitions.items() if partition.chunk is not None}
 
 
-def background_tasks(transport: AiokafkaTransport) -> dict[str, asyncio.Task[Any]]:
+def background_tasks(transport: Any) -> dict[str, asyncio.Task[Any]]:
     """The tasks of a client without which nothing works, by their purpose."""
     internals = transport._internals
     tasks: dict[str, asyncio.Task[Any]] = {} if internals is None else internals.background_tasks()
-    refreshing = transport._cluster._refreshing
-    assert refreshing is not None
-    tasks["metadata"] = refreshing
+    tasks["metadata"] = transport._cluster._refreshing
     for task in transport._fetcher._tasks:
         tasks["fetching" if task.get_name().startswith("fetches from") else "leaders"] = task
     return tasks

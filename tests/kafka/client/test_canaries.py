@@ -4,7 +4,6 @@ Each private attribute that `aioshard.kafka.aiokafka` uses stands in the table b
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import inspect
 import re
@@ -18,33 +17,58 @@ from aiokafka import errors as kafka_errors
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
-from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
-from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.partitioner import murmur2
-from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.record.default_records import _DefaultRecordBatchPy
-from aiokafka.structs import TopicPartition as TheirTopicPartition
 
-from aioshard.errors import AuthorizationError, ClientLostError, CommitError
+from aioshard.errors import AuthorizationError, ClientLostError
 from aioshard.kafka import aiokafka
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.assignors import ConsumerAssignor
-from aioshard.ports import Allowance, Committed, Fault
+from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member
 from tests.support.brokers import SharedKafka
-from tests.support.misnamed import batch_of
 
 Join = Callable[..., Member]
 
-ATTRIBUTES: dict[str, set[str]] = {}
+ATTRIBUTES = {
+    "consumer": {"_client", "_closed", "_coordinator", "_fetcher", "_subscription"},
+    "client": {
+        "_conns",
+        "_get_conn",
+        "_get_conn_lock_value",
+        "_md_update_fut",
+        "_sync_task",
+    },
+    "connection": {"_versions", "_writer"},
+    "coordinator": {
+        "_closing",
+        "_commit_refresh_task",
+        "_coordination_task",
+        "_do_heartbeat",
+        "_group_instance_id",
+        "_group_subscription",
+        "_heartbeat_task",
+        "_metadata_snapshot",
+        "_on_join_prepare",
+        "_pending_exception",
+        "_performed_join_prepare",
+        "_send_req",
+        "_start_heartbeat_task",
+        "_subscription",
+    },
+    "request": {"_group_protocols", "_member_id"},
+    "forcing": {"_group_protocols", "_member_id"},
+    "fetcher": {"_closed", "_fetch_task", "_pending_tasks"},
+}
 """Names as in our code."""
 
 INHERITED = {
@@ -55,9 +79,7 @@ INHERITED = {
 OTHERS = {
     "coordinator": {
         "check_errors",
-        "coordinator_dead",
         "coordinator_id",
-        "ensure_coordinator_known",
         "generation",
         "member_id",
         "request_rejoin",
@@ -66,13 +88,11 @@ OTHERS = {
     "client": {
         "bootstrap",
         "cluster",
-        "coordinator_lookup",
         "force_metadata_update",
         "get_random_node",
         "send",
         "set_topics",
     },
-    "part": {"next_fetch_offset"},
     "connection": {"close", "connected"},
 }
 """Public by name, and documented nowhere."""
@@ -105,23 +125,16 @@ async def test_every_listed_attribute_exists_after_a_start(kafka: SharedKafka, t
     await one.join(topic)
     internals = one.transport._internals
     assert internals is not None
-    await one.poll_until(lambda: bool(internals.buffered), lambda _: Allowance(0, 0))
-    (result,) = internals.buffered.values()
     found = {
-        "batch": _DefaultRecordBatchPy(batch_of([(b"v", [])])),
         "consumer": internals.consumer,
         "client": internals.client,
-        "cluster": internals.client.cluster,
         "connection": next(iter(internals.client._conns.values())),
         "coordinator": internals.coordinator,
         "fetcher": internals.fetcher,
-        "result": result,
-        "entry": FetchError(error=ValueError(), backoff=0),
-        "part": result._partition_records,
         "request": JoinGroupRequest("", 1, 1, "", "", "", []),
         "forcing": JoinGroupRequest("", 1, 1, "", "", "", []),
     }
-    kinds = (AIOKafkaConsumer, AIOKafkaClient, Fetcher, FetchResult, PartitionRecords, GroupCoordinator)
+    kinds = (AIOKafkaConsumer, AIOKafkaClient, Fetcher, GroupCoordinator)
     assert {type(thing) for thing in found.values()} > set(kinds)
     missing = [
         f"{name}.{attribute}"
@@ -130,45 +143,34 @@ async def test_every_listed_attribute_exists_after_a_start(kafka: SharedKafka, t
         if not hasattr(thing, attribute)
     ]
     assert missing == []
-    assert set(internals.background_tasks()) == {"fetching", "group membership", "looking up topics"}
+    assert set(internals.background_tasks()) == {"group membership", "looking up topics"}
     assert all(not task.done() for task in internals.background_tasks().values())
 
 
-async def test_a_consumer_without_a_group_has_the_task_that_we_cancel(kafka: SharedKafka, topic: str) -> None:
-    await kafka.create_topic(topic)
-    async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap) as consumer:
-        consumer.assign([TheirTopicPartition(topic, 0)])
-        assert await consumer.position(TheirTopicPartition(topic, 0)) == 0
-
-        assert isinstance(consumer._coordinator, NoGroupCoordinator)
-        assert isinstance(consumer._coordinator._reset_committed_task, asyncio.Task)
-
-
-def test_their_topic_partitions_equal_ours_as_dictionary_keys() -> None:
-    assert {TheirTopicPartition("t", 1): "found"}[TopicPartition("t", 1)] == "found"
-
-
 def test_the_state_of_a_partition_has_the_attributes_that_we_use() -> None:
-    names = {"pause", "resume", "seek", "consumed_to", "position", "paused"}
+    names = {"pause", "seek", "position", "paused"}
     assert names <= set(dir(TopicPartitionState))
-    assert {"active", "tps", "state_value"} <= set(dir(Assignment))
-    assert {"subscription", "reassignment_in_progress"} <= set(dir(SubscriptionState))
+    assert {"tps", "state_value"} <= set(dir(Assignment))
+    assert {"subscription", "abort_waiters"} <= set(dir(SubscriptionState))
     assert {"partitions_for_topic", "update_metadata", "brokers"} <= set(dir(ClusterMetadata))
 
 
-async def test_a_placeholder_keeps_the_client_from_choosing_a_position(
+async def test_a_placeholder_keeps_the_client_from_choosing_a_position_and_fetching(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     """Without it the client raises NoOffsetForPartitionError, or reads from the committed offset."""
     await kafka.create_topic(topic, partitions=4)
+    await kafka.produce(topic, [(None, b"v")])
     one = member()
     one.at_assign = lambda _partitions, _membership: None
     await one.join(topic)
     for _ in range(6):
         await one.poll()
     assert one.faults == []
-    states = one.transport._internals.states(one.transport._internals.assignment())  # type: ignore[union-attr]
-    assert [(state.position, state.paused) for state in states.values()] == [(0, True)] * 4
+    assert not one.transport._internals.fetcher._records  # type: ignore[union-attr]
+    assignment = one.transport._internals.subscription.subscription.assignment  # type: ignore[union-attr]
+    states = [assignment.state_value(partition) for partition in assignment.tps]
+    assert [(state.position, state.paused) for state in states] == [(0, True)] * 4
 
 
 def test_a_listener_may_be_a_plain_function() -> None:
@@ -176,32 +178,6 @@ def test_a_listener_may_be_a_plain_function() -> None:
     assert "res = self._subscription.listener.on_partitions_assigned(assigned)" in source
     assert "if asyncio.iscoroutine(res)" in source
     assert issubclass(AiokafkaTransport, ConsumerRebalanceListener)
-
-
-async def test_a_commit_is_built_before_anything_is_awaited_and_sent_once(
-    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await kafka.create_topic(topic)
-    one = member()
-    (_, membership) = await one.join(topic)
-    internals: Any = one.transport._internals
-    requests: list[Any] = []
-
-    async def send(request: Any) -> None:
-        requests.append(request)
-        raise kafka_errors.GroupCoordinatorNotAvailableError
-
-    monkeypatch.setattr(internals.coordinator, "_send_req", send)
-    committing = internals.commit_once({TopicPartition(topic, 0): Committed(5, "m")})
-    with pytest.raises(kafka_errors.GroupCoordinatorNotAvailableError):
-        committing.send(None)
-
-    (request,) = requests
-    assert isinstance(request, OffsetCommitRequest)
-    values = vars(request).values()
-    assert membership.member_id in values
-    assert membership.generation in values
-    assert [(topic, [(0, 5, "m")])] in values
 
 
 async def test_the_client_never_leaves_because_nobody_calls_getmany(
@@ -217,53 +193,6 @@ async def test_the_client_never_leaves_because_nobody_calls_getmany(
     assert "asyncio.sleep(sleep_time)" in inspect.getsource(GroupCoordinator._heartbeat_routine)
 
 
-async def test_an_untaken_partition_does_not_delay_the_others(kafka: SharedKafka, topic: str, member: Join) -> None:
-    await kafka.create_topic(topic)
-    await kafka.produce(topic, [(None, b"v")])
-    one = member()
-    await one.join(topic)
-    buffered = one.transport._internals.buffered  # type: ignore[union-attr]
-    await one.poll_until(lambda: bool(buffered), lambda _: Allowance(0, 0))
-    (result,) = buffered.values()
-    fresh = FetchResult(TheirTopicPartition(topic, 0), assignment=None, partition_records=None, backoff=10)
-    assert fresh.calculate_backoff() > 9
-    await one.poll(lambda _: Allowance(0, 0))
-    assert result.calculate_backoff() == 0
-
-
-async def test_a_record_the_client_skips_is_fetched_again(
-    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """aiokafka takes a batch that comes in part for one that never comes whole, and continues after it."""
-    await kafka.create_topic(topic)
-    at = TopicPartition(topic, 0)
-    await kafka.produce(topic, [(None, bytes(1000))] * 3)
-    one = member()
-    one.at_assign = lambda _partitions, _membership: None
-    await one.join(topic)
-    client = one.transport._internals.client  # type: ignore[union-attr]
-    send = client.send
-
-    async def cut(node: int, request: Any, **options: Any) -> Any:
-        answer = await send(node, request, **options)
-        if type(request).__name__ == "FetchRequest":
-            ((name, ((*head, batches), *_)),) = answer.topics
-            answer.topics = [(name, [(*head, batches[: len(batches) // 2])])]
-        return answer
-
-    monkeypatch.setattr(client, "send", cut)
-    one.transport.seek(at, 0)
-    one.transport.resume([at])
-    await one.poll_until(lambda: bool(one.faults))
-    monkeypatch.undo()
-
-    assert isinstance(one.faults[0], Fault)
-    assert "offset 0" in str(one.faults[0].error)
-    assert one.transport.position(at) == 0
-    await one.read_to({at: 3})
-    assert one.offsets(at) == [0, 1, 2]
-
-
 async def test_a_connection_without_api_versions_is_closed(kafka: SharedKafka, topic: str, member: Join) -> None:
     """A broker that is just starting does; the client would fail with every request on it, for minutes."""
     await kafka.create_topic(topic)
@@ -274,10 +203,7 @@ async def test_a_connection_without_api_versions_is_closed(kafka: SharedKafka, t
     for connection in useless:
         connection._versions = {}
 
-    await kafka.produce(topic, [(None, b"v")])
-    await one.read_to({partitions[0]: 1})
-    with contextlib.suppress(CommitError):  # the commit itself may be what finds out
-        await one.transport.commit({partitions[0]: Committed(1, "")}, membership)
+    await one.poll_until(lambda: not any(connection.connected() for connection in useless))
     await one.transport.commit({partitions[0]: Committed(1, "")}, membership)
 
     assert one.transport.membership() == membership

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import gc
 import socket
 import time

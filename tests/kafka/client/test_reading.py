@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aioshard.errors import ClientLostError, OffsetOutOfRangeError, StateError
+from aioshard.kafka.wire.requests import FETCH
 from aioshard.ports import NOTHING, Allowance, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import EVERYTHING, Member, buffered, everything
@@ -313,27 +314,6 @@ async def test_read_committed_ends_at_an_open_transaction(kafka: SharedKafka, to
         await reader.read_to({at: 5})
     assert reader.offsets(at) == [0, 1, 2, 3]
     assert (await reader.transport.log_ranges([at]))[at] == (0, 5, 5)
-
-
-async def test_records_written_between_two_requests_do_not_look_like_a_transaction(
-    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await kafka.create_topic(topic)
-    reader = member()
-    await reader.join(topic)
-    internals = reader.transport._running()
-    ask = internals._offsets_at
-
-    async def write_and_ask(*arguments: Any) -> dict[TopicPartition, int]:
-        await kafka.produce(topic, numbered(1))
-        return await ask(*arguments)
-
-    monkeypatch.setattr(internals, "_offsets_at", write_and_ask)
-    at = TopicPartition(topic, 0)
-
-    found = (await reader.transport.log_ranges([at]))[at]
-
-    assert (found.end, found.newest) == (3, 3)
 
 
 async def test_positions_pass_compacted_offsets(kafka: SharedKafka, topic: str, member: Join) -> None:

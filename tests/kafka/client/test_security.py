@@ -13,6 +13,7 @@ from confluent_kafka.admin import AclOperation
 
 from aioshard.errors import AuthenticationError, AuthorizationError, ConnectError, SettingsError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.wire.options import connection_options
 from aioshard.ports import Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import Member, settings_for
@@ -282,12 +283,15 @@ def test_kerberos_needs_its_package() -> None:
 def test_a_custom_ssl_context_is_used_unchanged() -> None:
     context = ssl.create_default_context()
     settings = settings_for("localhost:1", security_protocol="SSL", client_options={"ssl_context": context})
-    assert AiokafkaTransport(settings, "g")._options["ssl_context"] is context
+    transport = AiokafkaTransport(settings, "g")
+    assert transport._options["ssl_context"] is context
+    assert transport._cluster._pool._options.ssl_context is context
 
 
 def test_host_name_verification_can_be_disabled() -> None:
     settings = settings_for("localhost:1", security_protocol="SSL", ssl_check_hostname=False)
-    assert AiokafkaTransport(settings, "g")._options["ssl_context"].check_hostname is False
+    for tls in (AiokafkaTransport(settings, "g")._options["ssl_context"], connection_options(settings).ssl_context):
+        assert tls.check_hostname is False
 
 
 async def test_a_value_the_client_refuses_is_reported(kafka: SharedKafka, group: str) -> None:
@@ -297,5 +301,7 @@ async def test_a_value_the_client_refuses_is_reported(kafka: SharedKafka, group:
 
 
 def test_a_client_option_reaches_the_client() -> None:
-    transport = AiokafkaTransport(settings_for("localhost:1", client_options={"fetch_min_bytes": 77}), "g")
-    assert transport._options["fetch_min_bytes"] == 77
+    options = {"retry_backoff_ms": 77, "fetch_min_bytes": 78, "client_rack": "here"}
+    transport = AiokafkaTransport(settings_for("localhost:1", client_options=options), "g")
+    assert transport._options["retry_backoff_ms"] == 77
+    assert (transport._fetcher._min_bytes, transport._fetcher._rack) == (78, "here")

@@ -9,7 +9,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from aioshard.errors import ClientLostError, ConnectError, CorruptRecordError, SideTopicError, TransportError
-from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
+from aioshard.kafka.side_topics import KafkaSideTopics
 from aioshard.ports import SideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings

@@ -1,28 +1,17 @@
 """Clients reading faulty responses: an omission never means empty or done."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from aiokafka import errors as kafka
-from aiokafka.consumer.fetcher import Fetcher
-from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.protocol.commit import OffsetCommitResponse_v3
-from aiokafka.protocol.fetch import FetchResponse_v11
 from aiokafka.protocol.metadata import MetadataResponse_v5
-from aiokafka.protocol.offset import OffsetResponse_v3
 from aiokafka.protocol.produce import ProduceResponse_v7
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from aioshard.errors import CommitError, GroupHasMembersError
-from aioshard.kafka.aiokafka.answers import IncompleteAnswerError
-from aioshard.kafka.aiokafka.client import END, BareClient
+from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import KafkaProducer
-from aioshard.kafka.aiokafka.transport import commit_without_member
-from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -51,240 +40,11 @@ class Client:
         return self.answers[name]
 
 
-class Answer:
-    """An answer with some fields."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__ = fields
-
-    def to_object(self) -> Any:
-        return self.__dict__
-
-
-class Coordinator:
-    """As much of aiokafka's as a commit takes."""
-
-    _send_req = GroupCoordinator._send_req
-    _do_commit_offsets = GroupCoordinator._do_commit_offsets
-
-    def __init__(self, client: Client, generation: int = 3, member_id: str = "me") -> None:
-        self._client = client
-        self.group_id = "billing"
-        self.coordinator_id: int | None = 1
-        self.generation, self.member_id = generation, member_id
-        self.events: list[str] = []
-        self._performed_join_prepare = False
-
-    async def ensure_coordinator_known(self) -> None:
-        return
-
-    def coordinator_dead(self) -> None:
-        self.events.append("dead")
-
-    def request_rejoin(self) -> None:
-        self.events.append("rejoin")
-
-    def reset_generation(self) -> None:
-        self.events.append("reset")
-
-
-def stored(*partitions: tuple[int, int]) -> OffsetCommitResponse_v3:
-    return OffsetCommitResponse_v3(0, [("orders", list(partitions))] if partitions else [])
-
-
-def internals(answer: Any, **member: Any) -> Any:
-    made: Any = object.__new__(Internals)
-    made.client, made.group_id = Client(OffsetCommitRequest=answer), "billing"
-    made.consumer = type("Consumer", (), {})()
-    made.consumer._coordinator = Coordinator(made.client, **member)
-    return made
-
-
-# Commits --------------------------------------------------------------------------------
-
-COMMITS: dict[str, Callable[[Any], Awaitable[None]]] = {
-    "a member": lambda answer: internals(answer).commit_once(BOTH),
-    "manual assignment": lambda answer: commit_without_member(internals(answer, generation=-1, member_id=""), BOTH),
-}
-
-
-@pytest.mark.parametrize("commit", COMMITS.values(), ids=COMMITS)
-async def test_a_partition_omitted_in_a_commit_response_is_not_acknowledged(
-    commit: Callable[[Any], Awaitable[None]],
-) -> None:
-    await commit(stored((0, 0), (1, 0)))
-    for answer in (stored((0, 0)), stored()):
-        with pytest.raises((IncompleteAnswerError, CommitError)) as raised:
-            await commit(answer)
-        assert "missing" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("code", "event"), [(15, "dead"), (16, "dead"), (7, "dead"), (27, "rejoin"), (22, "reset"), (25, "reset")]
-)
-async def test_a_refused_commit_triggers_a_coordinator_lookup(code: int, event: str) -> None:
-    member = internals(stored((0, 29), (1, code)))
-
-    with pytest.raises(kafka.for_code(code)):
-        await member.commit_once(BOTH)
-
-    assert member.coordinator.events == [event]
-
-
-async def test_an_older_generation_is_not_a_loss_during_a_cooperative_join() -> None:
-    member = internals(stored((0, 22), (1, 22)))
-    member.coordinator._performed_join_prepare = True
-
-    with pytest.raises(kafka.IllegalGenerationError):
-        await member.commit_once(BOTH)
-
-    assert member.coordinator.events == []
-
-
-@pytest.mark.parametrize("code", [22, 25, 27])
-async def test_an_answer_to_a_commit_of_an_earlier_generation_changes_nothing(code: int) -> None:
-    """The commit and the join take different connections, so the join may be answered first."""
-    member = internals(stored((0, code), (1, code)))
-    send = member.client.send
-
-    async def send_during_a_join(*args: Any, **named: Any) -> Any:
-        member.coordinator.generation += 1
-        return await send(*args, **named)
-
-    member.client.send = send_during_a_join
-
-    with pytest.raises(kafka.for_code(code)):
-        await member.commit_once(BOTH)
-
-    assert member.coordinator.events == []
-
-
-async def test_group_members_are_reported_before_a_denied_topic() -> None:
-    with pytest.raises(GroupHasMembersError):
-        await commit_without_member(internals(stored((0, 29), (1, 82)), generation=-1, member_id=""), BOTH)
-
-
-# Committed offsets ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", [88, 29])
-async def test_an_unstable_offset_is_an_error_when_stable_ones_are_required(
-    code: int,
-) -> None:
-    """The brokers say so only to a client that asks for stable offsets."""
-    parts: list[Any] = [(0, 7, -1, "", 0, {}), (1, 3, -1, "", code, {})]
-    answer = FetchStableOffsets._CLASSES[-1].RESPONSE_TYPE(0, [("orders", parts, {})], 0, {})
-    member = internals(None)
-    member.client.answers["FetchStableOffsets"] = answer
-    member._trusted = member.coordinator._coordinator_dead_fut = None
-
-    with pytest.raises(kafka.KafkaError) as raised:
-        await member.committed_once(BOTH, stable=True)
-
-    assert raised.value.errno == code
-
-
-# Topics ---------------------------------------------------------------------------------
-
-NO_TOPIC: Any = (3, "orders", False, [])
-NO_BROKERS = MetadataResponse_v5(0, [], None, 1, [])
+# Topics --------------------------------------------------------------------------------
 
 
 def topics(*found: tuple[int, str, bool, list[Any]]) -> MetadataResponse_v5:
     return MetadataResponse_v5(0, BROKERS, None, 1, list(found))
-
-
-def asking(**answers: Any) -> Any:
-    made: Any = object.__new__(Internals)
-    made.client = Client(**answers)
-    return made
-
-
-def reading(**answers: Any) -> Any:
-    made: Any = object.__new__(BareClient)
-    client = Client(**answers)
-    made.send, made.get_random_node = client.send, client.get_random_node
-    return made
-
-
-@pytest.mark.parametrize("answer", [topics((5, "orders", False, [])), topics(), NO_BROKERS])
-async def test_an_unavailable_topic_is_not_taken_for_missing(answer: Any) -> None:
-    with pytest.raises(kafka.KafkaError) as raised:
-        await asking(MetadataRequest=answer).look_up_topic("orders")
-
-    assert "does not exist" not in str(raised.value)
-
-
-async def test_a_topic_that_does_not_exist_has_no_partitions() -> None:
-    assert not await asking(MetadataRequest=topics(NO_TOPIC)).look_up_topic("orders")
-
-
-async def test_metadata_without_brokers_does_not_mean_no_topics() -> None:
-    with pytest.raises(IncompleteAnswerError):
-        await asking(MetadataRequest=NO_BROKERS).look_up_topics()
-
-    some = topics((0, "orders", False, []), (5, "moving", False, []), (0, "__consumer_offsets", True, []))
-    assert await asking(MetadataRequest=some).look_up_topics() == {"orders", "moving"}
-
-
-# Logs -----------------------------------------------------------------------------------
-
-
-def offset_of(*partitions: tuple[int, int, int, int]) -> OffsetResponse_v3:
-    return OffsetResponse_v3(0, [("orders", list(partitions))] if partitions else [])
-
-
-async def test_a_log_missing_in_a_response_has_no_bounds() -> None:
-    answer = offset_of((0, 0, -1, 5))
-
-    with pytest.raises(IncompleteAnswerError):
-        await reading(OffsetRequest=answer).log_offset(1, TWO, END)
-
-
-@pytest.mark.parametrize("answer", [offset_of(), offset_of((0, 43, -1, -1))])
-async def test_a_failed_search_by_time_does_not_mean_no_newer_records(answer: Any) -> None:
-    class Searching(Fetcher):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._client, self._isolation_level = Client(OffsetRequest=answer), 0
-
-        async def _proc_offset_requests(self, timestamps: Any) -> Any:
-            return await self._proc_offset_request(1, {"orders": [(0, timestamps[ONE])]})
-
-    one = asking()
-    one.consumer = type("Consumer", (), {"_fetcher": Searching()})()
-    with pytest.raises(kafka.KafkaError):
-        await one.offset_at(ONE, 1_000.0)
-
-
-async def test_a_failed_fetch_is_an_error() -> None:
-    with pytest.raises(kafka.KafkaError):
-        await reading(FetchRequest=FetchResponse_v11(0, 71, 0, [])).fetch(1, {ONE: 5}, 0.0)
-
-
-def fetched(number: int, end: int, data: bytes, aborted: list[tuple[int, int]] | None = None) -> tuple[Any, ...]:
-    """The fetch response for a partition."""
-    return number, 0, end, end, 0, aborted, -1, data
-
-
-async def test_an_empty_partition_after_one_with_records_may_not_be_at_its_end() -> None:
-    """The broker may have left it out for lack of room."""
-    builder = DefaultRecordBatchBuilder(2, 0, 0, -1, 0, 0, 1 << 10)
-    builder.append(0, 0, None, b"", [])
-    for data, position in ((bytes(builder.build()), 5), (b"", 9)):
-        answer = FetchResponse_v11(0, 0, 0, [("orders", [fetched(0, 1, data), fetched(1, 9, b"")])])
-        results = await reading(FetchRequest=answer).fetch(1, {ONE: 0, TWO: 5}, 0.0)
-        assert [record.offset for record in results[ONE].records] == [0] * bool(data)
-        assert results[TWO].next_offset == position
-
-
-async def test_records_of_an_aborted_transaction_are_not_returned() -> None:
-    builder = DefaultRecordBatchBuilder(2, 0, 1, 4, 0, 0, 1 << 10)
-    builder.append(0, 0, None, b"", [])
-    data = bytes(builder.build())
-    for aborted, count in (([(4, 0)], 0), ([(5, 0)], 1)):
-        answer = FetchResponse_v11(0, 0, 0, [("orders", [fetched(0, 1, data, aborted)])])
-        result = (await reading(FetchRequest=answer).fetch(1, {ONE: 0}, 0.0))[ONE]
-        assert (len(result.records), result.next_offset, result.error) == (count, 1, None)
 
 
 @pytest.mark.parametrize("creates_topics", [True, False])
@@ -312,15 +72,19 @@ async def test_only_producer_lookups_create_topics(creates_topics: bool) -> None
 
 
 async def test_a_refused_leave_request_is_reported() -> None:
-    one = internals(None)
-    one.client.answers["LeaveGroupRequest"] = Answer(error_code=16)
-    vars(one.coordinator).update(
+    one: Any = object.__new__(Internals)
+    one.group_id = "billing"
+    one.client = Client(LeaveGroupRequest=SimpleNamespace(error_code=16))
+    coordinator = SimpleNamespace(
+        coordinator_id=1,
+        member_id="me",
         _closing=asyncio.get_running_loop().create_future(),
         _performed_join_prepare=False,
         _coordination_task=None,
         _heartbeat_task=None,
         _group_instance_id=None,
     )
+    one.consumer = SimpleNamespace(_coordinator=coordinator)
 
     with pytest.raises(kafka.NotCoordinatorForGroupError):
         await one.leave()

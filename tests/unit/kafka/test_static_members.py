@@ -14,6 +14,7 @@ from aioshard.core.assignment import Member
 from aioshard.kafka.aiokafka.static_members import Standing, StaticJoins, standing_of
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.groups import DescribedGroup
+from aioshard.kafka.wire.codes import error_for
 from aioshard.records import TopicPartition
 
 
@@ -71,6 +72,21 @@ def test_a_static_member_follows_or_leads_or_makes_the_group_rebalance(
     assert standing_of("us", leader, frozenset(topics), members, partitions) is standing
 
 
+class Brokers:
+    """The brokers, which describe the group or fail to."""
+
+    def __init__(self, described: Any) -> None:
+        self.described = described
+
+    async def coordinator(self, _kind: object, _group: str) -> int:
+        return 1
+
+    async def ask(self, _node: int, _request: object, **_options: object) -> Any:
+        if isinstance(self.described, Exception):
+            raise self.described
+        return self.described
+
+
 class Group:
     """A coordinator and its broker: what the broker answers to a join without a member id, and to one with it."""
 
@@ -79,7 +95,6 @@ class Group:
     ) -> None:
         self.sent: list[Any] = []
         self.looked_up: list[Any] = []
-        self._described = described
         self._leaders = {"": leader, "us again": generation_leader}
         self.coordinator: Any = SimpleNamespace(
             group_id="billing",
@@ -89,17 +104,17 @@ class Group:
             _metadata_snapshot={},
             _send_req=self._answer,
         )
-        cluster = SimpleNamespace(partitions_for_topic={"t": set(range(partitions))}.get)
-        client = SimpleNamespace(cluster=cluster, set_topics=self.looked_up.append)
+        metadata = SimpleNamespace(partitions_for_topic={"t": set(range(partitions))}.get)
+        client = SimpleNamespace(cluster=metadata, set_topics=self.looked_up.append)
         self.assignor = ConsumerAssignor("lag")
-        self.joins = StaticJoins(client, self.coordinator, self.assignor, 5.0)
+        self.brokers = Brokers(described)
+        cluster: Any = self.brokers
+        self.joins = StaticJoins(client, self.coordinator, self.assignor, cluster, 5.0)
 
     async def _answer(self, request: Any) -> Any:
         self.sent.append(request)
         if not isinstance(request, JoinGroupRequest):
-            if isinstance(self._described, Exception):
-                raise self._described
-            return self._described
+            return SimpleNamespace(error_code=0)
         return SimpleNamespace(error_code=0, member_id="us again", leader_id=self._leaders[request._member_id])
 
     async def join(self, member_id: str = "") -> Any:
@@ -120,7 +135,7 @@ class Group:
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let descriptions arrive parsed."""
-    monkeypatch.setattr("aioshard.kafka.aiokafka.static_members.described_group", lambda group, _: group)
+    monkeypatch.setattr("aioshard.kafka.aiokafka.static_members.classic_members", lambda group, _: group)
 
 
 STABLE = DescribedGroup(True, HALVES, {"worker-1": "us"})  # noqa: FBT003 - stable
@@ -168,7 +183,7 @@ async def test_a_follower_joins_once_and_watches_nothing() -> None:
     "group_of",
     [
         pytest.param(lambda: Group(STABLE, leader="us", partitions=3), id="unassigned partitions"),
-        pytest.param(lambda: Group(kafka.GroupAuthorizationFailedError("billing"), leader="us"), id="no permission"),
+        pytest.param(lambda: Group(error_for(30, "billing"), leader="us"), id="no permission"),
         pytest.param(lambda: Group(TimeoutError(), leader="them"), id="no answer"),
     ],
 )
@@ -220,7 +235,7 @@ async def test_a_member_is_displaced_if_the_group_has_another_process_in_its_pla
     await group.join()
     assert not group.joins.was_displaced, "that is itself"
 
-    group._described = STABLE
+    group.brokers.described = STABLE
     await group.join()
 
     assert group.joins.was_displaced

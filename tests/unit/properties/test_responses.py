@@ -11,15 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.api import Request, Response
-from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
-from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.protocol.types import Array, CompactArray, Schema
@@ -28,11 +23,9 @@ from hypothesis import strategies as st
 
 from aioshard.errors import AioshardError
 from aioshard.kafka.aiokafka import answers
-from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import producer_identity
-from aioshard.kafka.group_protocol import DescribeGroup
-from aioshard.records import TopicPartition, by_topic
+from aioshard.records import TopicPartition
 
 Path = tuple[str, ...]
 
@@ -120,8 +113,6 @@ def error_fields(schema: Any, path: Path = ()) -> Iterator[Path]:
 class Client:
     """Answers every request with one answer."""
 
-    _isolation_level = 0
-
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
@@ -131,9 +122,7 @@ class Client:
     async def coordinator_lookup(self, *_: object) -> int:
         return 1
 
-    async def send(self, _node: int, request: Any, **_group: object) -> Any:
-        if isinstance(request, OffsetRequest):
-            raise kafka.NotLeaderForPartitionError
+    async def send(self, _node: int, _request: Any, **_group: object) -> Any:
         return self.answer
 
     async def _send_req(self, _request: Any) -> Any:
@@ -144,32 +133,6 @@ class Client:
 
 Asked = Collection[TopicPartition]
 Read = Callable[[Any, Asked], Awaitable[Collection[TopicPartition]]]
-
-
-async def committed(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return answers.stored_offsets(answer, asked)
-
-
-async def commits(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return set(asked) - answers.refused_offsets(answer, asked).keys()
-
-
-async def offsets(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    return answers.log_offsets(answer, asked)
-
-
-async def offsets_of_leaders(answer: Any, _asked: Asked) -> Collection[TopicPartition]:
-    return answers.led_offsets(answer)
-
-
-async def leaders(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    topics = {partition.topic for partition in asked}
-    return [TopicPartition(topic, number) for topic in topics for number in answers.topic_partitions(answer, topic)]
-
-
-async def existing(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    found = answers.existing_topics(answer)
-    return [partition for partition in asked if partition.topic in found]
 
 
 async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
@@ -188,33 +151,6 @@ async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     internals.consumer = SimpleNamespace(_coordinator=coordinator)
     await internals.leave()
     return asked
-
-
-async def described(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    answers.described_group(answer, "billing")
-    return asked
-
-
-async def fetched(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    client: Any = object.__new__(BareClient)
-    client.send = Client(answer).send
-    found = await client.fetch(1, dict.fromkeys(asked, 5), 0.0)
-    return [partition for partition in asked if found[partition].error is None]
-
-
-async def fetched_by_consumer(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    """aiokafka's own: a position does not move, for any error."""
-    states = {partition: SimpleNamespace(has_valid_position=True, position=5, highwater=None) for partition in asked}
-    fetcher: Any = object.__new__(Fetcher)
-    fetcher._client, fetcher._client_rack, fetcher._records = Client(answer), None, {}
-    fetcher._client.force_metadata_update = lambda: None
-    fetcher._preferred_read_replica, fetcher._default_reset_strategy, fetcher._prefetch_backoff = {}, 0, 0
-    fetcher._rack_warning_logged = True
-    assignment = SimpleNamespace(active=True, state_value=lambda one: states[one])
-    request = SimpleNamespace(topics=by_topic(asked, lambda one: (one.partition, 5, 100)))
-    await fetcher._proc_fetch_request(assignment, 1, request)
-    assert all(state.position == 5 for state in states.values())
-    return [partition for partition, state in states.items() if state.highwater is not None]
 
 
 async def produced(answer: Any, asked: Asked) -> Collection[TopicPartition]:
@@ -262,18 +198,9 @@ class Question(NamedTuple):
 
 
 ALL = frozenset(CODES)
-IN_TOPIC, IN_PARTITION = ("topics", "error_code"), ("topics", "partitions", "error_code")
+IN_PARTITION = ("topics", "partitions", "error_code")
 QUESTIONS = [
-    Question(OffsetFetchRequest, committed),
-    Question(OffsetCommitRequest, commits),
-    Question(OffsetRequest, offsets, least=1),
-    Question(OffsetRequest, offsets_of_leaders, least=1),
-    Question(MetadataRequest, leaders, {IN_TOPIC: frozenset({3, 17}), IN_PARTITION: ALL}, single=True, least=4),
-    Question(MetadataRequest, existing, {IN_TOPIC: ALL, IN_PARTITION: ALL}, missing=False, least=1),
     Question(LeaveGroupRequest, left_group, single=True, missing=False),
-    Question(DescribeGroup, described, single=True, least=4),
-    Question(FetchRequest, fetched, {IN_PARTITION: frozenset({1})}, least=4),
-    Question(FetchRequest, fetched_by_consumer, {("error_code",): ALL}, theirs=True),
     Question(ProduceRequest, produced, {IN_PARTITION: frozenset({46})}),
     Question(FindCoordinatorRequest, coordinator, single=True, theirs=True, missing=False),
     Question(InitProducerIdRequest, producer_id, single=True, missing=False),
