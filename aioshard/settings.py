@@ -60,6 +60,7 @@ _OWNED_OF_BOTH = {
 }
 OWNED_OPTIONS: Mapping[str, str] = {
     **_OWNED_OF_BOTH,
+    "check_crcs": "aioshard always checks them",
     "consumer_timeout_ms": "aioshard polls the client itself",
     "fetch_max_wait_ms": "use fetch_max_wait, in seconds",
     "key_deserializer": "decode record.key in the handler",
@@ -77,7 +78,6 @@ OWNED_OPTIONS: Mapping[str, str] = {
 CLIENT_OPTIONS = frozenset(
     {
         "api_version",
-        "check_crcs",
         "client_rack",
         "connections_max_idle_ms",
         "exclude_internal_topics",

@@ -101,9 +101,9 @@ def test_the_text_none_is_none_and_an_empty_variable_is_unset(monkeypatch: pytes
 
 
 def test_client_options_are_json_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", '{"check_crcs": false}')
-    assert Settings().client_options == {"check_crcs": False}
-    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", "check_crcs=false")
+    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", '{"exclude_internal_topics": false}')
+    assert Settings().client_options == {"exclude_internal_topics": False}
+    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", "exclude_internal_topics=false")
     assert "AIOSHARD_CLIENT_OPTIONS=*** is refused: it is not a JSON object" in refusal()
 
 

@@ -14,7 +14,7 @@ from aioshard.kafka.wire.errors import ConnectionLostError, IncompleteResponseEr
 from aioshard.kafka.wire.metadata import Broker, ClusterMetadata, Update
 from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.options import ConnectionOptions
-from aioshard.kafka.wire.pool import ConnectionPool, Purpose, Target
+from aioshard.kafka.wire.pool import IDLE_TIMEOUT, ConnectionPool, Purpose, Target
 from aioshard.kafka.wire.requests import FIND_COORDINATOR, METADATA
 from aioshard.kafka.wire.responses import DescribedTopics, coordinator, described_topics, existing_topics
 
@@ -52,6 +52,7 @@ class Cluster:
         options: ConnectionOptions,
         *,
         metadata_max_age: float = 300.0,
+        idle_timeout: float = IDLE_TIMEOUT,
     ) -> None:
         """Know nothing yet; connects to nothing.
 
@@ -59,11 +60,12 @@ class Cluster:
             bootstrap: Host and port of the servers to ask first.
             options: How to connect.
             metadata_max_age: Seconds after which metadata are looked up again.
+            idle_timeout: Seconds after which an unused connection is closed.
         """
         self.metadata = ClusterMetadata()
         self.bootstrap = tuple(bootstrap)
         """Host and port of the servers to ask when no known broker answers."""
-        self._pool = ConnectionPool(options)
+        self._pool = ConnectionPool(options, idle_timeout=idle_timeout)
         self._metadata_max_age = metadata_max_age
         self._followed: set[str] = set()
         self._coordinators: dict[tuple[CoordinatorKind, str], int] = {}

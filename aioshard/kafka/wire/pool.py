@@ -162,18 +162,33 @@ class ConnectionPool:
     def know(self, nodes: Mapping[int, tuple[str, int]]) -> None:
         """Learn the addresses of brokers by node id; connections to a changed address are replaced.
 
-        Requests in flight to the old address may still be answered.
+        Requests in flight to the old address may still be answered. The connection to a bootstrap server that is a
+        broker under the same address is that broker's from now on.
         """
         for node, address in nodes.items():
             before = self._nodes.get(node)
             if before == address:
                 continue
             self._nodes[node] = address
-            if before is not None:
+            if before is None:
+                self._adopt(node, address)
+            else:
                 self._endpoints.pop(before, None)
-            for purpose in Purpose:
-                if (link := self._links.get((node, purpose))) is not None:
-                    link.move(self._endpoint(node))
+                self._move(node)
+
+    def _adopt(self, node: int, address: tuple[str, int]) -> None:
+        """Use the connections to a bootstrap server for the broker that it is."""
+        for purpose in Purpose:
+            link = self._links.pop((address, purpose), None)
+            if link is not None:
+                self._links[node, purpose] = link
+
+    def _move(self, node: int) -> None:
+        """Connect to the new address of a broker from now on."""
+        for purpose in Purpose:
+            link = self._links.get((node, purpose))
+            if link is not None:
+                link.move(self._endpoint(node))
 
     def is_connected(self, target: Target) -> bool:
         """Whether a connection to the broker is open."""

@@ -19,7 +19,7 @@ from aioshard.kafka.wire.errors import (
     WireError,
 )
 from aioshard.kafka.wire.options import connection_options
-from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
+from aioshard.kafka.wire.pool import CONNECT_TIMEOUT, IDLE_TIMEOUT
 from aioshard.settings import Settings
 
 START_TIMEOUT = 1.5 * CONNECT_TIMEOUT
@@ -62,7 +62,13 @@ def new_cluster(settings: Settings) -> Cluster:
     """
     hosts = collect_hosts(settings.require_bootstrap_servers(), randomize=False)
     servers = [(host, port) for host, port, _ in hosts]
-    return Cluster(servers, connection_options(settings), metadata_max_age=settings.metadata_max_age)
+    idle_ms = settings.client_options.get("connections_max_idle_ms")
+    return Cluster(
+        servers,
+        connection_options(settings),
+        metadata_max_age=settings.metadata_max_age,
+        idle_timeout=IDLE_TIMEOUT if idle_ms is None else float(idle_ms) / 1000,
+    )
 
 
 async def reach(cluster: Cluster, settings: Settings, topics: Collection[str] = ()) -> None:

@@ -13,7 +13,6 @@ from confluent_kafka.admin import AclOperation
 
 from aioshard.errors import AuthenticationError, AuthorizationError, ConnectError, SettingsError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
-from aioshard.kafka.wire.options import connection_options
 from aioshard.ports import Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import Member, settings_for
@@ -290,8 +289,11 @@ def test_a_custom_ssl_context_is_used_unchanged() -> None:
 
 def test_host_name_verification_can_be_disabled() -> None:
     settings = settings_for("localhost:1", security_protocol="SSL", ssl_check_hostname=False)
-    for tls in (AiokafkaTransport(settings, "g")._options["ssl_context"], connection_options(settings).ssl_context):
-        assert tls.check_hostname is False
+    transport = AiokafkaTransport(settings, "g")
+    assert transport._options["ssl_context"].check_hostname is False
+    tls = transport._cluster._pool._options.ssl_context
+    assert tls is not None
+    assert tls.check_hostname is False
 
 
 async def test_a_value_the_client_refuses_is_reported(kafka: SharedKafka, group: str) -> None:

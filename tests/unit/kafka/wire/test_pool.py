@@ -275,6 +275,21 @@ def test_a_broker_is_asked_by_its_name_before_nodes_are_known() -> None:
     scenario(test)
 
 
+def test_the_connection_to_a_bootstrap_server_is_that_of_the_broker_that_it_is() -> None:
+    async def live(network: MemoryNetwork) -> None:
+        broker = ModelBroker()
+        network.add("kafka-1", broker.protocol)
+        pool = ConnectionPool(ConnectionOptions())
+        await pool.ask(("kafka-1", 9092), FIND)
+        pool.know({1: ("kafka-1", 9092)})
+        await pool.ask(1, FIND)
+        assert len(broker.sessions) == 1
+        assert pool.is_connected(1)
+        await pool.close()
+
+    run_on_network(live)
+
+
 def test_a_refused_login_or_an_old_broker_is_not_a_lost_connection() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.brokers[1].on(SASL_AUTHENTICATE, lambda request: request.reply(error=58, message="no"))
