@@ -78,7 +78,7 @@ async def until(condition: Callable[[], object], timeout: float = PATIENCE) -> N
 async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
     await kafka.create_topic(topic, partitions)
     for partition in range(partitions):
-        await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)], partition)
+        await kafka.produce(topic, [(b"%d-%d" % (partition, number), b"") for number in range(RECORDS)], partition)
 
 
 @ONE_CLIENT_QUICKLY
