@@ -12,7 +12,7 @@ import time
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -157,6 +157,8 @@ class KafkaBroker(GuardedCluster):
     def freeze(self) -> None:
         """Makes the broker hang: connections stay open and nothing answers, until `thaw`."""
         os.killpg(self.process_group, signal.SIGSTOP)
+        while not _is_stopped(self.process_group):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Resumes a frozen broker."""
@@ -280,3 +282,14 @@ def free_ports(count: int) -> list[int]:
         if port not in found:
             found.append(port)
     return found
+
+
+def _is_stopped(leader: int) -> bool:
+    """Whether all threads of a process and its children have stopped; each stops when it notices the signal."""
+    states = []
+    process = psutil.Process(leader)
+    for member in (process, *process.children(recursive=True)):
+        for thread in Path(f"/proc/{member.pid}/task").glob("*/stat"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                states.append(thread.read_text().rpartition(")")[2].split()[0])
+    return all(state in "TtZX" for state in states)

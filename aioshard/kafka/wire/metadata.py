@@ -126,7 +126,8 @@ class ClusterMetadata:
     @property
     def missing(self) -> frozenset[str]:
         """Topics that do not exist, by the latest answers."""
-        return frozenset(self._missing)
+        unknown = (name for name, topic in self._topics.items() if topic.unknown_since is not None)
+        return self._missing.union(unknown)
 
     @property
     def topics(self) -> Collection[str]:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from aiokafka import errors as kafka_errors
-from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.protocol.commit import OffsetCommitRequest
 
+from aioshard.kafka.wire.cluster import Cluster
+from aioshard.kafka.wire.notation import Request
+from aioshard.kafka.wire.requests import OFFSET_COMMIT
 from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import Ledger, messages, quick_app, transport_of, until
 from tests.support.brokers import SharedKafka
@@ -32,25 +33,31 @@ class Answers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
         self.due: list[tuple[int, bool]] = []
-        self._send = GroupCoordinator._send_req
+        self._ask = Cluster.ask
         self._group = group
         answers = self
 
-        async def send(coordinator: Any, request: Any) -> Any:
-            return await answers.answer(coordinator, request)
+        async def ask(cluster: Cluster, node: int, request: Request, **options: Any) -> Any:
+            return await answers.answer(cluster, node, request, **options)
 
-        monkeypatch.setattr(GroupCoordinator, "_send_req", send)
+        monkeypatch.setattr(Cluster, "ask", ask)
 
-    async def answer(self, coordinator: Any, request: Any) -> Any:
+    async def answer(self, cluster: Cluster, node: int, request: Request, **options: Any) -> Any:
         """Return the response for the client to a request."""
-        if not isinstance(request, OffsetCommitRequest) or coordinator.group_id != self._group or not self.due:
-            return await self._send(coordinator, request)
+        if request.api is not OFFSET_COMMIT or request.values["group"] != self._group or not self.due:
+            return await self._ask(cluster, node, request, **options)
         code, stored = self.due.pop(0)
         if stored:
-            await self._send(coordinator, request)
+            await self._ask(cluster, node, request, **options)
         return SimpleNamespace(
             topics=[
-                (topic, [(committed[0], code) for committed in partitions]) for topic, partitions in request._topics
+                SimpleNamespace(
+                    topic=topic["topic"],
+                    partitions=[
+                        SimpleNamespace(partition=part["partition"], error=code) for part in topic["partitions"]
+                    ],
+                )
+                for topic in request.values["topics"]
             ]
         )
 
