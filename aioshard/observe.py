@@ -220,6 +220,8 @@ class Statistics:
     handlers: tuple[HandlerStatistics, ...]
     journal: JournalStatistics | None = None
     """None if no journal is written."""
+    lost_offsets: int = 0
+    """Offsets that the group had read and that the cluster has lost, for example in an unclean leader election."""
     rebalance_reports: tuple[RebalanceReport, ...] = ()
     """The latest rebalances, oldest first; the last one may be in progress."""
     loop_delays: HistogramCounts | None = None

@@ -253,6 +253,17 @@ class Transport(Protocol):
         The result contains every partition: one that a broker leaves out, or answers with an error, is queried again.
         """
 
+    async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
+        """Query the brokers whether they have lost records before committed offsets, as in an unclean leader election.
+
+        Args:
+            commits: Committed offsets, as `committed` has returned them.
+
+        Returns:
+            For each partition the first offset that is lost, where the log goes on with other records or ends; None if
+            nothing is lost, or nobody can tell. A partition whose leader does not answer soon is left out.
+        """
+
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """Query the brokers for the first and end offset of each partition's log.
 

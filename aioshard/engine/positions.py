@@ -13,7 +13,7 @@ from aioshard.core.ownership import Origin, knows_topic, origin_of
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.partition import Partition
-from aioshard.errors import NoOffsetError, OffsetOutOfRangeError
+from aioshard.errors import LogTruncatedError, NoOffsetError, OffsetOutOfRangeError
 from aioshard.log_fields import get_logger
 from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
@@ -33,6 +33,8 @@ class BrokerView(NamedTuple):
     metadata: CommitMetadata
     """Parsed from the commit; empty without one."""
     log: LogRange
+    parts_at: int | None = None
+    """The first offset before the committed one that the cluster has lost; None if it has lost nothing there."""
 
 
 class TopicView(NamedTuple):
@@ -58,6 +60,8 @@ class PositionResolver:
         self._group_id = group_id
         self._settings = settings
         self._client = client
+        self.lost_offsets = 0
+        """Offsets that the group had read and that the cluster has lost."""
         self._opened: set[TopicPartition] = set()
         """Partitions that this process opened: the group has had a position there, even if the brokers dropped it."""
         self._first_commits: dict[str, FirstCommit | None] = {}
@@ -81,10 +85,16 @@ class PositionResolver:
             TimeoutError: The brokers did not answer.
         """
         committed = await self._within_timeout(self._client.get().committed(names))
+        commits = {name: stored for name, stored in committed.items() if stored is not None}
+        parting = await self._within_timeout(self._client.get().truncations(commits)) if commits else {}
         logs = await self._within_timeout(self._client.get().log_ranges(names))
         # Parsing long metadata takes a while through no fault of the brokers, so it has no deadline.
         metadata = await _read(committed)
-        return {name: BrokerView(committed[name], metadata[name], logs[name]) for name in names if name in logs}
+        return {
+            name: BrokerView(committed[name], metadata[name], logs[name], parting.get(name))
+            for name in names
+            if name in logs and (name in parting or name not in commits)
+        }
 
     async def look_up_topics(self, views: Mapping[TopicPartition, BrokerView]) -> dict[str, TopicView]:
         """Look up the topics of partitions whose epochs begin.
@@ -128,18 +138,22 @@ class PositionResolver:
 
         Raises:
             NoOffsetError: There is neither a committed offset nor a policy that decides it.
-            OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
+            OffsetOutOfRangeError: The committed offset is not in the log, or the log has lost records before it, and
+                the policy is "error".
         """
         log = view.log
         # 1. The application requested a position; retention may have passed it.
         if seek is not None:
             return Origin(min(max(seek, log.start), log.end), resolved=True)
-        # 2. The committed offset, or the policy decides.
         offset = None if view.committed is None else view.committed.offset
+        # 2. The cluster has lost records that the group has read.
+        if view.parts_at is not None and offset is not None:
+            return self._after_loss(LogTruncatedError(name, view.parts_at, offset), log)
+        # 3. The committed offset, or the policy decides.
         origin = origin_of(
             offset, log[:2], self._settings.auto_offset_reset, group_knows_topic=self._knows(name, view, topic)
         )
-        # 3. Neither does.
+        # 4. Neither does.
         if origin is None:
             raise NoOffsetError(self._group_id, name) if offset is None else OffsetOutOfRangeError(name, offset)
         if origin.resolved and offset is not None:
@@ -151,6 +165,24 @@ class PositionResolver:
                 extra=partition_fields("out_of_range", name, offset=offset, position=origin.offset),
             )
         return origin
+
+    def note_loss(self, error: LogTruncatedError) -> None:
+        """Log and count the offsets that the cluster has lost."""
+        name = error.topic_partition
+        self.lost_offsets += error.position - error.resumes_at
+        fields = partition_fields("records_lost", name, offset=error.position, position=error.resumes_at)
+        logger.warning("%s; resuming at offset %d", error, error.resumes_at, extra=fields)
+
+    def _after_loss(self, error: LogTruncatedError, log: LogRange) -> Origin:
+        """Begin where the log parts from what the group has read: the records from there on are new to it.
+
+        Raises:
+            LogTruncatedError: The policy is "error".
+        """
+        if self._settings.auto_offset_reset == "error":
+            raise error
+        self.note_loss(error)
+        return Origin(max(error.resumes_at, log.start), resolved=True)
 
     def _knows(self, name: TopicPartition, view: BrokerView, topic: TopicView) -> bool:
         """Whether the group had a position on the topic before; asked only about a partition without a commit."""

@@ -24,6 +24,7 @@ from aioshard.engine.rebalance_log import RebalanceLog, RebalanceStatistics, log
 from aioshard.engine.tasks import TaskSet
 from aioshard.errors import (
     AioshardError,
+    LogTruncatedError,
     OffsetOutOfRangeError,
     OffsetRegressionError,
     StateError,
@@ -56,6 +57,8 @@ class Seek:
 
     start: int
     done: asyncio.Future[None]
+    repeats_unfinished: bool = False
+    """Whether records before `start` that do not finish until then must run again."""
 
 
 class _Restoration(NamedTuple):
@@ -156,7 +159,9 @@ class Rebalance:
 
     def statistics(self) -> RebalanceStatistics:
         """Return how many rebalances there were, what they did and how long they took. Safe from any thread."""
-        return RebalanceStatistics(self.rebalances, self.log.reports(), self.log.kinds(), self.log.seconds)
+        return RebalanceStatistics(
+            self.rebalances, self.log.reports(), self.log.kinds(), self.log.seconds, self._positions.lost_offsets
+        )
 
     @property
     def all_resumed(self) -> bool:
@@ -327,13 +332,30 @@ class Rebalance:
             self._seek_new_log(name, error)
             if name not in self._assignment:
                 return
-        # 2. Its log does not reach the position: the epoch may continue if retention has passed it.
+        # 2. The cluster has lost the end of its log.
+        elif isinstance(error, LogTruncatedError):
+            self._resume_after_loss(partition, error)
+            return
+        # 3. Its log does not reach the position: the epoch may continue if retention has passed it.
         elif isinstance(error, OffsetOutOfRangeError):
             partition.outside_log = error.position
-        # 3. The client went back.
+        # 4. The client went back.
         else:
             self.end([partition], str(error))
         self._open_soon()
+
+    def _resume_after_loss(self, partition: Partition, error: LogTruncatedError) -> None:
+        """Let a partition continue where its log parts from what was read; what runs and is lost may finish first."""
+        if self._settings.auto_offset_reset == "error":
+            self.end([partition], str(error))
+            self._lifecycle.fail(error)
+            return
+        name = partition.topic_partition
+        self._positions.note_loss(error)
+        if name not in self.seeks:
+            future = asyncio.get_running_loop().create_future()
+            seek = self.seeks[name] = Seek(error.resumes_at, future, repeats_unfinished=True)
+            self._tasks.start(self._drain_for(seek, partition), f"resume {name} after a loss")
 
     def _seek_new_log(self, name: TopicPartition, error: TopicRecreatedError) -> None:
         """Make a partition of a topic that was created again begin at the start of its log, regardless of its commit.
@@ -455,10 +477,13 @@ class Rebalance:
         # 1. The application requested another position.
         if seek is not None:
             reason: str | None = f"the application requested offset {seek.start}"
-        # 2. It was not revoked, but its position is not in the log.
+        # 2. The cluster has lost records that were committed.
+        elif view.parts_at is not None:
+            reason = f"the cluster has lost the records from offset {view.parts_at} on"
+        # 3. It was not revoked, but its position is not in the log.
         elif partition.is_open and partition.outside_log is not None:
             reason = self._skip_deleted(partition, partition.outside_log, view.log)
-        # 3. It was revoked, and comes back.
+        # 4. It was revoked, and comes back.
         else:
             offset = view.committed.offset if view.committed else None
             reason = reason_to_end(partition.claim, *membership, offset, view.log[:2])
@@ -653,9 +678,14 @@ class Rebalance:
             if not partition.unsent_bytes or not self._moves(partition, seek):
                 break
             await asyncio.sleep(_RETRY_DELAY)
-        if self._moves(partition, seek):
-            self.end([partition], f"the application requested offset {seek.start}")
-            self._open_soon()
+        if not self._moves(partition, seek):
+            return
+        why = f"the application requested offset {seek.start}"
+        if seek.repeats_unfinished:
+            why = f"the cluster has lost the records from offset {seek.start} on"
+            seek.start = min(seek.start, partition.tracker.committable)
+        self.end([partition], why)
+        self._open_soon()
 
     def _moves(self, partition: Partition, seek: Seek) -> bool:
         """Whether a partition that was drained for a seek is still ours, and the seek is still wanted."""

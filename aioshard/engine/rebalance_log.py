@@ -61,6 +61,8 @@ class RebalanceStatistics(NamedTuple):
     kinds: tuple[RebalanceKindStatistics, ...]
     seconds: float
     """Seconds spent in rebalances, including the one in progress."""
+    lost_offsets: int
+    """Offsets that the group had read and that the cluster has lost."""
 
 
 class RebalanceLog:

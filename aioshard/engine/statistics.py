@@ -26,6 +26,7 @@ def statistics(watch: Watch) -> Statistics:
         commits=commits.durations.count,
         commit_failures=commits.failure_durations.count,
         replayed=engine.handlers.replayed,
+        lost_offsets=rebalances.lost_offsets,
         already_done=intake.already_done,
         buffered_records=intake.buffered_records,
         buffered_bytes=intake.buffered_bytes,

@@ -58,6 +58,10 @@ class Groupless:
         """See `Transport.committed`: initially the given offsets."""
         return {partition: self._committed[partition] for partition in partitions}
 
+    async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
+        """See `Transport.truncations`: offsets that are not stored on a broker have no leader epochs."""
+        return dict.fromkeys(commits)
+
     def subscribe(self, topics: Collection[str], pattern: str | None) -> NoReturn:  # noqa: ARG002
         """See `Transport.subscribe`: not supported, because the offsets to read are fixed.
 

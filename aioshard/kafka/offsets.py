@@ -10,16 +10,24 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from aioshard.kafka.wire.cluster import QUICK_TIMEOUT, Cluster, CoordinatorKind
 from aioshard.kafka.wire.codes import error_for
-from aioshard.kafka.wire.errors import BrokerError, ConnectionLostError, RequestTimedOutError, WireError
+from aioshard.kafka.wire.errors import (
+    BrokerError,
+    ConnectionLostError,
+    RequestTimedOutError,
+    UnsupportedVersionError,
+    WireError,
+)
 from aioshard.kafka.wire.pool import Purpose
-from aioshard.kafka.wire.requests import LIST_OFFSETS, OFFSET_COMMIT, OFFSET_FETCH
+from aioshard.kafka.wire.requests import LIST_OFFSETS, OFFSET_COMMIT, OFFSET_FETCH, OFFSET_FOR_LEADER_EPOCH
 from aioshard.kafka.wire.responses import (
     Answers,
     CommittedOffset,
+    EpochEnd,
     committed_offsets,
     listed_offsets,
     refused_offsets,
 )
+from aioshard.kafka.wire.responses import epoch_ends as read_epoch_ends
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
 
@@ -358,6 +366,50 @@ async def _offsets_at(
     response = await cluster.ask(leader, request, timeout=QUICK_TIMEOUT)
     answers = listed_offsets(response, times)
     return Answers({at: listed.offset for at, listed in answers.values.items()}, answers.errors)
+
+
+async def epoch_ends(
+    cluster: Cluster, epochs: Mapping[TopicPartition, int], patience: float
+) -> dict[TopicPartition, EpochEnd | None]:
+    """Fetch where the logs leave leader epochs; partitions whose leader does not answer are left out.
+
+    Takes at most twice *patience* seconds: one metadata look-up, then requests to all leaders concurrently.
+
+    Args:
+        cluster: The cluster, started.
+        epochs: A leader epoch for each partition.
+        patience: Seconds to wait for the brokers.
+
+    Returns:
+        None for a log whose leader does not know: it has no history of that epoch, or is too old.
+
+    Raises:
+        WireError: A broker refused, for good.
+    """
+    try:
+        async with asyncio.timeout(patience):
+            await _look_up_leaders(cluster, epochs)
+    except (TimeoutError, WireError) as error:
+        logger.debug("the leaders of some partitions are unknown: %s", error)
+
+    async def ends_at(leader: int, led: Sequence[TopicPartition]) -> Answers[EpochEnd | None]:
+        request = OFFSET_FOR_LEADER_EPOCH(
+            replica=_CONSUMER,
+            topics=_by_topic(
+                led,
+                lambda at: {
+                    "partition": at.partition,
+                    "leader_epoch": _leader_epoch(cluster, at),
+                    "epoch": epochs[at],
+                },
+            ),
+        )
+        try:
+            return read_epoch_ends(await cluster.ask(leader, request, timeout=patience), led)
+        except UnsupportedVersionError:
+            return Answers(dict.fromkeys(led), {})
+
+    return _without_transient(await _ask_leaders(cluster, epochs, ends_at))
 
 
 # Leaders ----------------------------------------------------------------------------------

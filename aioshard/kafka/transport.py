@@ -29,13 +29,13 @@ from aioshard.kafka.errors import (
     request_error,
 )
 from aioshard.kafka.groups import GroupMember
-from aioshard.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, GroupOffsets, log_ranges, offsets_at
+from aioshard.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, GroupOffsets, epoch_ends, log_ranges, offsets_at
 from aioshard.kafka.wire.cluster import CoordinatorKind
-from aioshard.kafka.wire.epochs import UNKNOWN
+from aioshard.kafka.wire.epochs import UNKNOWN, Position, parting
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.metadata import PartitionMetadata
 from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
-from aioshard.kafka.wire.responses import CommittedOffset
+from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
 from aioshard.kafka.wire.start import new_cluster, reach
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -421,6 +421,25 @@ class KafkaTransport(ABC):
                 return {name: _committed(commits.get(name)) for name in partitions}
         return {}
 
+    async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
+        """See `Transport.truncations`. Takes at most two thirds of `commit_timeout`.
+
+        The leader epoch in which the record before a committed offset was written is stored beside it (KIP-320).
+        """
+        self._check_running()
+        known = {name: self._epochs[name] for name in commits if name in self._epochs}
+        epochs = {name: stored.epoch for name, stored in known.items() if stored.epoch != UNKNOWN}
+        found: dict[TopicPartition, int | None] = dict.fromkeys(commits.keys() - epochs.keys())
+        if not epochs:
+            return found
+        ends = await self._answered(
+            epoch_ends(self._cluster, epochs, self._settings.commit_timeout / 3),
+            f"return the ends of leader epochs of {named(epochs)}",
+        )
+        for name, end in ends.items():
+            found[name] = None if end is None else _parting(known[name], end)
+        return found
+
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""
         self._check_running()
@@ -511,6 +530,12 @@ class KafkaTransport(ABC):
 
 def _committed(stored: CommittedOffset | None) -> Committed | None:
     return None if stored is None else Committed(stored.offset, stored.metadata)
+
+
+def _parting(stored: CommittedOffset, end: EpochEnd) -> int | None:
+    """Return the first lost offset before a committed one; None if all are there."""
+    position = parting(Position(stored.offset, stored.epoch), end.epoch, end.end)
+    return position.offset if position.offset < stored.offset else None
 
 
 def _partition_info(number: int, partition: PartitionMetadata) -> PartitionInfo:

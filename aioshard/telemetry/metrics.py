@@ -165,6 +165,9 @@ METRICS: dict[str, MetricInfo] = {
         attrgetter("loop_delays"),
     ),
     "aioshard_replayed_records": MetricInfo("counter", "Records that this process ran twice.", attrgetter("replayed")),
+    "aioshard_lost_offsets": MetricInfo(
+        "counter", "Offsets that the group had read and that the cluster has lost.", attrgetter("lost_offsets")
+    ),
     "aioshard_client_losses": MetricInfo(
         "counter", "Kafka clients that failed and were replaced.", attrgetter("client_losses")
     ),

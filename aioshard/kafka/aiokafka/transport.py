@@ -21,7 +21,6 @@ from aioshard.kafka.groupless import manual_membership
 from aioshard.kafka.offsets import READ_COMMITTED, Member, log_ranges
 from aioshard.kafka.transport import KafkaTransport
 from aioshard.kafka.wire.cluster import CoordinatorKind
-from aioshard.kafka.wire.epochs import UNKNOWN
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.start import START_TIMEOUT
 from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
@@ -184,9 +183,12 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
     # Records --------------------------------------------------------------------------
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """See `Transport.seek`. A committed offset has the leader epoch in which the record before it was read."""
+        """See `Transport.seek`. The leader epoch of the record before it travels with the offset, if it is known."""
         committed = self._epochs.get(topic_partition)
-        epoch = committed.epoch if committed is not None and committed.offset == offset else UNKNOWN
+        if committed is not None and committed.offset == offset:
+            epoch = committed.epoch
+        else:
+            epoch = self._fetcher.epoch_at(topic_partition, offset)
         self._fetcher.seek(topic_partition, offset, epoch)
         self._check_again()
 

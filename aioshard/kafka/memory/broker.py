@@ -45,6 +45,8 @@ class PartitionLog:
         """The first offset that can be read."""
         self.end = 0
         """The offset that the next record will get."""
+        self.cuts: list[int] = []
+        """Where the log was cut off by `truncate_from`, in order; their number is the log's leader epoch."""
         self._transaction: int | None = None
 
     @property
@@ -92,6 +94,18 @@ class PartitionLog:
         self.start = max(self.start, min(offset, self.end))
         self._records = self.read(self.start, self.end)
         self._notify()
+
+    def truncate_from(self, offset: int) -> None:
+        """Cut the log off at *offset*, as an unclean leader election does: later records are lost."""
+        self._records = self.read(self.start, offset)
+        self.end = offset
+        self.cuts.append(offset)
+        self._notify()
+
+    def parting(self, epoch: int, position: int) -> int | None:
+        """Return the first offset before a position that the log has lost since an epoch; None if there is none."""
+        first = min(self.cuts[epoch:], default=position)
+        return first if first < position else None
 
     def begin_transaction(self) -> None:
         """Freeze the last stable offset: records appended from now on are not readable until `end_transaction`."""
@@ -153,6 +167,8 @@ class ConsumerGroup:
         self._owners: dict[TopicPartition, str] = {}
         self._pinned: dict[TopicPartition, str | None] = {}
         self._committed: dict[TopicPartition, Committed] = {}
+        self.epochs: dict[TopicPartition, int] = {}
+        """The leader epoch of the last record before each committed offset; written by the members."""
 
     # State -----------------------------------------------------------------------------
 
@@ -290,6 +306,7 @@ class ConsumerGroup:
                 self._committed.pop(partition, None)
             else:
                 self._committed[partition] = Committed(offset, metadata)
+            self.epochs.pop(partition, None)
         self._notify()
 
     # Inside ----------------------------------------------------------------------------

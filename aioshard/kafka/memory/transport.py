@@ -12,6 +12,7 @@ from aioshard.errors import (
     CommitError,
     CommitRefusedError,
     ConnectError,
+    LogTruncatedError,
     OffsetOutOfRangeError,
     StateError,
     TopicRecreatedError,
@@ -55,6 +56,10 @@ class _Assigned:
     """The readable end of the log as of the last scan."""
     log: PartitionLog | None = None
     """The log that was read last; another one after its topic was deleted and created again."""
+    epoch: int = 0
+    """The leader epoch of the log in which the record before the position was read."""
+    has_parted: bool = False
+    """Whether it was reported that the log has lost what was read."""
     quiet_until: float = 0.0
     """When a persistent fault is due to be reported again."""
     oversized_at: int | None = None
@@ -418,6 +423,12 @@ class InMemoryTransport:
         assigned.log = log
         if log is not known:
             return Fault(topic_partition, TopicRecreatedError(topic_partition, position))
+        parts_at = log.parting(assigned.epoch, position)
+        if parts_at is not None:
+            if assigned.has_parted:
+                return None
+            assigned.has_parted = True
+            return Fault(topic_partition, LogTruncatedError(topic_partition, parts_at, position))
         if error is None and not log.start <= position <= log.end:
             error = OffsetOutOfRangeError(topic_partition, position)
         if error is not None and now >= assigned.quiet_until and allowed.records:
@@ -484,7 +495,17 @@ class InMemoryTransport:
         """See `Transport.seek`."""
         assigned = self._known(topic_partition)
         assigned.position, assigned.quiet_until = offset, 0.0
+        assigned.epoch = self._epoch_at(topic_partition, offset)
+        assigned.has_parted = False
         self._changed()
+
+    def _epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:
+        """Return the leader epoch of the record before an offset: that of the commit there, or the latest one."""
+        committed = self._group.committed(topic_partition)
+        latest = len(self._broker.log(*topic_partition).cuts)
+        if committed is None or committed.offset != offset:
+            return latest
+        return self._group.epochs.get(topic_partition, latest)
 
     def _known(self, topic_partition: TopicPartition) -> _Assigned:
         """Return an assigned partition, or a placeholder for any other."""
@@ -517,6 +538,7 @@ class InMemoryTransport:
             self._broker.commit(self._group.group_id, offsets, membership, messages or ())
         except ConnectError as error:
             raise CommitError(f"the commit was not acknowledged: {error}") from error
+        self._group.epochs |= {name: self._known(name).epoch for name in offsets}
         await self._pass_time("commit reply")
         self._broker.notify()  # waiters may wait for the acknowledgement of the commit
 
@@ -524,6 +546,16 @@ class InMemoryTransport:
         """See `Transport.committed`; raises `ConnectError` while the broker is not available."""
         await self._request("committed")
         return {partition: self._group.committed(partition) for partition in partitions}
+
+    async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
+        """See `Transport.truncations`; raises `ConnectError` while the broker is not available."""
+        await self._request("log ranges")
+        found: dict[TopicPartition, int | None] = {}
+        for name, committed in commits.items():
+            if name not in self._broker.leaderless:
+                log = self._broker.log(*name)
+                found[name] = log.parting(self._group.epochs.get(name, len(log.cuts)), committed.offset)
+        return found
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; raises `ConnectError` while the broker is not available."""

@@ -214,6 +214,9 @@ class InterceptedTransport:
         await self._interceptor.questions.wait()
         return await self.inner.committed(partitions)
 
+    async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
+        return await self.inner.truncations(commits)
+
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         return await self.inner.log_ranges(partitions)
 

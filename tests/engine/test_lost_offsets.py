@@ -1,0 +1,141 @@
+"""The cluster loses records that the group has read: each of the others runs once, and what is gone is named (I1)."""
+
+import asyncio
+from collections import Counter
+from typing import Any, Literal
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.errors import LogTruncatedError
+from aioshard.records import TopicPartition
+from aioshard.testing import InMemoryTransport, run
+from tests.engine.test_takeover import Deployment, until
+
+TP = TopicPartition("orders", 0)
+
+
+async def committed(world: Deployment, offset: int) -> None:
+    await until(lambda: world.broker.committed("group", "orders", 0) == offset)
+
+
+@pytest.mark.parametrize("written", [3, 20], ids=["shorter", "longer"])
+@pytest.mark.parametrize("policy", ["earliest", "latest"])
+def test_a_running_app_goes_on_where_the_log_parts(policy: Literal["earliest", "latest"], written: int) -> None:
+    """Also where the new log has outgrown the position."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        world.broker.group("group").commit_from_outside({TP: 0})
+        async with world.owner(policy) as app:
+            await committed(world, 10)
+            world.ran.clear()
+            world.broker.log(*TP).truncate_from(6)
+            world.publish(written)
+            await committed(world, 6 + written)
+            assert app.statistics().lost_offsets == 4
+        assert sorted(world.ran) == list(range(6, 6 + written))
+
+    run(test())
+
+
+@pytest.mark.parametrize("written", [3, 20], ids=["shorter", "longer"])
+@pytest.mark.parametrize("policy", ["earliest", "latest"])
+def test_the_next_owner_goes_on_where_the_log_parts(policy: Literal["earliest", "latest"], written: int) -> None:
+    """Nobody reads when the log is cut off: only the epoch beside the commit tells."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        world.broker.group("group").commit_from_outside({TP: 0})
+        async with world.owner(policy):
+            await committed(world, 10)
+        world.ran.clear()
+        world.broker.log(*TP).truncate_from(6)
+        world.publish(written)
+        async with world.owner(policy) as app:
+            await committed(world, 6 + written)
+            assert app.statistics().lost_offsets == 4
+        assert sorted(world.ran) == list(range(6, 6 + written))
+
+    run(test())
+
+
+def test_a_running_app_that_may_not_choose_a_position_ends() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        world.broker.group("group").commit_from_outside({TP: 0})
+        async with world.owner("error") as app:
+            world.broker.log(*TP).truncate_from(6)
+            await until(lambda: app.statistics().state == "failed")
+            assert "the cluster has lost offsets 6 to 9 of orders/0" in app.explain()
+        assert sorted(world.ran) == list(range(10))
+
+    run(test())
+
+
+def test_an_app_that_may_not_choose_a_position_does_not_start() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        world.broker.group("group").commit_from_outside({TP: 0})
+        async with world.owner("error"):
+            pass
+        world.broker.log(*TP).truncate_from(6)
+        with pytest.raises(LogTruncatedError) as raised:
+            async with world.owner("error"):
+                pass
+        assert (raised.value.resumes_at, raised.value.position) == (6, 10)
+
+    run(test())
+
+
+def test_a_loss_skips_no_record_that_did_not_finish() -> None:
+    """One before the cut runs longer than the drain, one after it while the log is cut off."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        app = App("group", auto_offset_reset="earliest", commit_interval=0.1, drain_timeout=1.0)
+        hanging = {2, 8}
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            if record.offset in hanging:
+                await asyncio.sleep(3.0)
+            world.ran.append(record.offset)
+
+        async with app.started(lambda: InMemoryTransport(world.broker, "group")):
+            await until(lambda: len(world.ran) == 8)
+            world.broker.log(*TP).truncate_from(6)
+            hanging.clear()
+            world.publish(5)
+            await committed(world, 11)
+        counts = Counter(world.ran)
+        assert counts[2] == 1, "it was cancelled, and ran again"
+        assert all(counts[offset] >= 1 for offset in (0, 1, 3, 4, 5))
+        assert [counts[offset] for offset in (6, 7, 9)] == [2, 2, 2], "the lost one and the new one"
+        assert counts[8] == 1, "the lost one was cancelled"
+        assert counts[10] == 1
+
+    run(test())
+
+
+def test_a_loss_during_a_drain_is_noticed_afterwards() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        world.broker.group("group").commit_from_outside({TP: 0})
+        async with world.owner("earliest") as app:
+            await committed(world, 10)
+            world.ran.clear()
+            seeking: Any = asyncio.create_task(app.seek("orders", 0, 8))
+            world.broker.log(*TP).truncate_from(6)
+            world.publish(8)
+            await seeking
+            await committed(world, 14)
+        assert set(world.ran) >= set(range(8, 14))
+
+    run(test())
