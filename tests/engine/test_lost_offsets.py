@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -10,7 +10,8 @@ from aioshard import App, Record
 from aioshard.errors import LogTruncatedError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryTransport, run
-from tests.engine.test_takeover import Deployment, until
+from tests.engine.live_apps import until
+from tests.engine.test_takeover import Deployment
 
 TP = TopicPartition("orders", 0)
 
@@ -131,7 +132,8 @@ def test_a_loss_during_a_drain_is_noticed_afterwards() -> None:
         async with world.owner("earliest") as app:
             await committed(world, 10)
             world.ran.clear()
-            seeking: Any = asyncio.create_task(app.seek("orders", 0, 8))
+            seeking = asyncio.create_task(app.seek("orders", 0, 8))
+            await asyncio.sleep(0)
             world.broker.log(*TP).truncate_from(6)
             world.publish(8)
             await seeking

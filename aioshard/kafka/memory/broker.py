@@ -102,6 +102,10 @@ class PartitionLog:
         self.cuts.append(offset)
         self._notify()
 
+    def epoch_of(self, offset: int) -> int:
+        """Return the leader epoch in which the record at an offset was written."""
+        return max((number for number, cut in enumerate(self.cuts, 1) if cut <= offset), default=0)
+
     def parting(self, epoch: int, position: int) -> int | None:
         """Return the first offset before a position that the log has lost since an epoch; None if there is none."""
         first = min(self.cuts[epoch:], default=position)

@@ -58,8 +58,6 @@ class _Assigned:
     """The log that was read last; another one after its topic was deleted and created again."""
     epoch: int = 0
     """The leader epoch of the log in which the record before the position was read."""
-    has_parted: bool = False
-    """Whether it was reported that the log has lost what was read."""
     quiet_until: float = 0.0
     """When a persistent fault is due to be reported again."""
     oversized_at: int | None = None
@@ -425,11 +423,8 @@ class InMemoryTransport:
             return Fault(topic_partition, TopicRecreatedError(topic_partition, position))
         parts_at = log.parting(assigned.epoch, position)
         if parts_at is not None:
-            if assigned.has_parted:
-                return None
-            assigned.has_parted = True
-            return Fault(topic_partition, LogTruncatedError(topic_partition, parts_at, position))
-        if error is None and not log.start <= position <= log.end:
+            error = LogTruncatedError(topic_partition, parts_at, position)
+        elif error is None and not log.start <= position <= log.end:
             error = OffsetOutOfRangeError(topic_partition, position)
         if error is not None and now >= assigned.quiet_until and allowed.records:
             assigned.quiet_until = now + _FAULT_INTERVAL
@@ -455,6 +450,7 @@ class InMemoryTransport:
             end = readable[count - 1].offset + 1
             self._assigned[log.topic_partition] = self._assigned.pop(log.topic_partition)
         assigned.position = end
+        assigned.epoch = max(assigned.epoch, log.epoch_of(end - 1))
         records = readable[:count]
         return FetchedBatch(log.topic_partition, records, sizes[:count], end, undecodable=undecodable_among(records))
 
@@ -496,7 +492,6 @@ class InMemoryTransport:
         assigned = self._known(topic_partition)
         assigned.position, assigned.quiet_until = offset, 0.0
         assigned.epoch = self._epoch_at(topic_partition, offset)
-        assigned.has_parted = False
         self._changed()
 
     def _epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:

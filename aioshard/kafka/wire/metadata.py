@@ -127,7 +127,7 @@ class ClusterMetadata:
     def missing(self) -> frozenset[str]:
         """Topics that do not exist, by the latest answers."""
         unknown = (name for name, topic in self._topics.items() if topic.unknown_since is not None)
-        return self._missing.union(unknown)
+        return frozenset(self._missing).union(unknown)
 
     @property
     def topics(self) -> Collection[str]:

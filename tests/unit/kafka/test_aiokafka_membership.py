@@ -9,6 +9,7 @@ import pytest
 from aiokafka.consumer.subscription_state import Assignment
 
 from aioshard.errors import CommitError, CommitRefusedError, InstanceIdTakenError
+from aioshard.kafka import transport as common
 from aioshard.kafka.aiokafka import transport as transports
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
@@ -16,7 +17,7 @@ from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.offsets import Member as CommittingMember
 from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.errors import ConnectionLostError
-from aioshard.kafka.wire.responses import CommittedOffset
+from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -364,3 +365,48 @@ async def test_the_backlog_counts_from_the_commit_within_the_log(monkeypatch: py
     member.offsets.is_away = True
     monkeypatch.setattr(member.transport._fetcher, "end_offset", {TWO: 5}.get)
     assert await member.transport._backlogs(member.parts) == {TWO: 1}, "our own position, where nobody answers"
+
+
+# Lost records -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        pytest.param(EpochEnd(5, 400), None, id="the log has everything"),
+        pytest.param(EpochEnd(5, 900), None, id="and more of that epoch"),
+        pytest.param(EpochEnd(5, 300), 300, id="the epoch ends earlier"),
+        pytest.param(EpochEnd(4, 250), 250, id="the log does not have the epoch"),
+        pytest.param(None, None, id="the leader does not know"),
+    ],
+)
+async def test_a_committed_offset_parts_from_a_log_without_the_record_before_it(
+    end: EpochEnd | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[TopicPartition, int]] = []
+
+    async def epoch_ends(_: object, epochs: dict[TopicPartition, int], __: float) -> Any:
+        asked.append(epochs)
+        return dict.fromkeys(epochs, end)
+
+    monkeypatch.setattr(common, "epoch_ends", epoch_ends)
+    member = Member(ONE, TWO)
+    member.offsets.stored = {ONE: CommittedOffset(400, 5, ""), TWO: CommittedOffset(9, -1, "")}
+    stored = await member.transport.committed([ONE, TWO])
+    commits = {name: committed for name, committed in stored.items() if committed is not None}
+
+    assert await member.transport.truncations(commits) == {ONE: expected, TWO: None}
+    assert asked == [{ONE: 5}], "without an epoch, nobody can tell"
+
+
+async def test_the_leader_epoch_travels_with_the_offset() -> None:
+    member = Member(ONE)
+    member.offsets.stored = {ONE: CommittedOffset(400, 5, "")}
+    await member.transport.committed([ONE])
+
+    member.transport.seek(ONE, 400)
+    await member.commit(offsets={ONE: Committed(400, "")})
+    member.transport.seek(ONE, 399)
+    await member.commit(offsets={ONE: Committed(399, "")})
+
+    assert [committed[ONE].epoch for committed, _ in member.commits] == [5, -1]

@@ -13,15 +13,16 @@ from aioshard.kafka.offsets import (
     READ_UNCOMMITTED,
     START,
     GroupOffsets,
+    epoch_ends,
     log_ranges,
     offsets_at,
     try_log_ranges,
     try_offsets_at,
 )
 from aioshard.kafka.wire.cluster import Cluster
-from aioshard.kafka.wire.errors import BrokerError, ConnectionLostError
-from aioshard.kafka.wire.requests import FIND_COORDINATOR, LIST_OFFSETS, METADATA
-from aioshard.kafka.wire.responses import CommittedOffset
+from aioshard.kafka.wire.errors import BrokerError, ConnectionLostError, UnsupportedVersionError
+from aioshard.kafka.wire.requests import FIND_COORDINATOR, LIST_OFFSETS, METADATA, OFFSET_FOR_LEADER_EPOCH
+from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
 from aioshard.kafka.wire.start import connect
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
@@ -181,5 +182,57 @@ def test_a_closed_client_ends_a_commit_that_waits_for_a_coordinator() -> None:
         async with asyncio.timeout(2):
             with pytest.raises(ConnectionLostError):
                 await commit
+
+    scenario(test)
+
+
+# Leader epochs ----------------------------------------------------------------------------
+
+
+def ending(ends: Mapping[int, tuple[int, int, int]]) -> Callable[[Received], None]:
+    """Answers with a code, an epoch and its end for each partition."""
+
+    def answer(request: Received) -> None:
+        (topic,) = request.values.topics
+        parts = []
+        for part in topic.partitions:
+            assert (part.leader_epoch, part.epoch) == (7, 5)
+            code, epoch, end = ends[part.partition]
+            parts.append({"partition": part.partition, "error": code, "epoch": epoch, "end": end})
+        request.reply(topics=[{"topic": "orders", "partitions": parts}])
+
+    return answer
+
+
+def test_leaders_say_where_an_epoch_ends_in_their_logs_or_that_they_do_not_know() -> None:
+    async def test(cluster: Cluster, first: ModelBroker, second: ModelBroker) -> None:
+        first.on(OFFSET_FOR_LEADER_EPOCH, ending({0: (0, 4, 30)}))
+        second.on(OFFSET_FOR_LEADER_EPOCH, ending({1: (0, -1, -1)}))
+        assert await epoch_ends(cluster, {ONE: 5, TWO: 5}, 3.0) == {ONE: EpochEnd(4, 30), TWO: None}
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("code", [6, 74, 75], ids=["not the leader", "our epoch is old", "its epoch is old"])
+def test_a_leader_that_cannot_say_it_now_leaves_its_partition_out(code: int) -> None:
+    """That is not an answer: nothing may be read before it comes."""
+
+    async def test(cluster: Cluster, first: ModelBroker, second: ModelBroker) -> None:
+        first.on(OFFSET_FOR_LEADER_EPOCH, ending({0: (0, 5, 30)}))
+        second.on(OFFSET_FOR_LEADER_EPOCH, ending({1: (code, -1, -1)}))
+        assert (await epoch_ends(cluster, {ONE: 5, TWO: 5}, 3.0)).keys() == {ONE}
+        second.on(OFFSET_FOR_LEADER_EPOCH, silent)
+        assert (await epoch_ends(cluster, {ONE: 5, TWO: 5}, 0.5)).keys() == {ONE}
+
+    scenario(test)
+
+
+def test_a_broker_that_is_too_old_knows_no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise UnsupportedVersionError("OffsetForLeaderEpoch is too new")
+
+    async def test(cluster: Cluster, _first: ModelBroker, _second: ModelBroker) -> None:
+        monkeypatch.setattr(cluster, "ask", refuse)
+        assert await epoch_ends(cluster, {ONE: 5}, 3.0) == {ONE: None}
 
     scenario(test)

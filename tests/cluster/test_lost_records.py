@@ -1,0 +1,103 @@
+"""An unclean election loses records that were read: the app names them, and runs each of the others once (I1)."""
+
+from collections import Counter
+
+import pytest
+
+from aioshard import App, Record
+from tests.kafka.faults.support import quick_app, until
+from tests.support.three_brokers import ThreeBrokers
+
+READ, LOST = 100, 50
+"""Records that are replicated, and records that only the old leader has."""
+
+
+class Election:
+    """A partition whose second replica becomes its leader without having everything."""
+
+    def __init__(self, brokers: ThreeBrokers, topic: str, group: str) -> None:
+        self.brokers = brokers
+        self.topic = topic
+        self.group = group
+        self.ran: Counter[bytes | None] = Counter()
+
+    async def create_topic(self) -> None:
+        quick = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
+        await self.brokers.create_topic(self.topic, assignment={0: [1, 2]}, config=quick)
+
+    def app(self) -> App:
+        app = quick_app(self.brokers, self.group, metadata_max_age=5)
+
+        @app.consume(self.topic)
+        async def handle(record: Record) -> None:
+            self.ran[record.value] += 1
+
+        return app
+
+    async def publish(self, name: str, count: int) -> set[bytes]:
+        """Publish records with a value of their own each."""
+        values = [f"{name}-{number}".encode() for number in range(count)]
+        await self.brokers.produce(self.topic, [(value, value) for value in values])
+        return set(values)
+
+    async def elect(self) -> None:
+        """Let the replica that is behind lead; the other one is gone."""
+        await self.brokers.kill(1)
+        await self.brokers.start(2)
+        await self.brokers.until_led(self.topic, 0, by=2)
+
+
+@pytest.fixture
+async def election(brokers: ThreeBrokers, topic: str, group: str) -> Election:
+    made = Election(brokers, topic, group)
+    await made.create_topic()
+    return made
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("written", [20, pytest.param(200, marks=pytest.mark.chaos)], ids=["shorter", "longer"])
+async def test_a_running_app_goes_on_where_the_log_parts(election: Election, written: int) -> None:
+    brokers = election.brokers
+    app = election.app()
+    async with app:
+        kept = await election.publish("kept", READ)
+        await until(lambda: kept <= election.ran.keys(), app.explain)
+        await brokers.stop(2)
+        lost = await election.publish("lost", LOST)
+        await until(lambda: lost <= election.ran.keys(), app.explain)
+        await until(lambda: app.statistics().partitions[0].committed == READ + LOST, app.explain)
+
+        await election.elect()
+        new = await election.publish("new", written)
+
+        await until(lambda: new <= election.ran.keys(), app.explain, timeout=60)
+        await until(lambda: app.statistics().partitions[0].committed == READ + written, app.explain, timeout=60)
+        assert app.statistics().lost_offsets == LOST
+    assert set(election.ran.values()) == {1}
+    assert election.ran.keys() == kept | lost | new
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("written", [pytest.param(20, marks=pytest.mark.chaos), 200], ids=["shorter", "longer"])
+async def test_an_app_that_starts_goes_on_where_the_log_parts(election: Election, written: int) -> None:
+    """Nobody reads meanwhile: the leader epoch beside the committed offset tells."""
+    brokers = election.brokers
+    app = election.app()
+    async with app:
+        kept = await election.publish("kept", READ)
+        await until(lambda: kept <= election.ran.keys(), app.explain)
+        await brokers.stop(2)
+        lost = await election.publish("lost", LOST)
+        await until(lambda: lost <= election.ran.keys(), app.explain)
+        await until(lambda: app.statistics().partitions[0].committed == READ + LOST, app.explain)
+
+    await election.elect()
+    new = await election.publish("new", written)
+
+    app = election.app()
+    async with app:
+        await until(lambda: new <= election.ran.keys(), app.explain, timeout=60)
+        await until(lambda: app.statistics().partitions[0].committed == READ + written, app.explain, timeout=60)
+        assert app.statistics().lost_offsets == LOST
+    assert set(election.ran.values()) == {1}
+    assert election.ran.keys() == kept | lost | new
