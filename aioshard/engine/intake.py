@@ -20,6 +20,8 @@ logger = get_logger("aioshard.engine.intake")
 
 _POLL_TIMEOUT = 1.0
 _EVICTION_INTERVAL = 0.5
+_EVICTION_INTERVAL_PER_PARTITION = 0.001
+"""Seconds between two searches for records to evict, at least, and for each partition."""
 _CHUNKS = 4
 """A partition takes in nothing until a quarter of its fair share is free; otherwise a full buffer would lead to polls
 of single records."""
@@ -140,7 +142,7 @@ class Intake:
         now = self._clock()
         if now < self._evict_at:
             return
-        self._evict_at = now + _EVICTION_INTERVAL
+        self._evict_at = now + max(_EVICTION_INTERVAL, _EVICTION_INTERVAL_PER_PARTITION * len(self._partitions))
         least = minimum(self._buffer.bounds)
         for partition in self._partitions:
             if not partition.pending and partition.is_seekable:  # a drain needs its records

@@ -169,6 +169,8 @@ class _Broker:
     """Set when there is something to ask for."""
     granted: int = 0
     """Bytes that the response to the fetch in flight may have."""
+    planned: "_Planned | None" = None
+    """What to ask for, as last decided."""
     delivered_after: int = -1
     """The `take` after which it last returned records."""
     is_held: bool = False
@@ -194,6 +196,17 @@ class _Sent(NamedTuple):
     partition: _Partition
     state: InFlight
     request: PartitionRequest
+
+
+class _Planned(NamedTuple):
+    """What to ask a broker for; it holds as long as no partition changes."""
+
+    changes: int
+    """The number of changes of partitions before it."""
+    limit: int
+    """Bytes for each partition."""
+    wanted: Mapping[TopicPartition, PartitionRequest]
+    sent: Mapping[TopicPartition, _Sent]
 
 
 class Fetcher:
@@ -248,6 +261,8 @@ class Fetcher:
         """Bytes of all chunks."""
         self._takes = 0
         """Counts the calls of `take`."""
+        self._changes = 0
+        """Counts what may change a request: idle brokers are asked for the same again and again."""
         self._closed = False
         self._leaderless: set[_Partition] = set()
         """Partitions that should be fetched and have no known leader."""
@@ -604,6 +619,7 @@ class Fetcher:
 
     def _place(self, partition: _Partition) -> None:
         """Let the broker that is to be asked for a partition know of it, and no other."""
+        self._changes += 1
         is_wanted = self._is_wanted(partition)
         node = self._node_for(partition) if is_wanted else None
         if is_wanted and node is None:
@@ -835,22 +851,27 @@ class Fetcher:
         await asyncio.sleep(broker.pause)
         broker.wanted.set()
 
-    def _plan(self, broker: _Broker, *, ids_allowed: bool) -> tuple[SessionFetch, dict[TopicPartition, _Sent]]:
+    def _plan(self, broker: _Broker, *, ids_allowed: bool) -> tuple[SessionFetch, Mapping[TopicPartition, _Sent]]:
         """Decide what to ask a broker for."""
         limits = fetch_limits(self._max_bytes, self._used(), len(self._partitions), self._idle_brokers())
         broker.granted = limits.response
+        planned = broker.planned
+        if planned is None or (planned.changes, planned.limit) != (self._changes, limits.partition):
+            planned = broker.planned = self._requests(broker, limits.partition)
+        return broker.session.plan(planned.wanted, ids_allowed=ids_allowed), planned.sent
+
+    def _requests(self, broker: _Broker, limit: int) -> _Planned:
+        """Decide what to ask a broker for of each partition."""
         wanted: dict[TopicPartition, PartitionRequest] = {}
         sent: dict[TopicPartition, _Sent] = {}
         for name, partition in broker.fetchable.items():
             state = self._state(partition)
             if state is None:
                 continue
-            request = PartitionRequest(
-                partition.topic_id, state.offset, state.leader_epoch, state.fetched_epoch, limits.partition
-            )
+            request = PartitionRequest(partition.topic_id, state.offset, state.leader_epoch, state.fetched_epoch, limit)
             wanted[name] = request
             sent[name] = _Sent(partition, state, request)
-        return broker.session.plan(wanted, ids_allowed=ids_allowed), sent
+        return _Planned(self._changes, limit, wanted, sent)
 
     def _rack_for(self, broker: _Broker) -> str:
         """Return where a broker is to believe that we are."""

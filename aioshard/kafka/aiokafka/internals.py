@@ -73,6 +73,8 @@ class Internals:
     async def begin(self) -> bool:
         """Connect and look up the topics; return whether an advertised broker has answered."""
         await self.consumer.start()
+        # It would visit every partition a few times a second, to find that each of them is paused.
+        await end_tasks([self.fetcher._fetch_task])
         if self._topics:
             self.client.set_topics(self._topics)
         return bool(await self.client.force_metadata_update())
