@@ -489,8 +489,11 @@ class InMemoryTransport:
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`."""
-        assigned = self._known(topic_partition)
-        assigned.position, assigned.quiet_until = offset, 0.0
+        assigned = self._assigned.get(topic_partition)
+        if assigned is None:
+            return
+        assigned.position = offset
+        assigned.quiet_until = 0.0
         assigned.epoch = self._epoch_at(topic_partition, offset)
         self._changed()
 
