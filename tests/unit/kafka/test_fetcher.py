@@ -307,6 +307,25 @@ def test_evicted_sessions_lost_answers_and_throttling_repeat_and_skip_nothing(se
     scenario(test, brokers=2, seed=seed)
 
 
+def test_after_silence_the_next_fetch_says_everything_and_replaces_the_session() -> None:
+    """The broker has processed the fetch before it, or not."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        (session,) = model.sessions[1]
+        broker = model.brokers[1]
+        hold_fetches(model)
+        (await broker.arrival(FETCH, len(model.fetches()) + 1)).cut()
+        following = (await broker.arrival(FETCH, len(model.fetches()) + 1)).values
+        assert (following.session, following.session_epoch) == (session, 0)
+        assert [part.offset for topic in following.topics for part in topic.partitions] == [1]
+
+    scenario(test)
+
+
 def test_brokers_forget_the_sessions_of_a_fetcher_that_is_closed() -> None:
     """They keep an unused session for minutes, and a thousand at most."""
 
