@@ -2,18 +2,29 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 import pytest
 
 from aioshard import App, Record
 from aioshard.errors import LogTruncatedError
+from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryTransport, run
 from tests.engine.live_apps import until
 from tests.engine.test_takeover import Deployment
 
 TP = TopicPartition("orders", 0)
+
+
+class UndecidedTransport(InMemoryTransport):
+    """Does not learn where leader epochs end until the test lets it."""
+
+    is_undecided = True
+
+    async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
+        return {} if self.is_undecided else await super().truncations(commits)
 
 
 async def committed(world: Deployment, offset: int) -> None:
@@ -59,6 +70,26 @@ def test_the_next_owner_goes_on_where_the_log_parts(policy: Literal["earliest", 
             await committed(world, 6 + written)
             assert app.statistics().lost_offsets == 4
         assert sorted(world.ran) == list(range(6, 6 + written))
+
+    run(test())
+
+
+def test_nothing_is_read_before_the_leader_has_said_what_its_log_has() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        async with world.owner():
+            pass
+        world.ran.clear()
+        world.broker.log(*TP).truncate_from(6)
+        world.publish(20)
+        transport = UndecidedTransport(world.broker, "group")
+        async with world.app().started(lambda: transport) as app:
+            await until(lambda: str(TP) in str(app.statistics().trouble))
+            assert world.ran == []
+            transport.is_undecided = False
+            await committed(world, 26)
+        assert sorted(world.ran) == list(range(6, 26))
 
     run(test())
 

@@ -1,6 +1,7 @@
 """How the next owner uses metadata stored with a committed offset."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -27,15 +28,23 @@ class Deployment:
         for number in range(count):
             self.broker.publish("orders", b"", key=b"%d" % number)
 
-    @asynccontextmanager
-    async def owner(self, policy: Literal["earliest", "latest", "error"] = "earliest") -> AsyncIterator[App]:
+    def app(self, policy: Literal["earliest", "latest", "error"] = "earliest") -> App:
         app = App("group", auto_offset_reset=policy, commit_interval=0.1)
 
         @app.consume("orders")
         async def handle(record: Record) -> None:
             self.ran.append(record.offset)
 
-        async with app.started(lambda: InMemoryTransport(self.broker, "group")):
+        return app
+
+    @asynccontextmanager
+    async def owner(
+        self,
+        policy: Literal["earliest", "latest", "error"] = "earliest",
+        latency: Callable[[str], float] | None = None,
+    ) -> AsyncIterator[App]:
+        app = self.app(policy)
+        async with app.started(lambda: InMemoryTransport(self.broker, "group", latency=latency)):
             await until(lambda: self.broker.committed("group", "orders", 0) == self.broker.log("orders", 0).end)
             yield app
 
@@ -99,6 +108,36 @@ def test_a_recreated_topic_is_read_from_its_start_even_if_the_position_is_in_its
             await until(lambda: world.broker.committed("group", "orders", 0) == 20)
             assert app.statistics().partitions[0].committed == 20
         assert sorted(world.ran) == list(range(20))
+
+    run(test())
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest"])
+def test_a_commit_under_way_while_a_topic_is_recreated_skips_nothing_of_the_new_one(
+    policy: Literal["earliest", "latest"],
+) -> None:
+    """It names no topic id, so it is stored for the new topic, before the app asks for the offset there."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(5)
+        sent = asyncio.Event()
+
+        def latency(operation: str) -> float:
+            if operation == "commit":
+                sent.set()
+            return {"commit": 1.0, "committed": 2.0}.get(operation, 0.0)
+
+        async with world.owner(policy, latency):
+            world.ran.clear()
+            sent.clear()
+            world.publish(1)
+            await sent.wait()
+            world.broker.recreate("orders")
+            world.publish(20)
+            await until(lambda: world.broker.committed("group", "orders", 0) == 20)
+        assert any(request.applied and request.offsets[TP].offset == 6 for request in world.broker.commits)
+        assert sorted(world.ran) == sorted([5, *range(20)])
 
     run(test())
 

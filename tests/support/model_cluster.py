@@ -170,6 +170,7 @@ class ModelCluster:
         logs: By partition.
         topic_ids: The id of each topic.
         denied: Topics that this user may not see.
+        without_ids: Topics whose id is zeros in metadata, as while a cluster is upgraded.
         sessions: The fetch sessions of each broker.
         change_fetch: Changes the answer about a partition before it is sent.
         change_offset: Does so for an offset of a log.
@@ -183,6 +184,7 @@ class ModelCluster:
         self.logs: dict[TopicPartition, ModelLog] = {}
         self.topic_ids: dict[str, uuid.UUID] = {}
         self.denied: set[str] = set()
+        self.without_ids: set[str] = set()
         self.sessions: dict[int, dict[int, _Session]] = {}
         self.change_fetch: ChangePart = lambda _at, _part: None
         self.change_offset: ChangePart = lambda _at, _part: None
@@ -281,7 +283,8 @@ class ModelCluster:
             for log in self.logs.values()
             if log.name.topic == topic
         ]
-        return {"name": topic, "id": self.topic_ids[topic], "partitions": partitions}
+        topic_id = _NO_ID if topic in self.without_ids else self.topic_ids[topic]
+        return {"name": topic, "id": topic_id, "partitions": partitions}
 
     def list_offsets(self, node: int, request: Received) -> None:
         """Answers a request for offsets."""

@@ -7,8 +7,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from aioshard.kafka.wire.errors import ConnectionLostError, IncompleteResponseError, RequestTimedOutError, WireError
 from aioshard.kafka.wire.metadata import Broker, ClusterMetadata, Update
@@ -19,6 +19,8 @@ from aioshard.kafka.wire.requests import FIND_COORDINATOR, METADATA
 from aioshard.kafka.wire.responses import DescribedTopics, coordinator, described_topics, existing_topics
 
 logger = logging.getLogger("aioshard.kafka.wire.cluster")
+
+T = TypeVar("T")
 
 QUICK_TIMEOUT = 3.0
 """Seconds for a broker to answer a request that it can answer at once. Then another broker is asked."""
@@ -157,12 +159,19 @@ class Cluster:
         Raises:
             WireError: No broker answered.
         """
+
+        def ask(target: Target) -> Awaitable[Any]:
+            return self._pool.ask(target, request, purpose=Purpose.GENERAL, timeout=QUICK_TIMEOUT)
+
+        return await self._first_answer(ask, avoid)
+
+    async def _first_answer(self, ask: Callable[[Target], Awaitable[T]], avoid: int | None = None) -> T:
         failure: WireError = ConnectionLostError("no broker is known")
-        for address in self._candidates(avoid):
+        for target in self._candidates(avoid):
             try:
-                return await self._pool.ask(address, request, purpose=Purpose.GENERAL, timeout=QUICK_TIMEOUT)
+                return await ask(target)
             except WireError as error:
-                logger.debug("broker %s did not answer %s: %s", address, request.api.name, error)
+                logger.debug("broker %s did not answer: %s", target, error)
                 failure = error
         raise failure
 
@@ -222,15 +231,9 @@ class Cluster:
         """Look up topics now, and return what has changed.
 
         Raises:
-            WireError: No broker answered.
+            WireError: No broker answered, or none named the brokers of the cluster.
         """
-        update = Update(is_stale=True)
-        for _ in range(max(len(self.metadata.brokers), 1)):
-            response = await self.ask_any(_metadata_request(topics))
-            update = self._accept(response)
-            if response.brokers:
-                return update
-        raise IncompleteResponseError("the brokers of the cluster are missing in the response")
+        return await self._first_answer(lambda target: self.look_up_at(target, topics))
 
     async def describe(self, topics: Collection[str]) -> DescribedTopics:
         """Look up topics now, and return what one broker says of them.
@@ -246,7 +249,7 @@ class Cluster:
         """Look up topics at one broker or server, and return what has changed.
 
         Raises:
-            WireError: It did not answer.
+            WireError: It did not answer, or did not name the brokers of the cluster.
         """
         request = _metadata_request(topics)
         response = await self._pool.ask(target, request, purpose=Purpose.GENERAL, timeout=QUICK_TIMEOUT)

@@ -15,6 +15,7 @@ from aioshard.errors import (
     TopicRecreatedError,
 )
 from aioshard.kafka.fetcher import FAULT_INTERVAL, Fetcher
+from aioshard.kafka.wire.metadata import Leader
 from aioshard.kafka.wire.requests import FETCH, METADATA
 from aioshard.kafka.wire.start import connect
 from aioshard.ports import Allowance, Fault, FetchedBatch
@@ -23,6 +24,7 @@ from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_cluster import ModelCluster
 
 ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
+PAYMENTS = TopicPartition("payments", 0)
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 
 
@@ -78,6 +80,12 @@ class Reader:
         await self.until(lambda: len(self.records.get(partition, ())) >= len(values), within)
         assert self.records.pop(partition) == list(values)
 
+    async def refresh(self) -> None:
+        """Learn the latest metadata."""
+        version = self.cluster.metadata.version
+        self.cluster.request_refresh()
+        await self.cluster.updated_after(version)
+
     async def fault(self) -> Fault:
         await self.until(lambda: bool(self.faults))
         return self.faults.pop(0)
@@ -91,11 +99,19 @@ class Reader:
 Scenario = Callable[[ModelCluster, Reader], Awaitable[None]]
 
 
-def scenario(test: Scenario, *, brokers: int = 1, seed: int | None = None, **options: Any) -> None:
+def scenario(
+    test: Scenario,
+    *,
+    brokers: int = 1,
+    seed: int | None = None,
+    prepare: Callable[[ModelCluster], object] = lambda _: None,
+    **options: Any,
+) -> None:
     """Runs a test; at the end, brokers may not have a session any more."""
 
     async def live(network: MemoryNetwork) -> None:
         model = ModelCluster(network, brokers)
+        prepare(model)
         cluster = await connect(model.settings)
         fetcher = Fetcher(cluster, **{"read_committed": True, "max_bytes": 1 << 20, "max_wait": 0.5, **options})
         fetcher.start()
@@ -192,9 +208,7 @@ async def _move(model: ModelCluster, reader: Reader, *nodes: int) -> None:
     """Moves a partition to one broker after the other, and tells the reader."""
     for node in nodes:
         model.logs[ONE].lead(node)
-        version = reader.cluster.metadata.version
-        reader.cluster.request_refresh()
-        await reader.cluster.updated_after(version)
+        await reader.refresh()
 
 
 @SEEDS
@@ -236,6 +250,29 @@ def test_an_answer_from_before_a_seek_back_does_not_count() -> None:
     scenario(test)
 
 
+def test_an_answer_of_the_log_before_a_topic_was_created_again_does_not_count() -> None:
+    """The offset is the same in both logs."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"old")
+        old_id = model.topic_ids["orders"]
+        hold_fetches(model)
+        reader.begin(ONE)
+        request = await model.brokers[1].arrival(FETCH)
+        (new,) = model.create("orders")
+        new.append(b"new")
+        reader.cluster.request_refresh()
+        assert isinstance((await reader.fault()).error, TopicRecreatedError)
+        reader.fetcher.seek(ONE, 0)
+        release(model, [])
+        part = {"partition": 0, "high_watermark": 1, "stable_end": 1, "preferred": -1, "records": log.batches[0].data}
+        request.reply(topics=[{"topic": "orders", "id": old_id, "partitions": [part]}])
+        await reader.read(ONE, b"new")
+
+    scenario(test)
+
+
 # Sessions (checklist 56) ------------------------------------------------------------------
 
 
@@ -268,6 +305,25 @@ def test_evicted_sessions_lost_answers_and_throttling_repeat_and_skip_nothing(se
         assert reader.records == expected
 
     scenario(test, brokers=2, seed=seed)
+
+
+def test_after_silence_the_next_fetch_says_everything_and_replaces_the_session() -> None:
+    """The broker has processed the fetch before it, or not."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        (session,) = model.sessions[1]
+        broker = model.brokers[1]
+        hold_fetches(model)
+        (await broker.arrival(FETCH, len(model.fetches()) + 1)).cut()
+        following = (await broker.arrival(FETCH, len(model.fetches()) + 1)).values
+        assert (following.session, following.session_epoch) == (session, 0)
+        assert [part.offset for topic in following.topics for part in topic.partitions] == [1]
+
+    scenario(test)
 
 
 def test_brokers_forget_the_sessions_of_a_fetcher_that_is_closed() -> None:
@@ -474,6 +530,67 @@ def test_a_partition_that_is_created_later_is_read_soon(topic_exists: bool) -> N
         assert reader.fetcher.trouble(TWO) is None
 
     scenario(test)
+
+
+# Topics without ids (checklist 12) --------------------------------------------------------
+
+
+def test_brokers_whose_metadata_have_no_ids_are_asked_by_name() -> None:
+    """They offer the newest version of Fetch all the same."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", within=5)
+        assert {request.version for request in model.brokers[1].received(FETCH)} == {12}
+
+    scenario(test, prepare=lambda model: model.brokers[1].versions.update({METADATA: (9, 9)}))
+
+
+def test_a_topic_without_an_id_is_read_beside_one_that_has_one() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        logs = [*model.create("orders"), *model.create("payments")]
+        model.without_ids.add("orders")
+        reader.begin(ONE, PAYMENTS)
+        for version in (12, 17):
+            for log in logs:
+                log.append(b"%d" % version)
+            for log in logs:
+                await reader.read(log.name, b"%d" % version, within=5)
+            await asyncio.sleep(0.1)  # the next fetch waits for records
+            assert model.brokers[1].received(FETCH)[-1].version == version
+            model.without_ids.clear()
+            await reader.refresh()
+
+    scenario(test)
+
+
+# Leader epochs (checklist 13) -------------------------------------------------------------
+
+
+def test_an_epoch_that_only_a_dead_broker_knew_does_not_stop_the_reading() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.epoch = 7
+        log.append(b"a")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+
+        def claim(request: Any) -> None:
+            log.leader, log.epoch = 3, 9
+            model.describe(request)
+            log.leader, log.epoch = 1, 7
+
+        model.brokers[3].on(METADATA, claim)
+        await reader.cluster.look_up_at(3, ["orders"])
+        assert reader.cluster.metadata.leader(ONE) == Leader(3, 9)
+        model.stop(3)
+        log.append(b"b")
+        await reader.read(ONE, b"b", within=3)
+        assert reader.cluster.metadata.leader(ONE) == Leader(1, 7)
+
+    scenario(test, brokers=3)
 
 
 # Brokers that are gone --------------------------------------------------------------------

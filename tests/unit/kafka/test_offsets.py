@@ -277,6 +277,53 @@ def test_committed_offsets_are_those_that_no_open_transaction_can_change() -> No
     scenario(test)
 
 
+def test_a_coordinator_that_waits_until_a_commit_is_replicated_is_waited_for() -> None:
+    """Otherwise it answers at once, with what is replicated."""
+
+    async def test(group: Group) -> None:
+        group.coordinator.committed = at(1)
+
+        def replicate(request: Received) -> None:
+            group.coordinator.committed = at(2)
+            group.coordinator.fetch_offsets(request)
+
+        def answer(request: Received) -> None:
+            if request.values.stable:
+                asyncio.get_running_loop().call_later(20, replicate, request)
+            else:
+                group.coordinator.fetch_offsets(request)
+
+        group.model.brokers[1].on(OFFSET_FETCH, answer)
+        assert await group.offsets.committed([ONE]) == at(2)
+
+    scenario(test)
+
+
+def test_offsets_are_asked_for_without_a_member() -> None:
+    """Coordinators refuse a member whose epoch rose a moment ago (113), although its partitions are still its own."""
+
+    async def test(group: Group) -> None:
+        group.coordinator.committed = dict(BOTH)
+        assert await group.offsets.committed(BOTH) == BOTH
+        [request] = group.coordinator.received(OFFSET_FETCH)
+        [asked] = request.values.groups
+        assert (asked.member, asked.epoch) == (None, -1)
+
+    scenario(test)
+
+
+def test_topics_are_named_although_brokers_offer_ids() -> None:
+    """Brokers offer the newest versions and may still not know the ids."""
+
+    async def test(group: Group) -> None:
+        await group.offsets.commit(BOTH, US)
+        await group.offsets.committed(BOTH)
+        for api in (OFFSET_COMMIT, OFFSET_FETCH):
+            assert [request.version for request in group.coordinator.received(api)] == [9]
+
+    scenario(test)
+
+
 @pytest.mark.parametrize("version", [7, 8])
 def test_all_offsets_of_the_group_can_be_asked_for(version: int) -> None:
     async def test(group: Group) -> None:

@@ -1,0 +1,77 @@
+"""One client's view of a cluster: whom it asks, and who waits for what. With virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aioshard.kafka.wire.cluster import Cluster
+from aioshard.kafka.wire.metadata import Leader
+from aioshard.kafka.wire.requests import METADATA
+from aioshard.kafka.wire.start import connect
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.support.memory_network import MemoryNetwork, run_on_network
+from tests.support.model_cluster import ModelCluster
+
+ORDERS = TopicPartition("orders", 0)
+
+
+def scenario(test: Callable[[ModelCluster, Cluster], Awaitable[None]], *, brokers: int = 1) -> None:
+    """Runs a test with a client that knows the brokers, and their bootstrap server by another name."""
+
+    async def live(network: MemoryNetwork) -> None:
+        model = ModelCluster(network, brokers)
+        model.create("orders")
+        network.names["kafka"] = [model.addresses[1]]
+        cluster = await connect(Settings(bootstrap_servers="kafka:9092"), ["orders"])
+        try:
+            await test(model, cluster)
+        finally:
+            await cluster.close()
+            await model.close()
+
+    run_on_network(live)
+
+
+def test_brokers_that_have_replaced_all_others_are_found_by_the_name_of_the_bootstrap_server() -> None:
+    """Checklist 2."""
+
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        assert set(cluster.metadata.brokers) == {1}
+        new = model.add_broker()
+        model.network.names["kafka"] = [model.addresses[new]]
+        model.stop(1)
+        async with asyncio.timeout(5):
+            await cluster.look_up(["orders"])
+        assert set(cluster.metadata.brokers) == {1, new}
+
+    scenario(test)
+
+
+def test_a_broker_that_names_no_brokers_is_followed_by_another() -> None:
+    """Checklist 17: it may be cut off from the controller, and be the only one with an open connection."""
+
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        await asyncio.sleep(1)  # the connections that the start has begun are open
+        for node in (2, 3):
+            for session in model.brokers[node].open_sessions:
+                session.close()
+        model.brokers[1].on(METADATA, lambda request: request.reply())
+        model.logs[ORDERS].lead(2)
+        await asyncio.sleep(1)
+        await cluster.look_up(["orders"])
+        assert cluster.metadata.leader(ORDERS) == Leader(2, 1)
+
+    scenario(test, brokers=3)
+
+
+def test_an_update_before_the_wait_for_it_is_not_missed() -> None:
+    """Checklist 18."""
+
+    async def test(_: ModelCluster, cluster: Cluster) -> None:
+        await asyncio.sleep(1)  # the look-up that the start has begun is over
+        version = cluster.metadata.version
+        await cluster.look_up(["orders"])
+        async with asyncio.timeout(1):
+            await cluster.updated_after(version)
+
+    scenario(test)
