@@ -60,7 +60,7 @@ _OWNED_OF_BOTH = {
 }
 OWNED_OPTIONS: Mapping[str, str] = {
     **_OWNED_OF_BOTH,
-    "check_crcs": "aioshard always checks them",
+    "check_crcs": "aioshard checks the checksum of every batch",
     "consumer_timeout_ms": "aioshard polls the client itself",
     "fetch_max_wait_ms": "use fetch_max_wait, in seconds",
     "key_deserializer": "decode record.key in the handler",

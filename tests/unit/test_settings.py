@@ -175,7 +175,7 @@ def test_unknown_names_suggest_the_nearest_name() -> None:
     assert "did you mean 'session_timeout'?" in refusal(sesion_timeout=30)
     assert "the group id is the first argument of App" in refusal(group_id="billing")
     assert "use session_timeout, in seconds" in refusal(session_timeout_ms=30_000)
-    assert "put it into client_options" in refusal(check_crcs=False)
+    assert "put it into client_options" in refusal(client_rack="here")
     assert "aioshard.Settings lists all" in refusal(zzz=1)
 
 
@@ -420,7 +420,7 @@ def test_an_option_that_aioshard_owns_names_the_setting_to_use(option: str) -> N
 
 
 def test_an_unknown_client_option_suggests_the_nearest_name() -> None:
-    assert "it takes api_version, check_crcs, " in refusal(client_options={"check_crc": True})
+    assert "it takes api_version, client_rack, " in refusal(client_options={"client_rak": "here"})
 
 
 def test_every_option_of_the_client_is_either_passed_or_owned() -> None:
