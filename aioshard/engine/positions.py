@@ -62,6 +62,8 @@ class PositionResolver:
         self._client = client
         self.lost_offsets = 0
         """Offsets that the group had read and that the cluster has lost."""
+        self._parted: dict[TopicPartition, int] = {}
+        """Where the logs of partitions part that have not opened since; each loss is noted once."""
         self._opened: set[TopicPartition] = set()
         """Partitions that this process opened: the group has had a position there, even if the brokers dropped it."""
         self._first_commits: dict[str, FirstCommit | None] = {}
@@ -70,6 +72,7 @@ class PositionResolver:
     def remember(self, partition: Partition) -> None:
         """Remember a partition that opens: from now on the group knows it and its topic."""
         name = partition.topic_partition
+        self._parted.pop(name, None)
         self._opened.add(name)
         self._first_commits.setdefault(name.topic, partition.commits.first_commit)
 
@@ -167,8 +170,11 @@ class PositionResolver:
         return origin
 
     def note_loss(self, error: LogTruncatedError) -> None:
-        """Log and count the offsets that the cluster has lost."""
+        """Log and count the offsets that the cluster has lost, unless that was done already."""
         name = error.topic_partition
+        if self._parted.get(name) == error.resumes_at:
+            return
+        self._parted[name] = error.resumes_at
         self.lost_offsets += error.position - error.resumes_at
         fields = partition_fields("records_lost", name, offset=error.position, position=error.resumes_at)
         logger.warning("%s; resuming at offset %d", error, error.resumes_at, extra=fields)

@@ -358,13 +358,18 @@ class Fetcher:
         return None if partition is None or partition.position is None else partition.position.offset
 
     def epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:
-        """The leader epoch of the record before an offset that was returned; -1 if it is unknown."""
+        """The leader epoch of the record before an offset up to the position; -1 if it is unknown."""
         partition = self._partitions.get(topic_partition)
-        if partition is None or partition.begin is None:
+        if partition is None or partition.begin is None or partition.position is None:
             return UNKNOWN
-        return (
-            partition.begin.epoch if offset == partition.begin.offset else epoch_before(partition.epoch_starts, offset)
-        )
+        # 1. Positions have their epochs.
+        for position in (partition.position, partition.begin):
+            if offset == position.offset:
+                return position.epoch
+        # 2. Nobody has read up to there: another leader may have written the record.
+        if offset > partition.position.offset:
+            return UNKNOWN
+        return epoch_before(partition.epoch_starts, offset)
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
         """The end of the log according to the latest fetch; None if it is unknown."""
@@ -789,16 +794,26 @@ class Fetcher:
         # 3. The same position again, after something else.
         if isinstance(decision, Retry):
             self._retry(partition, decision)
-        # 4. The cluster has lost records that we have read.
+        # 4. The log differs from the one that we have read.
         elif isinstance(decision, Diverged):
-            error = LogTruncatedError(partition.name, decision.position.offset, decision.lost_until)
-            self._fail(partition, error, retries=False)  # a seek decides what to do about it
+            self._diverge(partition, decision)
         # 5. The position is not in the log.
         elif isinstance(decision, OutOfRange):
             self._fail(partition, OffsetOutOfRangeError(partition.name, decision.offset))
         # 6. The partition cannot be read.
         else:
             self._fail(partition, decision.error)
+
+    def _diverge(self, partition: _Partition, decision: Diverged) -> None:
+        # 1. It has all records before the position, as far as anybody can tell, but not their epoch: compaction may
+        # have removed the others. With the same epoch, the answer would be the same again and again.
+        if partition.position is not None and decision.position.offset == partition.position.offset:
+            partition.position = decision.position
+            self._place(partition)
+            return
+        # 2. The cluster has lost records that we have read: a seek decides what to do about it.
+        error = LogTruncatedError(partition.name, decision.position.offset, decision.lost_until)
+        self._fail(partition, error, retries=False)
 
     def _deliver(self, partition: _Partition, decision: Deliver) -> None:
         partition.retry_pause = 0.0

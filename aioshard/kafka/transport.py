@@ -90,7 +90,7 @@ class KafkaTransport(ABC):
         self._offsets = GroupOffsets(self._cluster, group_id, self._patience)
         self._isolation = READ_COMMITTED if settings.isolation_level == "read_committed" else READ_UNCOMMITTED
         self._epochs: dict[TopicPartition, CommittedOffset] = {}
-        """The latest known commits, for the leader epochs in them."""
+        """The latest known commits, or where we stopped reading since, for the leader epochs in them."""
         self._closed = False
         """Whether `close` was called: from then on, `poll` returns no records."""
         self._left = False
@@ -428,7 +428,11 @@ class KafkaTransport(ABC):
         """
         self._check_running()
         known = {name: self._epochs[name] for name in commits if name in self._epochs}
-        epochs = {name: stored.epoch for name, stored in known.items() if stored.epoch != UNKNOWN}
+        epochs = {
+            name: stored.epoch
+            for name, stored in known.items()
+            if stored.epoch != UNKNOWN and stored.offset == commits[name].offset
+        }
         found: dict[TopicPartition, int | None] = dict.fromkeys(commits.keys() - epochs.keys())
         if not epochs:
             return found

@@ -399,6 +399,20 @@ async def test_a_committed_offset_parts_from_a_log_without_the_record_before_it(
     assert asked == [{ONE: 5}], "without an epoch, nobody can tell"
 
 
+async def test_a_partition_that_comes_back_keeps_the_leader_epoch_of_its_position() -> None:
+    """It may be beyond the commit, which then tells nothing about the log before it."""
+    member = Member(ONE)
+    member.offsets.stored = {ONE: CommittedOffset(300, 4, "")}
+    await member.transport.committed([ONE])
+    member.transport._fetcher.seek(ONE, 400, 5)
+
+    await member.transport.on_partitions_revoked(())
+    member.assign(ONE)
+    member.transport.seek(ONE, 400)
+
+    assert member.transport._fetcher.epoch_at(ONE, 400) == 5
+
+
 async def test_the_leader_epoch_travels_with_the_offset() -> None:
     member = Member(ONE)
     member.offsets.stored = {ONE: CommittedOffset(400, 5, "")}
