@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import anyio
 
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
-from aioshard.core.finished_offsets import Run
+from aioshard.core.finished_offsets import Run, below
 from aioshard.core.ownership import Origin, knows_topic, origin_of
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.log_fields import partition_fields
@@ -34,7 +34,14 @@ class BrokerView(NamedTuple):
     """Parsed from the commit; empty without one."""
     log: LogRange
     parts_at: int | None = None
-    """The first offset before the committed one that the cluster has lost; None if it has lost nothing there."""
+    """Where the log parts from the one that the group has read, if it does; None if nobody can tell."""
+
+    @property
+    def lost_from(self) -> int | None:
+        """The first offset before the committed one that the cluster has lost; None if it has lost nothing there."""
+        if self.parts_at is None or self.committed is None or self.parts_at >= self.committed.offset:
+            return None
+        return self.parts_at
 
 
 class TopicView(NamedTuple):
@@ -150,8 +157,8 @@ class PositionResolver:
             return Origin(min(max(seek, log.start), log.end), resolved=True)
         offset = None if view.committed is None else view.committed.offset
         # 2. The cluster has lost records that the group has read.
-        if view.parts_at is not None and offset is not None:
-            return self._after_loss(LogTruncatedError(name, view.parts_at, offset), log)
+        if view.lost_from is not None and offset is not None:
+            return self._after_loss(LogTruncatedError(name, view.lost_from, offset), log)
         # 3. The committed offset, or the policy decides.
         origin = origin_of(
             offset, log[:2], self._settings.auto_offset_reset, group_knows_topic=self._knows(name, view, topic)
@@ -231,6 +238,11 @@ def finished_of(name: TopicPartition, view: BrokerView, *, resolved: bool) -> tu
     if finished and finished[-1].end > end:
         _warn_unused(name, finished[-1].end, why=f"it belongs to another log: this one ends at offset {end}")
         return None
+    # 4. The cluster has lost some of them, and other records may have their offsets.
+    parts_at = view.parts_at
+    if finished and parts_at is not None and finished[-1].end > parts_at:
+        _warn_unused(name, parts_at, why=f"the cluster has lost the records from offset {parts_at} on")
+        return below(finished, parts_at)
     return finished
 
 

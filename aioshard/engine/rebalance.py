@@ -498,8 +498,8 @@ class Rebalance:
         if seek is not None:
             reason: str | None = f"the application requested offset {seek.start}"
         # 2. The cluster has lost records that were committed.
-        elif view.parts_at is not None:
-            reason = _loss(view.parts_at)
+        elif view.lost_from is not None:
+            reason = _loss(view.lost_from)
         # 3. It was not revoked, but its position is not in the log.
         elif partition.is_open and partition.outside_log is not None:
             reason = self._skip_deleted(partition, partition.outside_log, view.log)

@@ -129,6 +129,8 @@ class _Partition:
     chunk_bytes: int = 0
     epoch_starts: list[EpochStart] = field(default_factory=list)
     """The leader epochs of the records that were returned since the position was set."""
+    newest_epoch: int = UNKNOWN
+    """The newest leader epoch of the log that was read, also before a position was set."""
     stable_end: int | None = None
     high_watermark: int | None = None
     fault: TransportError | None = None
@@ -371,6 +373,11 @@ class Fetcher:
             return UNKNOWN
         return epoch_before(partition.epoch_starts, offset)
 
+    def newest_epoch(self, topic_partition: TopicPartition) -> int:
+        """The newest leader epoch that was read, also before the position that was set last; -1 if it is unknown."""
+        partition = self._partitions.get(topic_partition)
+        return UNKNOWN if partition is None else partition.newest_epoch
+
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
         """The end of the log according to the latest fetch; None if it is unknown."""
         partition = self._partitions.get(topic_partition)
@@ -426,8 +433,13 @@ class Fetcher:
         partition = self._partitions.get(topic_partition)
         if partition is None:
             return
+        topic_id = self._cluster.metadata.topic_id(topic_partition.topic)
+        is_back = partition.position is not None and offset <= partition.position.offset
+        if not is_back or topic_id != partition.topic_id:
+            partition.newest_epoch = UNKNOWN  # of offsets that were not read, or of another log
+        partition.newest_epoch = max(partition.newest_epoch, epoch)
         self._move(partition, Position(offset, epoch))
-        partition.topic_id = self._cluster.metadata.topic_id(topic_partition.topic)
+        partition.topic_id = topic_id
         partition.replica = None
         self._place(partition)
 
@@ -536,6 +548,7 @@ class Fetcher:
         for start in chunk.epoch_starts:
             if not known or start.epoch > known[-1].epoch:
                 known.append(start)
+                partition.newest_epoch = max(partition.newest_epoch, start.epoch)
         epoch = epoch_before(known, chunk.next_offset)
         if epoch == UNKNOWN and partition.position is not None:
             epoch = partition.position.epoch

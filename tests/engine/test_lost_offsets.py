@@ -1,6 +1,7 @@
 """The cluster loses records that the group has read: each of the others runs once, and what is gone is named (I1)."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -8,7 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from aioshard import App, Record
-from aioshard.errors import ClientLostError, CommitError, LogTruncatedError
+from aioshard.core.finished_offsets import Run
+from aioshard.errors import ClientLostError, CommitError, LogTruncatedError, NotDrainedError
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryTransport, run
@@ -192,6 +194,35 @@ def test_a_loss_skips_no_record_when_the_partition_leaves_before_its_drain_ends(
         assert counts[2] == 1, "it was cancelled, and ran again"
         assert [counts[offset] for offset in (0, 1, 3, 4, 5)] == [1] * 5, "the commit lists them"
         assert [counts[offset] for offset in range(6, 16)] == [2] * 4 + [1] * 6, "the lost ones and the new ones"
+
+    run(test())
+
+
+def test_the_next_owner_skips_nothing_that_has_the_offset_of_a_finished_record_that_is_lost() -> None:
+    """The commit is before the loss, and its text lists offsets beyond it."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        app = App("group", auto_offset_reset="earliest", commit_interval=0.1, shutdown_timeout=1.0)
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            if record.offset == 2:
+                await asyncio.sleep(1_000.0)
+            world.ran.append(record.offset)
+
+        with contextlib.suppress(NotDrainedError):
+            async with app.started(lambda: InMemoryTransport(world.broker, "group")):
+                await until(lambda: len(world.ran) == 9)
+                await asyncio.sleep(0.5)
+        assert world.commit_metadata.finished == (Run(3, 10),)
+        world.ran.clear()
+        world.broker.log(*TP).truncate_from(6)
+        world.publish(20)
+        async with world.owner():
+            await committed(world, 26)
+        assert sorted(world.ran) == [2, *range(6, 26)]
 
     run(test())
 

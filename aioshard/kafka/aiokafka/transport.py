@@ -193,8 +193,8 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         self._fetcher.seek(topic_partition, offset, epoch)
         self._check_again()
 
-    def _epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:
-        return self._fetcher.epoch_at(topic_partition, offset)
+    def _newest_epoch(self, topic_partition: TopicPartition) -> int:
+        return self._fetcher.newest_epoch(topic_partition)
 
     async def _wait_for_records(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):

@@ -502,6 +502,30 @@ def test_an_epoch_that_is_not_in_the_log_any_more_is_not_a_loss() -> None:
     scenario(test)
 
 
+def test_the_newest_epoch_that_was_read_is_known_also_after_a_seek_back() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.lead(1)
+        log.append(b"b")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", b"b")
+        assert reader.fetcher.newest_epoch(ONE) == 1
+        reader.fetcher.seek(ONE, 1, 0)
+        assert reader.fetcher.newest_epoch(ONE) == 1
+        reader.fetcher.seek(ONE, 2)
+        assert reader.fetcher.newest_epoch(ONE) == -1, "not from there"
+        log.append(b"c")
+        await reader.read(ONE, b"c")
+        assert reader.fetcher.newest_epoch(ONE) == 1
+        model.create("orders")
+        assert isinstance((await reader.fault()).error, TopicRecreatedError)
+        reader.fetcher.seek(ONE, 0)
+        assert reader.fetcher.newest_epoch(ONE) == -1
+
+    scenario(test)
+
+
 def test_a_seek_beyond_what_was_read_does_not_claim_an_epoch() -> None:
     """The records in between may be of another leader, and nothing is lost then."""
 
