@@ -239,7 +239,7 @@ class LogTruncatedError(OffsetOutOfRangeError):
 
     Attributes:
         topic_partition: The partition.
-        position: One past the last offset that was lost and that we had read.
+        position: One past the last offset that was lost and that we had read; `resumes_at` if no loss is proven.
         resumes_at: The first offset that the log now has other records for, or none.
     """
 
@@ -247,6 +247,8 @@ class LogTruncatedError(OffsetOutOfRangeError):
         super().__init__(topic_partition, position)
         self.resumes_at = resumes_at
         lost = f"the cluster has lost offsets {resumes_at} to {position - 1} of {topic_partition}"
+        if position == resumes_at:
+            lost = f"the cluster may have lost records of {topic_partition} from offset {resumes_at} on"
         self.args = (f"{lost}: the log of its new leader does not have the records that were read there",)
 
 

@@ -254,14 +254,15 @@ class Transport(Protocol):
         """
 
     async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
-        """Query the brokers whether they have lost records before committed offsets, as in an unclean leader election.
+        """Query the brokers whether they have lost records that the group has read, as in an unclean leader election.
 
         Args:
             commits: Committed offsets, as `committed` has returned them.
 
         Returns:
-            For each partition the first offset that is lost, where the log goes on with other records or ends; None if
-            nothing is lost, or nobody can tell. A partition whose leader does not answer soon is left out.
+            For each partition the offset up to which its log is the one that the group has read; if it is before what
+            the group has read, the records from there on are lost. None if nobody can tell. A partition whose leader
+            does not answer soon is left out.
         """
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:

@@ -70,6 +70,16 @@ def beyond(runs: Sequence[Run], offset: int) -> tuple[Run, ...]:
     return tuple(Run(max(run.start, offset), run.end) for run in runs if run.end > offset)
 
 
+def below(runs: Sequence[Run], offset: int) -> tuple[Run, ...]:
+    """Return the part of *runs* below *offset*.
+
+    Example:
+        >>> below((Run(3, 5), Run(7, 10)), 8)
+        (Run(start=3, end=5), Run(start=7, end=8))
+    """
+    return tuple(Run(run.start, min(run.end, offset)) for run in runs if run.start < offset)
+
+
 # Available room ------------------------------------------------------------------------
 
 

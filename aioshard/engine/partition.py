@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from aioshard.core.finished_offsets import beyond, holds
+from aioshard.core.finished_offsets import Run, below, beyond, holds
 from aioshard.core.flow import Usage
 from aioshard.core.ownership import Claim
 from aioshard.engine.buffer import Buffer
@@ -114,6 +114,8 @@ class Partition(Epoch):
         """The records that this process had started before; None once it has passed them."""
         self.outside_log: int | None = None
         """A position that is not in the log, while the rebalance finds out where to resume; otherwise None."""
+        self.lost_from: int | None = None
+        """The first offset at which the log has lost what was read, and may have other records; None without one."""
         self.log_end = LogEnd(clock)
         self.fault = ReadFault(clock)
         self._clock = clock
@@ -179,6 +181,11 @@ class Partition(Epoch):
         if deliveries:
             self._batches.append(deliveries)
             self._arrived.set()
+
+    def finished(self) -> list[Run]:
+        """See `Epoch.finished`; without offsets of records that the cluster has lost."""
+        finished = super().finished()
+        return finished if self.lost_from is None else list(below(finished, self.lost_from))
 
     async def run(self) -> None:
         """Queue accepted records in their shards until cancelled."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import anyio
 
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
-from aioshard.core.finished_offsets import Run
+from aioshard.core.finished_offsets import Run, below
 from aioshard.core.ownership import Origin, knows_topic, origin_of
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.log_fields import partition_fields
@@ -34,7 +34,14 @@ class BrokerView(NamedTuple):
     """Parsed from the commit; empty without one."""
     log: LogRange
     parts_at: int | None = None
-    """The first offset before the committed one that the cluster has lost; None if it has lost nothing there."""
+    """Where the log parts from the one that the group has read, if it does; None if nobody can tell."""
+
+    @property
+    def lost_from(self) -> int | None:
+        """The first offset before the committed one that the cluster has lost; None if it has lost nothing there."""
+        if self.parts_at is None or self.committed is None or self.parts_at >= self.committed.offset:
+            return None
+        return self.parts_at
 
 
 class TopicView(NamedTuple):
@@ -62,6 +69,8 @@ class PositionResolver:
         self._client = client
         self.lost_offsets = 0
         """Offsets that the group had read and that the cluster has lost."""
+        self._parted: dict[TopicPartition, int] = {}
+        """Where the logs of partitions part that have not opened since; each loss is noted once."""
         self._opened: set[TopicPartition] = set()
         """Partitions that this process opened: the group has had a position there, even if the brokers dropped it."""
         self._first_commits: dict[str, FirstCommit | None] = {}
@@ -70,6 +79,7 @@ class PositionResolver:
     def remember(self, partition: Partition) -> None:
         """Remember a partition that opens: from now on the group knows it and its topic."""
         name = partition.topic_partition
+        self._parted.pop(name, None)
         self._opened.add(name)
         self._first_commits.setdefault(name.topic, partition.commits.first_commit)
 
@@ -147,8 +157,8 @@ class PositionResolver:
             return Origin(min(max(seek, log.start), log.end), resolved=True)
         offset = None if view.committed is None else view.committed.offset
         # 2. The cluster has lost records that the group has read.
-        if view.parts_at is not None and offset is not None:
-            return self._after_loss(LogTruncatedError(name, view.parts_at, offset), log)
+        if view.lost_from is not None and offset is not None:
+            return self._after_loss(LogTruncatedError(name, view.lost_from, offset), log)
         # 3. The committed offset, or the policy decides.
         origin = origin_of(
             offset, log[:2], self._settings.auto_offset_reset, group_knows_topic=self._knows(name, view, topic)
@@ -167,8 +177,11 @@ class PositionResolver:
         return origin
 
     def note_loss(self, error: LogTruncatedError) -> None:
-        """Log and count the offsets that the cluster has lost."""
+        """Log and count the offsets that the cluster has lost, unless that was done already."""
         name = error.topic_partition
+        if self._parted.get(name) == error.resumes_at:
+            return
+        self._parted[name] = error.resumes_at
         self.lost_offsets += error.position - error.resumes_at
         fields = partition_fields("records_lost", name, offset=error.position, position=error.resumes_at)
         logger.warning("%s; resuming at offset %d", error, error.resumes_at, extra=fields)
@@ -225,6 +238,11 @@ def finished_of(name: TopicPartition, view: BrokerView, *, resolved: bool) -> tu
     if finished and finished[-1].end > end:
         _warn_unused(name, finished[-1].end, why=f"it belongs to another log: this one ends at offset {end}")
         return None
+    # 4. The cluster has lost some of them, and other records may have their offsets.
+    parts_at = view.parts_at
+    if finished and parts_at is not None and finished[-1].end > parts_at:
+        _warn_unused(name, parts_at, why=f"the cluster has lost the records from offset {parts_at} on")
+        return below(finished, parts_at)
     return finished
 
 

@@ -49,10 +49,11 @@ _LEADER_DELAY = 1.0
 
 @dataclasses.dataclass(eq=False)
 class Seek:
-    """A position that the application requested.
+    """A position that the application requested, or where a partition resumes after a loss.
 
-    It survives rebalances as long as the partition stays assigned to us: the partition then opens there instead of at
-    the committed offset. Its future is done once the partition opens there, is assigned elsewhere, or the app stops.
+    One that was requested survives rebalances as long as the partition stays assigned to us: the partition then opens
+    there instead of at the committed offset. Its future is done once the partition opens there, is assigned elsewhere,
+    or the app stops.
     """
 
     start: int
@@ -209,7 +210,10 @@ class Rebalance:
                 extra={"event": "uncommitted", "records": sum(uncommitted.values()), "group": self._group_id},
             )
         for partition, membership in leaving.items():
-            partition.claim = Claim(*membership, partition.commits.acknowledged, partition.tracker.position)
+            if partition.lost_from is None:
+                partition.claim = Claim(*membership, partition.commits.acknowledged, partition.tracker.position)
+            elif self.partitions.get(partition.topic_partition) is partition:
+                self.end([partition], _loss(partition.lost_from))
 
     def _leave(self, names: Collection[TopicPartition], *, lost: bool) -> list[Partition]:
         """Begin a revocation or loss: stop opening partitions, and return those of *names* that have an epoch."""
@@ -218,6 +222,7 @@ class Rebalance:
         self._assignment = self._assignment.difference(names)
         self._ended.forget_restarts(names)
         self._committer.forget_failures(names)
+        self._forget_losses(names)
         leaving = [partition for name in names if (partition := self.partitions.get(name)) is not None]
         epochs = {epoch for partition in leaving for epoch in partition.epochs}
         in_flight = sum(delivery.epoch in epochs for delivery in self._handlers.in_flight())
@@ -258,6 +263,7 @@ class Rebalance:
         """End every epoch: the client is lost, or the app stopped."""
         self.opened.clear()
         self._cancel_opening()
+        self._forget_losses(tuple(self.seeks))
         self.end(tuple(self.partitions), reason)
         self.log.enter("over")
 
@@ -352,10 +358,22 @@ class Rebalance:
             return
         name = partition.topic_partition
         self._positions.note_loss(error)
+        partition.lost_from = error.resumes_at
+        partition.commits.acknowledged = None  # the stored text may list what is lost as finished
         if name not in self.seeks:
             future = asyncio.get_running_loop().create_future()
             seek = self.seeks[name] = Seek(error.resumes_at, future, repeats_unfinished=True)
             self._tasks.start(self._drain_for(seek, partition), f"resume {name} after a loss")
+
+    def _forget_losses(self, names: Collection[TopicPartition]) -> None:
+        """Let partitions begin at their commits, by which the next owner finds out what the cluster has lost.
+
+        It may be another member; and what has not finished until then must run again, also before the loss.
+        """
+        for name in names:
+            seek = self.seeks.get(name)
+            if seek is not None and seek.repeats_unfinished:
+                del self.seeks[name]
 
     def _seek_new_log(self, name: TopicPartition, error: TopicRecreatedError) -> None:
         """Make a partition of a topic that was created again begin at the start of its log, regardless of its commit.
@@ -363,6 +381,7 @@ class Rebalance:
         A commit may be of the old log, or of records that were read from the new one at a position of the old one.
         """
         logger.warning("%s; resuming at the start of the new one", error, extra=partition_fields("out_of_range", name))
+        self._forget_losses([name])
         if name not in self.seeks:
             self.seeks[name] = Seek(0, asyncio.get_running_loop().create_future())
 
@@ -378,6 +397,7 @@ class Rebalance:
         for partition in ours:
             self._ended.remember_restart(partition, why, partitions[partition])
         self._transport.pause([partition.topic_partition for partition in ours])
+        self._forget_losses([partition.topic_partition for partition in ours])
         self.end(ours, why)
         if any(partition.topic_partition in self._assignment for partition in ours):
             self._open_soon()
@@ -478,8 +498,8 @@ class Rebalance:
         if seek is not None:
             reason: str | None = f"the application requested offset {seek.start}"
         # 2. The cluster has lost records that were committed.
-        elif view.parts_at is not None:
-            reason = f"the cluster has lost the records from offset {view.parts_at} on"
+        elif view.lost_from is not None:
+            reason = _loss(view.lost_from)
         # 3. It was not revoked, but its position is not in the log.
         elif partition.is_open and partition.outside_log is not None:
             reason = self._skip_deleted(partition, partition.outside_log, view.log)
@@ -682,7 +702,7 @@ class Rebalance:
             return
         why = f"the application requested offset {seek.start}"
         if seek.repeats_unfinished:
-            why = f"the cluster has lost the records from offset {seek.start} on"
+            why = _loss(seek.start)
             seek.start = min(seek.start, partition.tracker.committable)
         self.end([partition], why)
         self._open_soon()
@@ -729,6 +749,10 @@ def uncommitted_of(partitions: Iterable[Partition]) -> dict[str, int]:
         for partition in partitions
         if partition.commits.uncommitted
     }
+
+
+def _loss(offset: int) -> str:
+    return f"the cluster has lost the records from offset {offset} on"
 
 
 def _may_pass(error: AioshardError | TimeoutError) -> bool:

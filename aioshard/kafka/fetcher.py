@@ -129,6 +129,8 @@ class _Partition:
     chunk_bytes: int = 0
     epoch_starts: list[EpochStart] = field(default_factory=list)
     """The leader epochs of the records that were returned since the position was set."""
+    newest_epoch: int = UNKNOWN
+    """The newest leader epoch of the log that was read, also before a position was set."""
     stable_end: int | None = None
     high_watermark: int | None = None
     fault: TransportError | None = None
@@ -358,13 +360,23 @@ class Fetcher:
         return None if partition is None or partition.position is None else partition.position.offset
 
     def epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:
-        """The leader epoch of the record before an offset that was returned; -1 if it is unknown."""
+        """The leader epoch of the record before an offset up to the position; -1 if it is unknown."""
         partition = self._partitions.get(topic_partition)
-        if partition is None or partition.begin is None:
+        if partition is None or partition.begin is None or partition.position is None:
             return UNKNOWN
-        return (
-            partition.begin.epoch if offset == partition.begin.offset else epoch_before(partition.epoch_starts, offset)
-        )
+        # 1. Positions have their epochs.
+        for position in (partition.position, partition.begin):
+            if offset == position.offset:
+                return position.epoch
+        # 2. Nobody has read up to there: another leader may have written the record.
+        if offset > partition.position.offset:
+            return UNKNOWN
+        return epoch_before(partition.epoch_starts, offset)
+
+    def newest_epoch(self, topic_partition: TopicPartition) -> int:
+        """The newest leader epoch that was read, also before the position that was set last; -1 if it is unknown."""
+        partition = self._partitions.get(topic_partition)
+        return UNKNOWN if partition is None else partition.newest_epoch
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
         """The end of the log according to the latest fetch; None if it is unknown."""
@@ -421,8 +433,13 @@ class Fetcher:
         partition = self._partitions.get(topic_partition)
         if partition is None:
             return
+        topic_id = self._cluster.metadata.topic_id(topic_partition.topic)
+        is_back = partition.position is not None and offset <= partition.position.offset
+        if not is_back or topic_id != partition.topic_id:
+            partition.newest_epoch = UNKNOWN  # of offsets that were not read, or of another log
+        partition.newest_epoch = max(partition.newest_epoch, epoch)
         self._move(partition, Position(offset, epoch))
-        partition.topic_id = self._cluster.metadata.topic_id(topic_partition.topic)
+        partition.topic_id = topic_id
         partition.replica = None
         self._place(partition)
 
@@ -531,6 +548,7 @@ class Fetcher:
         for start in chunk.epoch_starts:
             if not known or start.epoch > known[-1].epoch:
                 known.append(start)
+                partition.newest_epoch = max(partition.newest_epoch, start.epoch)
         epoch = epoch_before(known, chunk.next_offset)
         if epoch == UNKNOWN and partition.position is not None:
             epoch = partition.position.epoch
@@ -789,16 +807,26 @@ class Fetcher:
         # 3. The same position again, after something else.
         if isinstance(decision, Retry):
             self._retry(partition, decision)
-        # 4. The cluster has lost records that we have read.
+        # 4. The log differs from the one that we have read.
         elif isinstance(decision, Diverged):
-            error = LogTruncatedError(partition.name, decision.position.offset, decision.lost_until)
-            self._fail(partition, error, retries=False)  # a seek decides what to do about it
+            self._diverge(partition, decision)
         # 5. The position is not in the log.
         elif isinstance(decision, OutOfRange):
             self._fail(partition, OffsetOutOfRangeError(partition.name, decision.offset))
         # 6. The partition cannot be read.
         else:
             self._fail(partition, decision.error)
+
+    def _diverge(self, partition: _Partition, decision: Diverged) -> None:
+        # 1. It has all records before the position, as far as anybody can tell, but not their epoch: compaction may
+        # have removed the others. With the same epoch, the answer would be the same again and again.
+        if partition.position is not None and decision.position.offset == partition.position.offset:
+            partition.position = decision.position
+            self._place(partition)
+            return
+        # 2. The cluster has lost records that we have read: a seek decides what to do about it.
+        error = LogTruncatedError(partition.name, decision.position.offset, decision.lost_until)
+        self._fail(partition, error, retries=False)
 
     def _deliver(self, partition: _Partition, decision: Deliver) -> None:
         partition.retry_pause = 0.0

@@ -31,11 +31,11 @@ from aioshard.kafka.errors import (
 from aioshard.kafka.groups import GroupMember
 from aioshard.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, GroupOffsets, epoch_ends, log_ranges, offsets_at
 from aioshard.kafka.wire.cluster import CoordinatorKind
-from aioshard.kafka.wire.epochs import UNKNOWN, Position, parting
+from aioshard.kafka.wire.epochs import UNKNOWN
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.metadata import PartitionMetadata
 from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
-from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
+from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.kafka.wire.start import new_cluster, reach
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -90,7 +90,7 @@ class KafkaTransport(ABC):
         self._offsets = GroupOffsets(self._cluster, group_id, self._patience)
         self._isolation = READ_COMMITTED if settings.isolation_level == "read_committed" else READ_UNCOMMITTED
         self._epochs: dict[TopicPartition, CommittedOffset] = {}
-        """The latest known commits, for the leader epochs in them."""
+        """The latest known commits, or where we stopped reading since, for the leader epochs in them."""
         self._closed = False
         """Whether `close` was called: from then on, `poll` returns no records."""
         self._left = False
@@ -375,14 +375,14 @@ class KafkaTransport(ABC):
             raise commit_error(error.cause, offsets, self._group_id) from error
 
     def _with_epochs(self, offsets: Mapping[TopicPartition, Committed]) -> dict[TopicPartition, CommittedOffset]:
-        """Add the leader epoch of the last record before each offset, where it is known."""
+        """Add the newest leader epoch that was read, where it is known: the metadata may list records of it."""
         return {
-            name: CommittedOffset(committed.offset, self._epoch_at(name, committed.offset), committed.metadata)
+            name: CommittedOffset(committed.offset, self._newest_epoch(name), committed.metadata)
             for name, committed in offsets.items()
         }
 
-    def _epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:  # noqa: ARG002 - for clients that know it
-        """Return the leader epoch of the last record before an offset; -1 if it is unknown."""
+    def _newest_epoch(self, topic_partition: TopicPartition) -> int:  # noqa: ARG002 - for clients that know it
+        """Return the newest leader epoch that was read of a partition; -1 if it is unknown."""
         return UNKNOWN
 
     def _check_commit(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
@@ -424,11 +424,15 @@ class KafkaTransport(ABC):
     async def truncations(self, commits: Mapping[TopicPartition, Committed]) -> Mapping[TopicPartition, int | None]:
         """See `Transport.truncations`. Takes at most two thirds of `commit_timeout`.
 
-        The leader epoch in which the record before a committed offset was written is stored beside it (KIP-320).
+        The newest leader epoch that the group had read is stored beside the committed offset (KIP-320).
         """
         self._check_running()
         known = {name: self._epochs[name] for name in commits if name in self._epochs}
-        epochs = {name: stored.epoch for name, stored in known.items() if stored.epoch != UNKNOWN}
+        epochs = {
+            name: stored.epoch
+            for name, stored in known.items()
+            if stored.epoch != UNKNOWN and stored.offset == commits[name].offset
+        }
         found: dict[TopicPartition, int | None] = dict.fromkeys(commits.keys() - epochs.keys())
         if not epochs:
             return found
@@ -437,7 +441,7 @@ class KafkaTransport(ABC):
             f"return the ends of leader epochs of {named(epochs)}",
         )
         for name, end in ends.items():
-            found[name] = None if end is None else _parting(known[name], end)
+            found[name] = None if end is None or end.epoch > epochs[name] else end.end
         return found
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
@@ -530,12 +534,6 @@ class KafkaTransport(ABC):
 
 def _committed(stored: CommittedOffset | None) -> Committed | None:
     return None if stored is None else Committed(stored.offset, stored.metadata)
-
-
-def _parting(stored: CommittedOffset, end: EpochEnd) -> int | None:
-    """Return the first lost offset before a committed one; None if all are there."""
-    position = parting(Position(stored.offset, stored.epoch), end.epoch, end.end)
-    return position.offset if position.offset < stored.offset else None
 
 
 def _partition_info(number: int, partition: PartitionMetadata) -> PartitionInfo:

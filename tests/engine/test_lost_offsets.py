@@ -1,18 +1,20 @@
 """The cluster loses records that the group has read: each of the others runs once, and what is gone is named (I1)."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from aioshard import App, Record
-from aioshard.errors import LogTruncatedError
+from aioshard.core.finished_offsets import Run
+from aioshard.errors import ClientLostError, CommitError, LogTruncatedError, NotDrainedError
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryTransport, run
-from tests.engine.live_apps import until
+from tests.engine.live_apps import engine_of, until
 from tests.engine.test_takeover import Deployment
 
 TP = TopicPartition("orders", 0)
@@ -151,6 +153,110 @@ def test_a_loss_skips_no_record_that_did_not_finish() -> None:
         assert [counts[offset] for offset in (6, 7, 9)] == [2, 2, 2], "the lost one and the new one"
         assert counts[8] == 1, "the lost one was cancelled"
         assert counts[10] == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("event", ["revoked", "lost", "client lost"])
+def test_a_loss_skips_no_record_when_the_partition_leaves_before_its_drain_ends(event: str) -> None:
+    """The next owner begins at the commit, which must not list what is lost as finished."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        app = App("group", auto_offset_reset="earliest", commit_interval=0.1, drain_timeout=5.0)
+        hanging = {2}
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            if record.offset in hanging:
+                await asyncio.sleep(1_000.0)
+            world.ran.append(record.offset)
+
+        async with app.started(lambda: InMemoryTransport(world.broker, "group")):
+            await until(lambda: len(world.ran) == 9)
+            await asyncio.sleep(0.5)
+            world.broker.log(*TP).truncate_from(6)
+            world.publish(10)
+            await until(lambda: engine_of(app).rebalance.seeks)
+            await asyncio.sleep(0.5)
+            hanging.clear()
+            match event:
+                case "revoked":
+                    world.broker.group("group").rebalance()
+                case "lost":
+                    world.broker.group("group").lose()
+                case _:
+                    world.broker.fail_next_poll(ClientLostError("it died"))
+            await committed(world, 16)
+            assert app.statistics().lost_offsets == 4
+        counts = Counter(world.ran)
+        assert counts[2] == 1, "it was cancelled, and ran again"
+        assert [counts[offset] for offset in (0, 1, 3, 4, 5)] == [1] * 5, "the commit lists them"
+        assert [counts[offset] for offset in range(6, 16)] == [2] * 4 + [1] * 6, "the lost ones and the new ones"
+
+    run(test())
+
+
+def test_the_next_owner_skips_nothing_that_has_the_offset_of_a_finished_record_that_is_lost() -> None:
+    """The commit is before the loss, and its text lists offsets beyond it."""
+
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        app = App("group", auto_offset_reset="earliest", commit_interval=0.1, shutdown_timeout=1.0)
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            if record.offset == 2:
+                await asyncio.sleep(1_000.0)
+            world.ran.append(record.offset)
+
+        with contextlib.suppress(NotDrainedError):
+            async with app.started(lambda: InMemoryTransport(world.broker, "group")):
+                await until(lambda: len(world.ran) == 9)
+                await asyncio.sleep(0.5)
+        assert world.commit_metadata.finished == (Run(3, 10),)
+        world.ran.clear()
+        world.broker.log(*TP).truncate_from(6)
+        world.publish(20)
+        async with world.owner():
+            await committed(world, 26)
+        assert sorted(world.ran) == [2, *range(6, 26)]
+
+    run(test())
+
+
+class Forgetful(InMemoryTransport):
+    """A client whose first commits are not stored."""
+
+    attempts = 0
+
+    async def commit(self, *commit: Any) -> None:
+        Forgetful.attempts += 1
+        if Forgetful.attempts <= 20:
+            raise CommitError("no time")
+        await super().commit(*commit)
+
+
+def test_a_loss_is_counted_once_however_often_the_next_owner_tries() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        async with world.owner():
+            await committed(world, 10)
+        world.broker.log(*TP).truncate_from(6)
+        world.publish(20)
+        app = App("group", auto_offset_reset="earliest", commit_interval=0.1, commit_timeout=1.0)
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            world.ran.append(record.offset)
+
+        async with app.started(lambda: Forgetful(world.broker, "group")):
+            await committed(world, 26)
+            assert engine_of(app).rebalance._epochs > 1, "it had to begin again"
+            assert app.statistics().lost_offsets == 4
 
     run(test())
 

@@ -142,12 +142,15 @@ class StaticJoins:
     async def _describe(self) -> DescribedGroup | None:
         """Describe the group; None if that fails, and the group has to rebalance to be sure."""
         group_id = self._coordinator.group_id
+        node: int | None = None
         try:
             async with asyncio.timeout(self._patience):
                 node = await self._cluster.coordinator(CoordinatorKind.GROUP, group_id)
                 request = DESCRIBE_GROUPS(groups=[group_id], operations=False)
                 return classic_members(await self._cluster.ask(node, request, purpose=Purpose.GROUP), group_id)
         except (WireError, TimeoutError) as error:
+            if node is not None:  # another broker may coordinate the group by now
+                self._cluster.forget_coordinator(CoordinatorKind.GROUP, group_id, node)
             logger.info("group %r cannot be described: %s", group_id, str(error) or "no answer in time")
             return None
 

@@ -22,6 +22,7 @@ from aioshard.kafka.offsets import READ_COMMITTED, Member, log_ranges
 from aioshard.kafka.transport import KafkaTransport
 from aioshard.kafka.wire.cluster import CoordinatorKind
 from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.kafka.wire.start import START_TIMEOUT
 from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
 from aioshard.records import TopicPartition
@@ -192,8 +193,8 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         self._fetcher.seek(topic_partition, offset, epoch)
         self._check_again()
 
-    def _epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:
-        return self._fetcher.epoch_at(topic_partition, offset)
+    def _newest_epoch(self, topic_partition: TopicPartition) -> int:
+        return self._fetcher.newest_epoch(topic_partition)
 
     async def _wait_for_records(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):
@@ -360,6 +361,12 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         return self._release_moving(internals, listener) if internals.assignor.cooperative else None
 
     def _end_assignment(self) -> None:
+        # A partition that comes back continues at its position, which may be beyond the commit.
+        for partition in self._fetcher.partitions:
+            position = self._fetcher.position(partition)
+            if position is not None:
+                epoch = self._fetcher.epoch_at(partition, position)
+                self._epochs[partition] = CommittedOffset(position, epoch, "")
         self._fetcher.remove(self._fetcher.partitions)
         if self._internals is not None:
             self._internals.end_session()

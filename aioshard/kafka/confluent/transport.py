@@ -335,6 +335,9 @@ class ConfluentTransport(KafkaTransport):
             raise ClientLostError("the Kafka client is closed, or was not started")
         if self._failure is not None:
             raise self._failure
+        failure = self._cluster.failure  # queries would never learn of another leader
+        if failure is not None:
+            raise ClientLostError(f"the Kafka client failed ({reason(failure)}); a new client is needed") from failure
 
     async def _wait_for_records(self, seconds: float) -> None:
         self._readable.clear()

@@ -106,10 +106,9 @@ class PartitionLog:
         """Return the leader epoch in which the record at an offset was written."""
         return max((number for number, cut in enumerate(self.cuts, 1) if cut <= offset), default=0)
 
-    def parting(self, epoch: int, position: int) -> int | None:
-        """Return the first offset before a position that the log has lost since an epoch; None if there is none."""
-        first = min(self.cuts[epoch:], default=position)
-        return first if first < position else None
+    def parting(self, epoch: int) -> int | None:
+        """Return the first offset that the log has lost since an epoch; None if there is none."""
+        return min(self.cuts[epoch:], default=None)
 
     def begin_transaction(self) -> None:
         """Freeze the last stable offset: records appended from now on are not readable until `end_transaction`."""

@@ -421,8 +421,8 @@ class InMemoryTransport:
         assigned.log = log
         if log is not known:
             return Fault(topic_partition, TopicRecreatedError(topic_partition, position))
-        parts_at = log.parting(assigned.epoch, position)
-        if parts_at is not None:
+        parts_at = log.parting(assigned.epoch)
+        if parts_at is not None and parts_at < position:
             error = LogTruncatedError(topic_partition, parts_at, position)
         elif error is None and not log.start <= position <= log.end:
             error = OffsetOutOfRangeError(topic_partition, position)
@@ -549,10 +549,10 @@ class InMemoryTransport:
         """See `Transport.truncations`; raises `ConnectError` while the broker is not available."""
         await self._request("log ranges")
         found: dict[TopicPartition, int | None] = {}
-        for name, committed in commits.items():
+        for name in commits:
             if name not in self._broker.leaderless:
                 log = self._broker.log(*name)
-                found[name] = log.parting(self._group.epochs.get(name, len(log.cuts)), committed.offset)
+                found[name] = log.parting(self._group.epochs.get(name, len(log.cuts)))
         return found
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:

@@ -373,14 +373,15 @@ async def test_the_backlog_counts_from_the_commit_within_the_log(monkeypatch: py
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        pytest.param(EpochEnd(5, 400), None, id="the log has everything"),
-        pytest.param(EpochEnd(5, 900), None, id="and more of that epoch"),
+        pytest.param(EpochEnd(5, 400), 400, id="the log has everything"),
+        pytest.param(EpochEnd(5, 900), 900, id="and more of that epoch"),
         pytest.param(EpochEnd(5, 300), 300, id="the epoch ends earlier"),
         pytest.param(EpochEnd(4, 250), 250, id="the log does not have the epoch"),
         pytest.param(None, None, id="the leader does not know"),
+        pytest.param(EpochEnd(6, 100), None, id="the leader answers about another epoch"),
     ],
 )
-async def test_a_committed_offset_parts_from_a_log_without_the_record_before_it(
+async def test_a_log_is_the_one_that_was_read_up_to_the_end_of_its_newest_epoch(
     end: EpochEnd | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[TopicPartition, int]] = []
@@ -399,6 +400,20 @@ async def test_a_committed_offset_parts_from_a_log_without_the_record_before_it(
     assert asked == [{ONE: 5}], "without an epoch, nobody can tell"
 
 
+async def test_a_partition_that_comes_back_keeps_the_leader_epoch_of_its_position() -> None:
+    """It may be beyond the commit, which then tells nothing about the log before it."""
+    member = Member(ONE)
+    member.offsets.stored = {ONE: CommittedOffset(300, 4, "")}
+    await member.transport.committed([ONE])
+    member.transport._fetcher.seek(ONE, 400, 5)
+
+    await member.transport.on_partitions_revoked(())
+    member.assign(ONE)
+    member.transport.seek(ONE, 400)
+
+    assert member.transport._fetcher.epoch_at(ONE, 400) == 5
+
+
 async def test_the_leader_epoch_travels_with_the_offset() -> None:
     member = Member(ONE)
     member.offsets.stored = {ONE: CommittedOffset(400, 5, "")}
@@ -409,4 +424,7 @@ async def test_the_leader_epoch_travels_with_the_offset() -> None:
     member.transport.seek(ONE, 399)
     await member.commit(offsets={ONE: Committed(399, "")})
 
-    assert [committed[ONE].epoch for committed, _ in member.commits] == [5, -1]
+    member.transport.seek(ONE, 500)
+    await member.commit(offsets={ONE: Committed(500, "")})
+
+    assert [committed[ONE].epoch for committed, _ in member.commits] == [5, 5, -1], "nobody has read up to 500"

@@ -485,6 +485,68 @@ def test_a_log_that_lost_what_was_read_is_noticed(appended: int, seed: int | Non
     scenario(test, brokers=2, seed=seed)
 
 
+def test_an_epoch_that_is_not_in_the_log_any_more_is_not_a_loss() -> None:
+    """Compaction may have removed all its records; a seek to the same position would not help."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.epoch = 1
+        log.append(b"a")
+        log.append(b"b")
+        log.epoch = 5
+        log.append(b"c")
+        reader.begin(ONE, at=2, epoch=3)
+        await reader.read(ONE, b"c")
+        assert not reader.faults
+
+    scenario(test)
+
+
+def test_the_newest_epoch_that_was_read_is_known_also_after_a_seek_back() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.lead(1)
+        log.append(b"b")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", b"b")
+        assert reader.fetcher.newest_epoch(ONE) == 1
+        reader.fetcher.seek(ONE, 1, 0)
+        assert reader.fetcher.newest_epoch(ONE) == 1
+        reader.fetcher.seek(ONE, 2)
+        assert reader.fetcher.newest_epoch(ONE) == -1, "not from there"
+        log.append(b"c")
+        await reader.read(ONE, b"c")
+        assert reader.fetcher.newest_epoch(ONE) == 1
+        model.create("orders")
+        assert isinstance((await reader.fault()).error, TopicRecreatedError)
+        reader.fetcher.seek(ONE, 0)
+        assert reader.fetcher.newest_epoch(ONE) == -1
+
+    scenario(test)
+
+
+def test_a_seek_beyond_what_was_read_does_not_claim_an_epoch() -> None:
+    """The records in between may be of another leader, and nothing is lost then."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        reader.fetcher.pause([ONE])
+        log.lead(1)
+        log.append(b"b")
+        log.append(b"c")
+        assert [reader.fetcher.epoch_at(ONE, offset) for offset in (0, 1, 2)] == [-1, 0, -1]
+        reader.fetcher.seek(ONE, 2, reader.fetcher.epoch_at(ONE, 2))
+        reader.fetcher.resume([ONE])
+        await reader.read(ONE, b"c")
+        assert not reader.faults
+
+    scenario(test)
+
+
 # Topics that are created again ------------------------------------------------------------
 
 

@@ -78,9 +78,14 @@ class Brokers:
     def __init__(self, described: Any) -> None:
         self.described = described
         self.is_silent = False
+        self.forgotten: list[int] = []
+        """Brokers that do not coordinate the group any more, as far as we know."""
 
     async def coordinator(self, _kind: object, _group: str) -> int:
         return 1
+
+    def forget_coordinator(self, _kind: object, _group: str, node: int) -> None:
+        self.forgotten.append(node)
 
     async def ask(self, _node: int, _request: object, **_options: object) -> Any:
         if self.is_silent:
@@ -269,3 +274,4 @@ async def test_a_silent_coordinator_is_not_waited_for() -> None:
     await asyncio.wait_for(group.join(), 5)
 
     assert [member_id for member_id, _ in group.joined] == ["", "us again"]
+    assert group.brokers.forgotten == [1], "another broker may coordinate the group by now"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.errors import ClientLostError, CommitRefusedError, TransportError
 from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.kafka.wire.codes import error_for
@@ -192,6 +192,17 @@ async def test_a_member_whose_transaction_stays_undecided_ends(error: TransportE
     assert member.consumer.released.is_set()
     assert member.transport._failure is not None
     with pytest.raises(TransportError):
+        await member.transport.poll(lambda _: Allowance(1, 1), 0)
+
+
+async def test_a_member_whose_metadata_nobody_keeps_up_to_date_ends() -> None:
+    member = Member()
+    member.transport._cluster.start()
+    for task in asyncio.all_tasks():
+        if task.get_name() == "metadata of a Kafka cluster":
+            task.cancel()
+    await asyncio.sleep(0.01)
+    with pytest.raises(ClientLostError):
         await member.transport.poll(lambda _: Allowance(1, 1), 0)
 
 
