@@ -441,8 +441,18 @@ class KafkaTransport(ABC):
             f"return the ends of leader epochs of {named(epochs)}",
         )
         for name, end in ends.items():
-            found[name] = None if end is None or end.epoch > epochs[name] else end.end
+            is_known = end is not None and end.epoch <= epochs[name] and self._was_elected_since(name, epochs[name])
+            found[name] = end.end if end is not None and is_known else None
         return found
+
+    def _was_elected_since(self, topic_partition: TopicPartition, epoch: int) -> bool:
+        """Return whether a leader was elected after an epoch, as far as brokers that have accepted our epoch know.
+
+        Only an election can lose records. Without one, a log that is too short is another one: its topic was created
+        again, and its first records are new to the group.
+        """
+        leader = self._cluster.metadata.leader(topic_partition)
+        return leader is None or leader.epoch == UNKNOWN or leader.epoch > epoch
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""

@@ -17,6 +17,7 @@ from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.offsets import Member as CommittingMember
 from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.errors import ConnectionLostError
+from aioshard.kafka.wire.metadata import Leader
 from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
@@ -398,6 +399,25 @@ async def test_a_log_is_the_one_that_was_read_up_to_the_end_of_its_newest_epoch(
 
     assert await member.transport.truncations(commits) == {ONE: expected, TWO: None}
     assert asked == [{ONE: 5}], "without an epoch, nobody can tell"
+
+
+@pytest.mark.parametrize(("leader_epoch", "expected"), [(5, None), (4, None), (6, 300), (-1, 300)])
+async def test_only_an_election_loses_records(
+    leader_epoch: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, a log that is too short is that of a topic that was created again: all of it is new to the group."""
+
+    async def epoch_ends(_: object, epochs: dict[TopicPartition, int], __: float) -> Any:
+        return dict.fromkeys(epochs, EpochEnd(5, 300))
+
+    monkeypatch.setattr(common, "epoch_ends", epoch_ends)
+    member = Member(ONE)
+    member.offsets.stored = {ONE: CommittedOffset(400, 5, "")}
+    await member.transport.committed([ONE])
+    metadata = SimpleNamespace(leader=lambda _: Leader(1, leader_epoch))
+    monkeypatch.setattr(member.transport._cluster, "metadata", metadata)
+
+    assert await member.transport.truncations({ONE: Committed(400, "")}) == {ONE: expected}
 
 
 async def test_a_partition_that_comes_back_keeps_the_leader_epoch_of_its_position() -> None:
