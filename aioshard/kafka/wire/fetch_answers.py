@@ -1,9 +1,8 @@
-"""Decide what a broker's answer about one partition means: for fetches, and for the ends of leader epochs (KIP-320).
+"""Decide what a broker's answer to a fetch means for one partition.
 
 Nothing here waits, sends or keeps a position: each function takes an answer and returns a decision.
 """
 
-import uuid
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -25,7 +24,7 @@ _DAMAGED: Final = {
 }
 _MOVED: Final = frozenset({3, 5, 6, 9, 56, _OLD_LEADER_EPOCH, 100, 103})
 """The topic is unknown, the leader or the replica has moved, its disk has failed, we know an older leader, or the topic
-has another id (see `decide_topic_id`)."""
+has another id."""
 _NAMES_LEADER: Final = frozenset({6, _OLD_LEADER_EPOCH})
 """The errors with which brokers name the new leader (KIP-951)."""
 
@@ -120,8 +119,6 @@ class Retry(NamedTuple):
     code: int
     leader: LeaderHint | None = None
     """The leader to ask immediately, while the metadata is refreshed."""
-    validate: bool = False
-    """Whether to validate the position before the next fetch, since the leader epoch has changed."""
 
 
 class OutOfRange(NamedTuple):
@@ -137,28 +134,8 @@ class Faulted(NamedTuple):
     code: int
 
 
-class Valid(NamedTuple):
-    """The log is still the one that was read."""
-
-
-class Unvalidated(NamedTuple):
-    """The broker does not know the epoch any more. Nothing is proven: keep the position if the log has it, say so."""
-
-
-class Outdated(NamedTuple):
-    """The position has changed since it was asked about."""
-
-
-class Recreated(NamedTuple):
-    """The topic was deleted and created again."""
-
-    old: uuid.UUID
-    new: uuid.UUID
-
-
 FetchDecision = Deliver | Redirect | Diverged | Retry | OutOfRange | Faulted
 """Each but the first two ends the use of a nearest replica: the next fetch goes to the leader."""
-EpochDecision = Valid | Unvalidated | Outdated | Diverged | Retry | Faulted
 
 
 # Fetch ------------------------------------------------------------------------------------
@@ -237,50 +214,6 @@ def _decide_success(
     )
 
 
-def decide_topic_id(code: int, sent: uuid.UUID, now: uuid.UUID | None) -> Retry | Recreated:
-    """Decide what a refused topic id means after the metadata was refreshed.
-
-    Args:
-        code: The error code.
-        sent: The id in the request.
-        now: The id of the topic of this name; None if the topic is unknown now.
-    """
-    if now is None:
-        return Retry(Step.METADATA, code)
-    return Retry(Step.WAIT, code) if now == sent else Recreated(sent, now)
-
-
-# Epoch ends -------------------------------------------------------------------------------
-
-
-def decide_epoch_end(
-    topic_partition: TopicPartition,
-    part: Any,
-    asked: InFlight,
-    now: InFlight | None,
-    *,
-    read: Iterable[EpochStart] = (),
-) -> EpochDecision:
-    """Decide what the part of an OffsetForLeaderEpoch response about a partition means.
-
-    Args:
-        topic_partition: The partition.
-        part: Its part of the decoded response.
-        asked: The partition when the request was sent. The request names its `fetched_epoch`.
-        now: The partition now; None if it is not ours any more.
-        read: The leader epochs of the records that were read.
-    """
-    if not belongs(asked, now):
-        return Outdated()
-    if part.error:
-        return _decide_error(topic_partition, part.error, asked.offset)
-    position = Position(asked.offset, asked.fetched_epoch)
-    diverged = _compare(position, part.epoch, part.end, read)
-    if diverged is None:
-        return Unvalidated()
-    return Valid() if diverged.position == position else diverged
-
-
 def _compare(position: Position, epoch: int, end: int, read: Iterable[EpochStart]) -> Diverged | None:
     """Compare a position with the end of its epoch, or of the largest epoch below, in the leader's log.
 
@@ -294,16 +227,13 @@ def _compare(position: Position, epoch: int, end: int, read: Iterable[EpochStart
     return Diverged(target, lost_until, epoch == position.epoch)
 
 
-# Both -------------------------------------------------------------------------------------
-
-
 def _decide_error(
     topic_partition: TopicPartition, code: int, offset: int, leader: LeaderHint | None = None
 ) -> Retry | Faulted:
     if code == _TOPIC_DENIED:
         return Faulted(fetch_error(Cause(code, "TOPIC_AUTHORIZATION_FAILED"), topic_partition, offset), code)
     if code in _MOVED:
-        return Retry(Step.METADATA, code, leader, validate=code == _OLD_LEADER_EPOCH)
+        return Retry(Step.METADATA, code, leader)
     return Retry(Step.WAIT, code)
 
 

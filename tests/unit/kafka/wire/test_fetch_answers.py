@@ -12,28 +12,21 @@ from aioshard.kafka.wire.epochs import EpochStart, Position
 from aioshard.kafka.wire.fetch_answers import (
     Deliver,
     Diverged,
-    EpochDecision,
     Faulted,
     FetchDecision,
     InFlight,
     LeaderHint,
-    Outdated,
     OutOfRange,
-    Recreated,
     Redirect,
     Retry,
     Standstill,
     Step,
-    Unvalidated,
-    Valid,
     belongs,
-    decide_epoch_end,
     decide_fetch,
-    decide_topic_id,
 )
 from aioshard.kafka.wire.fetch_session import PartitionRequest
 from aioshard.kafka.wire.notation import Api
-from aioshard.kafka.wire.requests import FETCH, OFFSET_FOR_LEADER_EPOCH
+from aioshard.kafka.wire.requests import FETCH
 from aioshard.records import TopicPartition
 
 HERE = TopicPartition("topic", 3)
@@ -101,7 +94,7 @@ def test_every_code_of_a_fetch(code: int, fetched_epoch: int, node: int) -> None
         assert isinstance(decision.error, AuthorizationError if code == 29 else CorruptRecordError)
         assert ("'topic'" if code == 29 else "offset 50 of topic/3") in str(decision.error)
     elif code in METADATA:
-        assert decision == Retry(Step.METADATA, code, validate=code == 74)
+        assert decision == Retry(Step.METADATA, code)
     else:
         assert decision == Retry(Step.WAIT, code)
 
@@ -218,16 +211,6 @@ def test_a_diverging_epoch_always_leads_elsewhere_and_never_forward(
         assert decision == Retry(Step.WITHOUT_EPOCH, 0)
 
 
-# Topic ids --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", [100, 103])
-def test_a_refused_topic_id_is_a_new_topic_only_if_the_metadata_say_so(code: int) -> None:
-    assert decide_topic_id(code, ID, ID) == Retry(Step.WAIT, code)
-    assert decide_topic_id(code, ID, None) == Retry(Step.METADATA, code)
-    assert decide_topic_id(code, ID, uuid.UUID(int=2)) == Recreated(ID, uuid.UUID(int=2))
-
-
 # Late answers -----------------------------------------------------------------------------
 
 SENT = InFlight(ownership=3, offset=50, fetched_epoch=4, leader_epoch=5, session=2)
@@ -240,68 +223,6 @@ def test_an_answer_does_not_belong_to_a_partition_that_has_changed(changed: str)
     assert not belongs(now, SENT)
     assert not belongs(SENT, None)
     assert belongs(SENT, InFlight(*SENT))
-
-
-# Ends of epochs ---------------------------------------------------------------------------
-
-
-def epoch_end(epoch: int, end: int, error: int = 0) -> Any:
-    fields = {"error": error, "partition": 3, "epoch": epoch, "end": end}
-    response = {"throttle_ms": 0, "topics": [{"topic": "topic", "partitions": [fields]}]}
-    return encoded(OFFSET_FOR_LEADER_EPOCH, 4, response).topics[0].partitions[0]
-
-
-def validated(answer: Any, *, now: InFlight | None = SENT, read: list[EpochStart] | None = None) -> EpochDecision:
-    return decide_epoch_end(HERE, answer, SENT, now, read=read or ())
-
-
-@pytest.mark.parametrize("code", [code for code in ALL_CODES if code])
-def test_every_error_code_of_an_epoch_end(code: int) -> None:
-    """No error ever resets a position."""
-    decision = validated(epoch_end(-1, -1, code))
-    if code == 29:
-        assert isinstance(decision, Faulted)
-        assert isinstance(decision.error, AuthorizationError)
-    elif code in METADATA:
-        assert decision == Retry(Step.METADATA, code, validate=code == 74)
-    else:
-        assert decision == Retry(Step.WAIT, code)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "end", "decision"),
-    [
-        (4, 51, Valid()),
-        (4, 50, Valid()),
-        (4, 49, Diverged(Position(49, 4), 50, proven=True)),
-        (4, 0, Diverged(Position(0, 4), 50, proven=True)),
-        (3, 51, Diverged(Position(50, 3), 50, proven=False)),
-        (3, 50, Diverged(Position(50, 3), 50, proven=False)),
-        (3, 49, Diverged(Position(49, 3), 50, proven=False)),
-        (4, -1, Unvalidated()),
-        (-1, 49, Unvalidated()),
-        (-1, -1, Unvalidated()),
-        (5, 49, Unvalidated()),
-    ],
-)
-def test_only_an_end_before_the_position_proves_a_loss(epoch: int, end: int, decision: EpochDecision) -> None:
-    assert validated(epoch_end(epoch, end)) == decision
-
-
-def test_a_log_without_the_epoch_is_read_from_its_start() -> None:
-    """The leader wrote more records into an older epoch than we have read of it; or compaction removed the epoch."""
-    read = [EpochStart(0, 3), EpochStart(30, 4)]
-    assert validated(epoch_end(3, 45), read=read) == Diverged(Position(30, 3), 50, proven=False)
-    assert validated(epoch_end(3, 60), read=read) == Diverged(Position(30, 3), 30, proven=False), (
-        "not proven to be lost"
-    )
-
-
-@pytest.mark.parametrize("answer", [epoch_end(4, 10), epoch_end(-1, -1, 74), epoch_end(4, 80)])
-@pytest.mark.parametrize("changed", [*InFlight._fields, None])
-def test_a_late_validation_decides_nothing(answer: Any, changed: str | None) -> None:
-    now = SENT._replace(**{changed: getattr(SENT, changed) + 1}) if changed else None
-    assert validated(answer, now=now) == Outdated()
 
 
 # Standstill -------------------------------------------------------------------------------
