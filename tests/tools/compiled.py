@@ -18,7 +18,8 @@ FAST_TESTS = [
     *("-m", "not chaos and not slow"),
     *(
         "tests/unit/core",
-        "tests/unit/kafka/test_decoding.py",
+        "tests/unit/kafka/test_fetched_records.py",
+        "tests/unit/kafka/wire/test_records.py",
         "tests/unit/test_compiled.py",
         "tests/unit/properties",
         "tests/engine",
