@@ -144,6 +144,7 @@ async def test_brokers_decide_a_transaction_that_fails_or_times_out(is_stored: b
         assert values(client, "out") == {b"%d" % number: 1 for number in range(5)}
         assert is_stored or runs > 5
         assert app.statistics().commit_failures == 1
+        await until(lambda: [one.committed for one in app.statistics().partitions if one.partition == 0] == [5])
 
 
 async def test_a_refused_transaction_is_resent_without_rerunning_handlers() -> None:
