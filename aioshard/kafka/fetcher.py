@@ -172,7 +172,7 @@ class _Broker:
     granted: int = 0
     """Bytes that the response to the fetch in flight may have."""
     planned: "_Planned | None" = None
-    """What to ask for, as last decided."""
+    """The parts of its next fetch, as last decided."""
     delivered_after: int = -1
     """The `take` after which it last returned records."""
     is_held: bool = False
@@ -201,7 +201,7 @@ class _Sent(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """What to ask a broker for; it holds as long as no partition changes."""
+    """The parts of a fetch from one broker; they hold as long as no partition changes."""
 
     changes: int
     """The number of changes of partitions before it."""
@@ -818,6 +818,7 @@ class Fetcher:
             self._fail(partition, decision.error)
 
     def _diverge(self, partition: _Partition, decision: Diverged) -> None:
+        """Act on a log that may differ from the one that was read."""
         # 1. It has all records before the position, as far as anybody can tell, but not their epoch: compaction may
         # have removed the others. With the same epoch, the answer would be the same again and again.
         if partition.position is not None and decision.position.offset == partition.position.offset:

@@ -270,11 +270,7 @@ async def log_ranges(
     Raises:
         WireError: A broker refused, for good.
     """
-    try:
-        async with asyncio.timeout(patience):
-            await _look_up_leaders(cluster, partitions)
-    except (TimeoutError, WireError) as error:
-        logger.debug("the leaders of some partitions are unknown: %s", error)
+    await _try_to_look_up_leaders(cluster, partitions, patience)
 
     async def ranges_at(leader: int, led: Sequence[TopicPartition]) -> Answers[LogRange]:
         try:
@@ -386,11 +382,7 @@ async def epoch_ends(
     Raises:
         WireError: A broker refused, for good.
     """
-    try:
-        async with asyncio.timeout(patience):
-            await _look_up_leaders(cluster, epochs)
-    except (TimeoutError, WireError) as error:
-        logger.debug("the leaders of some partitions are unknown: %s", error)
+    await _try_to_look_up_leaders(cluster, epochs, patience)
 
     async def ends_at(leader: int, led: Sequence[TopicPartition]) -> Answers[EpochEnd | None]:
         request = OFFSET_FOR_LEADER_EPOCH(
@@ -420,6 +412,15 @@ async def _look_up_leaders(cluster: Cluster, partitions: Iterable[TopicPartition
     unknown = {partition.topic for partition in partitions if cluster.metadata.leader(partition) is None}
     if unknown:
         await cluster.look_up(unknown)
+
+
+async def _try_to_look_up_leaders(cluster: Cluster, partitions: Iterable[TopicPartition], patience: float) -> None:
+    """Look up leaders for *patience* seconds; partitions whose leader stays unknown get no answer."""
+    try:
+        async with asyncio.timeout(patience):
+            await _look_up_leaders(cluster, partitions)
+    except (TimeoutError, WireError) as error:
+        logger.debug("the leaders of some partitions are unknown: %s", error)
 
 
 async def _ask_leaders(

@@ -35,7 +35,7 @@ from aioshard.kafka.wire.epochs import UNKNOWN
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.metadata import PartitionMetadata
 from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
-from aioshard.kafka.wire.responses import CommittedOffset
+from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
 from aioshard.kafka.wire.start import new_cluster, reach
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -67,7 +67,7 @@ _NO_TOPIC = frozenset({3, 17})
 
 
 class KafkaTransport(ABC):
-    """The common part of the transports of both client libraries: its queries go through aiokafka.
+    """The common part of the members of Kafka groups: queries, commits without a member, and the life cycle.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. With manual
     assignment (`assign`), it never joins the group: it takes its partitions at the start and keeps them until closed.
@@ -441,9 +441,19 @@ class KafkaTransport(ABC):
             f"return the ends of leader epochs of {named(epochs)}",
         )
         for name, end in ends.items():
-            is_known = end is not None and end.epoch <= epochs[name] and self._was_elected_since(name, epochs[name])
-            found[name] = end.end if end is not None and is_known else None
+            found[name] = self._parting(name, epochs[name], end)
         return found
+
+    def _parting(self, topic_partition: TopicPartition, epoch: int, end: EpochEnd | None) -> int | None:
+        """Return where a log parts from the one that was read up to an epoch; None if nobody can tell."""
+        # 1. The leader has no history of the epoch, or answers about another one.
+        if end is None or end.epoch > epoch:
+            return None
+        # 2. It is another log, and all of it is new to the group.
+        if not self._was_elected_since(topic_partition, epoch):
+            return None
+        # 3. It is the same log up to the end of the epoch.
+        return end.end
 
     def _was_elected_since(self, topic_partition: TopicPartition, epoch: int) -> bool:
         """Return whether a leader was elected after an epoch, as far as brokers that have accepted our epoch know.

@@ -40,6 +40,19 @@ class Election:
         await self.brokers.produce(self.topic, [(value, value) for value in values])
         return set(values)
 
+    async def until_committed(self, app: App, offset: int) -> None:
+        """Return when everything before an offset is done and committed."""
+        await until(lambda: app.statistics().partitions[0].committed == offset, app.explain, timeout=60)
+
+    async def read_all(self, app: App) -> set[bytes]:
+        """Let an app read the records that both replicas have, and those that only the leader gets; return them."""
+        kept = await self.publish("kept", READ)
+        await self.until_committed(app, READ)
+        await self.brokers.stop(2)
+        lost = await self.publish("lost", LOST)
+        await self.until_committed(app, READ + LOST)
+        return kept | lost
+
     async def elect(self) -> None:
         """Let the replica that is behind lead; the other one is gone."""
         await self.brokers.kill(1)
@@ -57,47 +70,33 @@ async def election(brokers: ThreeBrokers, topic: str, group: str) -> Election:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("written", [20, pytest.param(200, marks=pytest.mark.chaos)], ids=["shorter", "longer"])
 async def test_a_running_app_goes_on_where_the_log_parts(election: Election, written: int) -> None:
-    brokers = election.brokers
     app = election.app()
     async with app:
-        kept = await election.publish("kept", READ)
-        await until(lambda: kept <= election.ran.keys(), app.explain)
-        await brokers.stop(2)
-        lost = await election.publish("lost", LOST)
-        await until(lambda: lost <= election.ran.keys(), app.explain)
-        await until(lambda: app.statistics().partitions[0].committed == READ + LOST, app.explain)
+        before = await election.read_all(app)
 
         await election.elect()
         new = await election.publish("new", written)
 
-        await until(lambda: new <= election.ran.keys(), app.explain, timeout=60)
-        await until(lambda: app.statistics().partitions[0].committed == READ + written, app.explain, timeout=60)
+        await election.until_committed(app, READ + written)
         assert app.statistics().lost_offsets == LOST
     assert set(election.ran.values()) == {1}
-    assert election.ran.keys() == kept | lost | new
+    assert election.ran.keys() == before | new
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("written", [pytest.param(20, marks=pytest.mark.chaos), 200], ids=["shorter", "longer"])
 async def test_an_app_that_starts_goes_on_where_the_log_parts(election: Election, written: int) -> None:
     """Nobody reads meanwhile: the leader epoch beside the committed offset tells."""
-    brokers = election.brokers
     app = election.app()
     async with app:
-        kept = await election.publish("kept", READ)
-        await until(lambda: kept <= election.ran.keys(), app.explain)
-        await brokers.stop(2)
-        lost = await election.publish("lost", LOST)
-        await until(lambda: lost <= election.ran.keys(), app.explain)
-        await until(lambda: app.statistics().partitions[0].committed == READ + LOST, app.explain)
+        before = await election.read_all(app)
 
     await election.elect()
     new = await election.publish("new", written)
 
     app = election.app()
     async with app:
-        await until(lambda: new <= election.ran.keys(), app.explain, timeout=60)
-        await until(lambda: app.statistics().partitions[0].committed == READ + written, app.explain, timeout=60)
+        await election.until_committed(app, READ + written)
         assert app.statistics().lost_offsets == LOST
     assert set(election.ran.values()) == {1}
-    assert election.ran.keys() == kept | lost | new
+    assert election.ran.keys() == before | new

@@ -35,11 +35,11 @@ _BACKLOG_TIMEOUT = 0.5
 
 
 class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ignore[misc]
-    """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
+    """A member of a consumer group; implements `aioshard.ports.Transport`. aiokafka 0.14 keeps the membership.
 
     Invariants:
-        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while
-          the group rebalances.
+        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while the engine
+          releases it.
         * The client never chooses or resets a position, never commits on its own, and never leaves
           the group because nobody polls.
     """
@@ -146,7 +146,8 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         seen = False
         while True:
             await asyncio.sleep(self._settings.balance_interval)
-            assignor, before = internals.assignor, seen
+            assignor = internals.assignor
+            before = seen
             seen = assignor.leads and assignor.would_pay(await self._backlogs(internals))
             if before and seen:
                 logger.info("the members of group %r have unequal backlogs: requesting a rebalance", self._group_id)
