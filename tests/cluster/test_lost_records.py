@@ -42,7 +42,7 @@ class Election:
 
     async def until_committed(self, app: App, offset: int) -> None:
         """Return when everything before an offset is done and committed."""
-        await until(lambda: app.statistics().partitions[0].committed == offset, app.explain, timeout=60)
+        await until(lambda: [one.committed for one in app.statistics().partitions] == [offset], app.explain, timeout=60)
 
     async def read_all(self, app: App) -> set[bytes]:
         """Let an app read the records that both replicas have, and those that only the leader gets; return them."""
