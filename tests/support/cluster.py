@@ -11,7 +11,13 @@ from typing import Any, Literal
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
-from aiokafka.errors import GroupLoadInProgressError, KafkaError, NotCoordinatorForGroupError, for_code
+from aiokafka.errors import (
+    GroupLoadInProgressError,
+    InvalidReplicationFactorError,
+    KafkaError,
+    NotCoordinatorForGroupError,
+    for_code,
+)
 from aiokafka.partitioner import DefaultPartitioner
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.structs import OffsetAndMetadata
@@ -76,7 +82,7 @@ class KafkaCluster:
             partitions = len(assignment)
             topic = NewTopic(name, -1, -1, assignment, dict(config or {}))
         async with self._admin() as admin:
-            _raise_first_error((await admin.create_topics([topic])).topic_errors)
+            await _create(admin, topic)
             await self._until_led(admin, name, partitions)
 
     async def delete_topic(self, name: str) -> None:
@@ -250,6 +256,8 @@ class KafkaCluster:
         async with asyncio.timeout(DEADLINE):
             try:
                 await admin.start()
+                while not await _names_controller(admin):
+                    await asyncio.sleep(POLL_INTERVAL)
                 yield admin
             finally:
                 await admin.close()
@@ -353,6 +361,24 @@ async def committed_offsets(admin: Any, group: str) -> dict[TopicPartition, Offs
         for topic, partitions in answer.topics
         for partition, offset, metadata, _ in partitions
     }
+
+
+async def _create(admin: Any, topic: NewTopic) -> None:
+    """Creates a topic as soon as the cluster has brokers for it: one that was frozen may be fenced for a moment."""
+    while True:
+        try:
+            _raise_first_error((await admin.create_topics([topic])).topic_errors)
+        except InvalidReplicationFactorError:
+            await asyncio.sleep(POLL_INTERVAL)
+        else:
+            return
+
+
+async def _names_controller(admin: Any) -> bool:
+    """Whether the cluster names a controller; one that was frozen names no broker until its heartbeats are back."""
+    if admin._client.cluster.controller is None:
+        await admin._client.force_metadata_update()
+    return admin._client.cluster.controller is not None
 
 
 async def is_ready(bootstrap: str, **login: Any) -> bool:
