@@ -310,7 +310,8 @@ class Committer:
                 if not self._failing:
                     self._failed_in_a_row = 0
                     self.trouble.end()
-                awaited += [partition.frontier() for partition in self._owned]
+                for partition in self._owned:
+                    partition.wake(self._waiter)
                 timeout = self._seconds_to_next_check()
             crowding = self._crowding()
             if crowding is not None:

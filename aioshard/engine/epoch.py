@@ -326,7 +326,7 @@ class Epoch:
 
     __slots__ = (
         "_buffer",
-        "_frontier",
+        "_waiter",
         "buffered_bytes",
         "counts",
         "drained",
@@ -398,7 +398,8 @@ class Epoch:
         """Called with whether the probe was processed."""
         self.probe_room = 0
         """How many more records a paused partition takes in, to have a probe among them that has not failed yet."""
-        self._frontier: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        """See `wake`."""
         self._buffer = buffer
 
     @property
@@ -558,17 +559,16 @@ class Epoch:
             self._buffer.let_go(size)
 
     def _advanced(self) -> None:
-        if self._frontier is not None and not self._frontier.done():
-            self._frontier.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    def frontier(self) -> asyncio.Future[None]:
-        """A future that is done when the record that is now the oldest incomplete one completes.
+    def wake(self, waiter: asyncio.Future[None]) -> None:
+        """Resolve *waiter* when the record that is now the oldest incomplete one completes; it replaces the one before.
 
-        With nothing incomplete, it is done when the position moves. It costs one future per wait, not per record.
+        With nothing incomplete, it is resolved when the position moves. Any number of epochs may share one future.
         """
         self.tracker.watch()
-        self._frontier = asyncio.get_running_loop().create_future()
-        return self._frontier
+        self._waiter = waiter
 
     # The gate -----------------------------------------------------------------
 

@@ -256,7 +256,7 @@ class KafkaCluster:
         async with asyncio.timeout(DEADLINE):
             try:
                 await admin.start()
-                while not await _names_controller(admin):
+                while not await _names_controller(admin):  # noqa: ASYNC110  (a broker sends no event)
                     await asyncio.sleep(POLL_INTERVAL)
                 yield admin
             finally:
