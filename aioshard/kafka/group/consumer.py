@@ -201,8 +201,9 @@ class ConsumerMember:
 
         self._holdings = Holdings(self._new_id())
         self._owned_ids: dict[TopicPartition, TopicIdPartition] = {}
-        self._unheard: dict[TopicPartition, TopicIdPartition] = {}
-        """Released partitions of whose release the coordinator has not heard yet."""
+        self._owed: dict[TopicIdPartition, float] = {}
+        """Until when the coordinator waits to hear that we do not own what it has taken away. It counts until it hears
+        that, so a release alone does not help. Partitions without a name, which we never had, are among these."""
         self._names: dict[uuid.UUID, str] = {}
         self._target: TopicIdPartitions | None = None
         """The newest assignment of this life."""
@@ -331,7 +332,7 @@ class ConsumerMember:
             self._instance_id,
             topics=None if told.subscription.topics == topics else topics,
             pattern=None if told.subscription.pattern == pattern else pattern,
-            owned=None if told.owned == owned else owned,
+            owned=None if told.owned == owned and not self._has_to_acknowledge else owned,
         )
 
     # Answers --------------------------------------------------------------------------
@@ -369,14 +370,27 @@ class ConsumerMember:
         self._unanswered_since = None
         self._answered_at = request.sent_at
         self._told = self._told_by(request)
-        self._unheard = {at: by_id for at, by_id in self._unheard.items() if by_id in self._told.owned}
+        if request.owned is not None:
+            self._owed = {by_id: until for by_id, until in self._owed.items() if by_id in request.owned}
         if 0 < answer.interval < self._session:
             self._interval = answer.interval
         if answer.assignment is not None:
-            self._target = frozenset(at for at in answer.assignment if at.partition >= 0)
+            self._assign(answer.assignment, began + self._rebalance_timeout)
         self._recovered()
         self._reconcile(answer.epoch, began + self._rebalance_timeout)
-        self._due = now if self._is_urgent else max(now, request.sent_at + self._interval)
+        self._due = now if self._is_urgent or self._has_to_acknowledge else max(now, request.sent_at + self._interval)
+
+    def _assign(self, assignment: Collection[TopicIdPartition], deadline: float) -> None:
+        """Accept a new target."""
+        before = self._target or frozenset()
+        self._target = frozenset(by_id for by_id in assignment if by_id.partition >= 0)
+        for by_id in before - self._target:
+            self._owed.setdefault(by_id, deadline)
+
+    @property
+    def _has_to_acknowledge(self) -> bool:
+        """Whether the coordinator waits for a heartbeat that names what we own."""
+        return not self._owed.keys() <= set(self._owned_ids.values())
 
     def _told_by(self, request: Heartbeat) -> _Told:
         """Return what the coordinator knows after it has answered a request."""
@@ -401,7 +415,7 @@ class ConsumerMember:
         """Take what the newest assignment adds, and revoke what it does not contain any more."""
         target = self._target
         if target is None:
-            self._holdings.renew(epoch, self._end_of_certainty, unheard=self._unheard)
+            self._holdings.renew(epoch, self._end_of_certainty)
             return
         gained = self._gained(target)
         self._owned_ids |= gained
@@ -414,21 +428,20 @@ class ConsumerMember:
             assigned=assigned,
             revoked=leaving,
             deadline=deadline,
-            unheard=self._unheard,
         )
 
     def _extend(self) -> None:
         """Let the ownership end at another time."""
         if self._holdings.is_member:
-            self._holdings.renew(self.ownership.epoch, self._end_of_certainty, unheard=self._unheard)
+            self._holdings.renew(self.ownership.epoch, self._end_of_certainty)
 
     @property
     def _end_of_certainty(self) -> float:
         """When the coordinator may have removed us: an unanswered heartbeat may have begun a revocation."""
-        session_end = self._answered_at + self._session
-        if self._unanswered_since is None:
-            return session_end
-        return min(session_end, self._unanswered_since + self._rebalance_timeout)
+        ends = [self._answered_at + self._session, *self._owed.values()]
+        if self._unanswered_since is not None:
+            ends.append(self._unanswered_since + self._rebalance_timeout)
+        return min(ends)
 
     def _gained(self, target: TopicIdPartitions) -> dict[TopicPartition, TopicIdPartition]:
         """Return the partitions to take: those with a name, but no name that is owned still, under an older id."""
@@ -547,7 +560,7 @@ class ConsumerMember:
         self._holdings.lose(reason)
         self._holdings.identify(self._new_id())
         self._owned_ids.clear()
-        self._unheard.clear()
+        self._owed.clear()
         self._target = None
         self._told = None
         self._may_be_known = False
@@ -589,7 +602,7 @@ class ConsumerMember:
         """Give up revoked partitions, which nothing works on any more."""
         gone = self._holdings.release(life, partitions)
         for at in gone:
-            self._unheard[at] = self._owned_ids.pop(at)
+            del self._owned_ids[at]
         if gone:
             self.heartbeat_now(now)
 

@@ -212,8 +212,6 @@ class Holdings:
         self.ownership = Ownership(1, member_id, NOT_A_MEMBER, NO_PARTITIONS, -math.inf)
         self._session_end = -math.inf
         self._revoking: dict[TopicPartition, float] = {}
-        self._unheard: dict[TopicPartition, float] = {}
-        """The deadlines of released partitions, until the group has heard of the release: it counts until then."""
         self._has_assignment = False
         self._events: list[Event] = []
 
@@ -252,22 +250,19 @@ class Holdings:
         assigned: Partitions | None = None,
         revoked: Partitions = NO_PARTITIONS,
         deadline: float = math.inf,
-        unheard: Collection[TopicPartition] = (),
     ) -> None:
         """Accept the group's word that we are a member.
 
         Args:
             epoch: The member epoch or generation.
-            session_end: When the session ends without another answer.
+            session_end: When the group may remove us without another answer.
             assigned: New partitions; None if the group has not decided yet. Owned ones among them are ignored.
             revoked: Partitions to release; others than owned ones, and those already being revoked, are ignored.
             deadline: When the membership ends unless *revoked* are released.
-            unheard: Released partitions of whose release the group has not heard yet; their deadlines remain.
         """
         gained = NO_PARTITIONS if assigned is None else assigned - self.owned
         leaving = (revoked & self.owned) - self._revoking.keys()
         self._session_end = session_end
-        self._unheard = {at: until for at, until in self._unheard.items() if at in unheard}
         self._revoking.update(dict.fromkeys(leaving, deadline))
         self._replace(epoch=epoch, partitions=self.owned | gained)
         if leaving:
@@ -282,7 +277,7 @@ class Holdings:
             return NO_PARTITIONS
         gone = frozenset(partitions).intersection(self._revoking)
         for partition in gone:
-            self._unheard[partition] = self._revoking.pop(partition)
+            del self._revoking[partition]
         self._replace(partitions=self.owned - gone)
         return gone
 
@@ -291,7 +286,6 @@ class Holdings:
         lost = self.ownership
         self._session_end = -math.inf
         self._revoking.clear()
-        self._unheard.clear()
         self._has_assignment = False
         self.ownership = Ownership(lost.life + 1, lost.member_id, NOT_A_MEMBER, NO_PARTITIONS, -math.inf)
         if lost.partitions:
@@ -316,7 +310,7 @@ class Holdings:
             before.member_id if member_id is None else member_id,
             before.epoch if epoch is None else epoch,
             before.partitions if partitions is None else partitions,
-            min([self._session_end, *self._revoking.values(), *self._unheard.values()]),
+            min([self._session_end, *self._revoking.values()]),
         )
 
 

@@ -307,10 +307,10 @@ class World:
         """Lives through a history."""
         for _ in range(self.rng.randint(1, 3)):
             self.start()
-        when = 0.0
+        when = self.rng.expovariate(1 / 3)
         while when < FAULTS_END:
-            when += self.rng.expovariate(1 / 3)
             self.at(when, self.disturb)
+            when += self.rng.expovariate(1 / 3)
         self.at(FAULTS_END, self.calm_down)
         end = FAULTS_END + CALM + 3 * SESSION
         while self._queue and self._queue[0][0] <= end:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from aioshard.kafka.group.consumer import ConsumerMember, Heartbeat, HeartbeatAnswer
+from aioshard.kafka.group.consumer import ConsumerMember, Heartbeat, HeartbeatAnswer, TopicIdPartition
 from aioshard.kafka.group.member import Ownership
 from aioshard.records import TopicPartition
 from tests.simulation.seeds import with_seeds
@@ -101,7 +101,7 @@ class ForgetsTheDeadlineAtTheRelease(ConsumerMember):
 
     def released(self, life: int, partitions: Collection[TopicPartition], now: float) -> None:
         super().released(life, partitions, now)
-        self._unheard.clear()
+        self._owed.clear()
         self._extend()
 
 
@@ -124,7 +124,16 @@ class SkipsUnnamedPartitions(ConsumerMember):
             self._target = frozenset(self._owned_ids.values())
 
 
+class AcknowledgesOnlyWhatItHad(ConsumerMember):
+    """The coordinator also waits for partitions that had no name yet when it took them away again."""
+
+    def _assign(self, assignment: Collection[TopicIdPartition], deadline: float) -> None:
+        super()._assign(assignment, deadline)
+        self._owed = {by_id: until for by_id, until in self._owed.items() if by_id in self._owned_ids.values()}
+
+
 MISTAKES = [
+    AcknowledgesOnlyWhatItHad,
     KeepsPartitionsAfterFencing,
     CommitsWithAnOldEpoch,
     ForgetsAnUnansweredHeartbeat,

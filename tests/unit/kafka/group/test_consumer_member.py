@@ -587,6 +587,19 @@ def test_partitions_are_not_taken_after_a_missing_answer(code: int | None) -> No
     assert bench.owned == orders(0)
 
 
+def test_partitions_that_had_no_name_are_acknowledged_when_they_are_taken_away() -> None:
+    """Otherwise the coordinator waits for their release, and removes the member."""
+    bench = Bench(named=False, session=1000.0).join()
+    bench.answer(bench.request(), assignment=None)
+    bench.answer(sent := bench.request())
+    assert bench.member.ownership.alive_until == sent.sent_at + REBALANCE
+    acknowledgement = bench.request()
+    assert (acknowledgement.sent_at, acknowledgement.owned) == (sent.sent_at, frozenset())
+    bench.answer(acknowledgement, assignment=None, epoch=2)
+    assert bench.member.ownership.alive_until > 1000.0
+    assert bench.request().owned is None
+
+
 def test_unnamed_topics_of_an_earlier_life_are_forgotten() -> None:
     bench = Bench(named=False).join()
     bench.refuse(bench.request(), 25)
