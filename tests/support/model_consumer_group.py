@@ -10,7 +10,7 @@ import re
 import uuid
 from dataclasses import dataclass, field
 
-from aioshard.kafka.group.consumer import Heartbeat, HeartbeatAnswer, TopicIdPartition
+from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, TopicIdPartition
 
 Owned = frozenset[TopicIdPartition]
 

@@ -18,6 +18,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from aioshard.kafka.group.consumer_messages import (
+    JOIN_EPOCH,
+    LEAVE_EPOCH,
+    STATIC_LEAVE_EPOCH,
+    Heartbeat,
+    HeartbeatAnswer,
+    TopicIdPartition,
+    TopicIdPartitions,
+)
 from aioshard.kafka.group.member import (
     COORDINATOR_MOVED,
     Backoff,
@@ -32,20 +41,6 @@ from aioshard.kafka.group.member import (
 )
 from aioshard.records import TopicPartition
 
-
-class TopicIdPartition(NamedTuple):
-    """A partition of a topic by the topic's id, as heartbeats name it."""
-
-    topic_id: uuid.UUID
-    partition: int
-
-
-TopicIdPartitions = frozenset[TopicIdPartition]
-
-JOIN_EPOCH: Final = 0
-LEAVE_EPOCH: Final = -1
-STATIC_LEAVE_EPOCH: Final = -2
-"""Keeps the partitions of a static member for a session: its next process gets them."""
 NO_ANSWER: Final = "no answer from the coordinator of the group"
 
 _LATER: Final = frozenset({*COORDINATOR_MOVED, Code.COORDINATOR_LOAD_IN_PROGRESS, -1})
@@ -71,39 +66,6 @@ _MOST_REFUSED_JOINS: Final = 3
 _INSTANCE_MARGIN: Final = 5.0
 """Seconds beyond a session to wait for a static member that has died."""
 _FULL_GROUP_PAUSES: Final = (5.0, 30.0)
-
-
-# Messages ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Heartbeat:
-    """A request. None means that nothing has changed since the last answered one."""
-
-    life: int
-    sent_at: float
-    member_id: str
-    epoch: int
-    instance_id: str | None = None
-    rack: str | None = None
-    rebalance_timeout: float | None = None
-    topics: tuple[str, ...] | None = None
-    pattern: str | None = None
-    assignor: str | None = None
-    owned: TopicIdPartitions | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatAnswer:
-    """The response to a heartbeat."""
-
-    error: int
-    message: str = ""
-    epoch: int = 0
-    interval: float = 0.0
-    """Seconds between two heartbeats."""
-    assignment: Collection[TopicIdPartition] | None = None
-    """None if it has not changed."""
 
 
 class _Subscription(NamedTuple):

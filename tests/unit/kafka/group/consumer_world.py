@@ -13,7 +13,8 @@ import random
 import uuid
 from collections.abc import Callable
 
-from aioshard.kafka.group.consumer import ConsumerMember, Heartbeat, HeartbeatAnswer, TopicIdPartition
+from aioshard.kafka.group.consumer import ConsumerMember
+from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, TopicIdPartition
 from aioshard.kafka.group.member import Assigned, Ended, Event, Lost, Refused, Revoked, Troubled
 from aioshard.records import TopicPartition
 from tests.support.model_consumer_group import ModelConsumerGroup

@@ -8,7 +8,8 @@ from uuid import UUID
 
 import pytest
 
-from aioshard.kafka.group.consumer import ConsumerMember, Heartbeat, HeartbeatAnswer, TopicIdPartition
+from aioshard.kafka.group.consumer import ConsumerMember
+from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, TopicIdPartition
 from aioshard.kafka.group.member import Ownership
 from aioshard.records import TopicPartition
 from tests.simulation.seeds import with_seeds

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from aioshard.kafka.group.consumer import ConsumerMember, Heartbeat, HeartbeatAnswer, TopicIdPartition, joined_patterns
+from aioshard.kafka.group.consumer import ConsumerMember, joined_patterns
+from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, TopicIdPartition
 from aioshard.kafka.group.member import (
     NOT_A_MEMBER,
     Assigned,
