@@ -1,13 +1,13 @@
 """A member of a group of the consumer protocol (KIP-848), as a state machine.
 
-The member says in heartbeats what it owns, and the coordinator answers with what it shall own. A partition that is
+The member names its partitions in heartbeats, and the coordinator answers with the assignment. A partition that is
 missing in the answer is revoked; the coordinator gives it to another member once a heartbeat does not name it any more.
 
     poll      a heartbeat: everything, if the coordinator may not know it; else what has changed since the last answer
     answered  a new epoch and assignment; or an error, see `ConsumerMember._refused`
     failed    the coordinator may have handled the heartbeat: the next one says everything
 
-Each membership, a life, has a member id of its own: a request that arrives late cannot touch a later life. An id that
+Each membership, a life, has a new member id: a request that arrives late cannot touch a later life. An id that
 the coordinator may still know after its life is a *ghost*: it has to leave before we join again.
 """
 
@@ -74,7 +74,7 @@ class _Subscription(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What the coordinator knows of us."""
+    """The coordinator's knowledge of us."""
 
     subscription: _Subscription
     owned: TopicIdPartitions
@@ -92,7 +92,7 @@ class _Ghost:
 
 
 class _Goal(enum.Enum):
-    """What we do once there is no ghost."""
+    """The next step, after all ghosts have left."""
 
     JOIN = enum.auto()
     STAY_AWAY = enum.auto()
@@ -313,15 +313,16 @@ class ConsumerMember:
             else:
                 self._accept(request, answer, now)
 
-    def failed(self, request: Heartbeat, now: float) -> None:
+    def failed(self, request: Heartbeat, now: float, why: str = NO_ANSWER) -> None:
         """Accept that a request has no response; the coordinator may have handled it."""
         if request is self._leave_in_flight:
             self._leave_in_flight = None
-            self._try_later(now, None, NO_ANSWER, coordinator_moved=True)
         elif request is self._in_flight:
             self._in_flight = None
             self._unknown_outcome(request, now)
-            self._try_later(now, None, NO_ANSWER, coordinator_moved=True)
+        else:
+            return
+        self._try_later(now, None, why, coordinator_moved=True)
 
     def _unknown_outcome(self, request: Heartbeat, now: float) -> None:
         if request.epoch == JOIN_EPOCH:
@@ -553,7 +554,7 @@ class ConsumerMember:
         self._end_if_left()
 
     def _end_if_left(self) -> None:
-        """Say the last word once there is nothing left to leave."""
+        """Say the last word after the leave."""
         if self._goal is _Goal.END and self._ghost is None and not self._ended:
             self._ended = True
             self._holdings.tell(self._last_word)
@@ -569,7 +570,7 @@ class ConsumerMember:
             self.heartbeat_now(now)
 
     def subscribe(self, topics: Collection[str], patterns: Collection[str], now: float) -> None:
-        """Subscribe to other topics; the group then assigns anew."""
+        """Subscribe to other topics; the group then rebalances."""
         self._subscription = _Subscription(tuple(sorted(topics)), joined_patterns(patterns))
         self.heartbeat_now(now)
 
