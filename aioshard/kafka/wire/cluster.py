@@ -258,6 +258,17 @@ class Cluster:
             raise IncompleteResponseError("the brokers of the cluster are missing in the response")
         return update
 
+    async def names_of(self, topic_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
+        """Look up the names of topics by their ids; without those that the asked broker does not know.
+
+        Raises:
+            WireError: No broker answered, or the answer has an error.
+        """
+        response = await self.ask_any(_metadata_by_id(topic_ids))
+        self._accept(response)
+        described = described_topics(response, topic_ids).topics
+        return {topic.topic_id: name for name, topic in described.items() if topic.topic_id is not None}
+
     def address_of(self, target: Target) -> str:
         """Return the host and port of a broker, for messages."""
         if not isinstance(target, int):
@@ -353,3 +364,8 @@ def _metadata_request(topics: Collection[str] | None) -> Request:
     if topics is not None:
         names = [{"id": _NO_ID, "name": name} for name in sorted(topics)]
     return METADATA(topics=names, create_topics=False, cluster_operations=False, topic_operations=False)
+
+
+def _metadata_by_id(topic_ids: Collection[uuid.UUID]) -> Request:
+    topics = [{"id": topic_id, "name": None} for topic_id in sorted(topic_ids)]
+    return METADATA(topics=topics, create_topics=False, cluster_operations=False, topic_operations=False)

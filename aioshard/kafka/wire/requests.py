@@ -135,6 +135,20 @@ CONSUMER_GROUP_DESCRIBE = Api(
         ]
     """,
 )
+CONSUMER_GROUP_HEARTBEAT = Api(
+    "ConsumerGroupHeartbeat",
+    68,
+    (1, 1),  # in version 0, a preview, brokers choose the ids of members, and know no patterns
+    flexible=0,
+    request="""
+        group:s member:s epoch:i4 instance:s rack:s rebalance_timeout_ms:i4 topics:s* pattern:s assignor:s
+        owned:[id:u partitions:i4*]
+    """,
+    response="""
+        throttle_ms:i4 error:i2 message:s member:s epoch:i4 interval_ms:i4
+        assignment:{topics:[id:u partitions:i4*]}
+    """,
+)
 LEAVE_GROUP = Api(
     "LeaveGroup",
     13,

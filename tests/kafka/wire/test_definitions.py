@@ -32,7 +32,7 @@ NAMES = {
     "aborted": {"AbortedTransactions"},
     "apis": {"ApiKeys"},
     "assignment": {"MemberAssignment"},
-    "assignor": {"AssignorName"},
+    "assignor": {"AssignorName", "ServerAssignor"},
     "brokers": {"BrokerIds"},
     "client": {"ClientId"},
     "cluster": {"ClusterId"},
@@ -61,6 +61,7 @@ NAMES = {
     "in_sync": {"IsrNodes"},
     "instance": {"GroupInstanceId", "InstanceId"},
     "internal": {"IsInternal"},
+    "interval_ms": {"HeartbeatIntervalMs"},
     "isolation": {"IsolationLevel"},
     "key": {"ApiKey"},
     "keys": {"ConfigurationKeys"},
@@ -79,6 +80,7 @@ NAMES = {
     "offline": {"OfflineReplicas"},
     "offset": {"CommittedOffset", "FetchOffset"},
     "operations": {"AuthorizedOperations", "IncludeAuthorizedOperations", "TopicAuthorizedOperations"},
+    "owned": {"TopicPartitions"},
     "partition": {"PartitionIndex"},
     "partitions": {"NumPartitions", "PartitionIndexes", "TopicPartitions"},
     "pattern": {"SubscribedTopicRegex"},
@@ -105,7 +107,7 @@ NAMES = {
     "throttle_ms": {"ThrottleTimeMs"},
     "topic": {"Name", "TopicName"},
     "topic_operations": {"IncludeTopicAuthorizedOperations"},
-    "topics": {"Responses", "SubscribedTopicNames"},
+    "topics": {"Responses", "SubscribedTopicNames", "TopicPartitions"},
 }
 """Kafka's names of our fields, where they are not the same: two fields of one kind cannot change places."""
 

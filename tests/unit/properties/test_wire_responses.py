@@ -12,12 +12,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from aioshard.kafka.group.consumer_messages import heartbeat_answer
 from aioshard.kafka.wire import responses
-from aioshard.kafka.wire.codes import ERROR_CODES
+from aioshard.kafka.wire.codes import ERROR_CODES, raise_for
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.notation import Api, Field
 from aioshard.kafka.wire.requests import (
     CONSUMER_GROUP_DESCRIBE,
+    CONSUMER_GROUP_HEARTBEAT,
     CREATE_TOPICS,
     DESCRIBE_CONFIGS,
     DESCRIBE_GROUPS,
@@ -126,7 +128,7 @@ class Writer(NamedTuple):
     def value(self, field: Field, path: Path, about: Any) -> Any:
         if field.kind == "[":
             return self.items(field, path, about)
-        if field.kind == "(":
+        if field.kind in ("(", "{"):
             return self.structure(field.fields, path, about)
         if field.name == "error":
             return self.fault.code if path == self.fault.path and self.is_at(about) else 0
@@ -281,6 +283,14 @@ def consumer_group(response: Any, asked: Asked) -> Results:
     return {} if responses.consumer_group(response, "billing") is None else dict.fromkeys(asked)
 
 
+def beat(response: Any, asked: Asked) -> Results:
+    """An assignment is a fact, whatever it contains: the member drops what cannot be."""
+    answer = heartbeat_answer(response)
+    raise_for(answer.error)
+    assert answer.assignment is not None
+    return dict.fromkeys(asked)
+
+
 def removed(response: Any, asked: Asked) -> Results:
     return dict.fromkeys(asked) if responses.removed_member(response, "me", None) else {}
 
@@ -361,6 +371,12 @@ QUESTIONS = [
             *(((*MEMBERS, "assignment", "partitions"), change) for change in CHANGES if change != "null"),
             *(((*MEMBERS, "target", "partitions"), change) for change in CHANGES),
         ],
+    ),
+    Question(
+        CONSUMER_GROUP_HEARTBEAT,
+        beat,
+        single=True,
+        harmless=[(("assignment", "topics"), change) for change in CHANGES if change != "null"],
     ),
     *(
         Question(LEAVE_GROUP, read, single=True, facts={("members", "error"): {25}})

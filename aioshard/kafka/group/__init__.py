@@ -1,0 +1,1 @@
+"""Members of consumer groups, in both group protocols of Kafka."""
