@@ -13,6 +13,7 @@ from aioshard.core.histogram import Histogram, HistogramCounts
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.commits import Due, DueInTransaction
 from aioshard.engine.epoch import Outputs, Refused
+from aioshard.engine.late_commits import LateCommits
 from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.errors import (
@@ -114,6 +115,7 @@ class Committer:
     Invariants:
         * A commit carries the committable offset together with the records finished beyond it, both from the same
           moment (I1).
+        * A commit that was not answered replaces no newer one for good, however late it arrives.
         * Metadata never holds an offset back: if the broker does not store it, it is shortened or left out.
         * A transaction publishes no output of a record that neither its offset nor its metadata covers (I13).
     """
@@ -153,6 +155,7 @@ class Committer:
         """Length of the shortest metadata that a broker has refused."""
         self._has_waiting_outputs = False
         """Whether the latest transaction could not cover all outputs of completed records."""
+        self._late = LateCommits()
         self._transactional = transactional
         self._failed_in_a_row = 0
         """How many transactions have failed in a row."""
@@ -218,6 +221,8 @@ class Committer:
     async def flush(self, partitions: Collection[Partition], timeout: float) -> bool:
         """Commit the due offsets of *partitions* now, and retry until they are acknowledged.
 
+        An offset that an earlier commit may have replaced is committed once more.
+
         Args:
             partitions: The partitions to commit; those that are not owned are ignored.
             timeout: Seconds after which to give up.
@@ -225,6 +230,7 @@ class Committer:
         Returns:
             Whether nothing is due for them any longer.
         """
+        self._late.repeat_now((partition.topic_partition for partition in partitions), self._clock())
         if not self._is_committing or not self._due(partitions):
             return not self._due(partitions)
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -241,8 +247,13 @@ class Committer:
 
     def _due(self, partitions: Collection[Partition]) -> list[Partition]:
         """Owned partitions among *partitions* that have something to commit."""
+        now = self._clock()
         owned = [partition for partition in partitions if partition in self._owned]
-        return [partition for partition in owned if partition.commits.is_due(self.metadata_limit)]
+        return [
+            partition
+            for partition in owned
+            if partition.commits.is_due(self.metadata_limit) or self._late.is_due(partition.topic_partition, now)
+        ]
 
     # The task ---------------------------------------------------------------------------
 
@@ -410,9 +421,9 @@ class Committer:
             began = self._clock()
             # A partition may have been revoked since its commit was computed (I9).
             owned = {partition: due for partition, due in request.items() if partition in self._owned}
+            offsets = {partition.topic_partition: due.committed for partition, due in owned.items()}
             try:
                 with anyio.fail_after(self._timeout):
-                    offsets = {partition.topic_partition: due.committed for partition, due in owned.items()}
                     await transport.commit(offsets, membership)
                 break
             except MetadataRefusedError as error:
@@ -422,13 +433,17 @@ class Committer:
                 self._shorten(longest)
                 request = {partition: partition.commits.due(self.metadata_limit) for partition in owned}
             except asyncio.CancelledError:
+                self._late.unanswered(offsets)
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise  # this task itself is cancelled, not only a future that it awaits
                 return self._failed(CommitError("the Kafka client cancelled the commit"), began, transport)
             except (TransportError, TimeoutError) as error:
+                if _may_arrive(error):
+                    self._late.unanswered(offsets)
                 return self._failed(error, began, transport)
         self._succeeded(began)
+        self._late.acknowledged(offsets, began, self._clock())
         for partition, due in owned.items():
             partition.commits.acknowledge(due)
         return None
@@ -577,6 +592,11 @@ def _refused_records(
                 failed = dict.fromkeys(outputs.offsets, Refused(error, outputs._replace(messages=())))
                 records.setdefault(partition, {}).update(failed)
     return records
+
+
+def _may_arrive(error: TransportError | TimeoutError) -> bool:
+    """Whether a commit that failed may still be stored: it was not refused for good."""
+    return isinstance(error, TimeoutError | CommitError) and not isinstance(error, CommitRefusedError)
 
 
 def _size(partition: Partition, commit: Due) -> int:

@@ -219,51 +219,6 @@ def test_a_commit_whose_caller_gave_up_before_it_was_sent_is_never_sent() -> Non
     scenario(test)
 
 
-# Commits that arrive late -----------------------------------------------------------------
-
-
-def test_an_acknowledged_or_refused_commit_leaves_no_doubt() -> None:
-    async def test(group: Group) -> None:
-        await group.offsets.commit(at(1), US)
-        assert not group.offsets.is_in_doubt
-        group.coordinator.errors = {ONE: 16}
-        await group.offsets.try_commit(at(2), US)
-        assert not group.offsets.is_in_doubt
-        group.coordinator.committed = at(0)
-        await group.offsets.settle(at(1), US)
-        assert group.sent == [1, 2]
-        assert group.coordinator.received(OFFSET_FETCH) == []
-
-    scenario(test)
-
-
-@pytest.mark.parametrize("member", [US, Member(-1, "")], ids=["member", "manual assignment"])
-def test_settling_puts_back_what_an_earlier_commit_has_overwritten(member: Member) -> None:
-    """The earlier one was sent over a connection that then broke, and arrived after the later one."""
-
-    async def test(group: Group) -> None:
-        group.model.brokers[1].on(OFFSET_COMMIT, lambda request: request.cut())
-        with pytest.raises(ConnectionLostError):
-            await group.offsets.commit(at(1), member)
-        group.coordinator.coordinator = 2
-        await group.offsets.commit(at(2), member)
-        assert group.offsets.is_in_doubt
-        group.coordinator.committed = at(1)
-
-        async with asyncio.timeout(5):
-            await group.offsets.settle(at(2), member)
-        assert group.coordinator.committed[ONE].offset == 2
-        assert group.sent == [2, 2]
-
-        async with asyncio.timeout(5):
-            await group.offsets.settle(at(2), member)
-        assert group.sent == [2, 2], "it is stored"
-        await asyncio.sleep(31)
-        assert not group.offsets.is_in_doubt
-
-    scenario(test)
-
-
 # Committed offsets ------------------------------------------------------------------------
 
 
