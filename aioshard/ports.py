@@ -243,6 +243,7 @@ class Transport(Protocol):
             MessagesRefusedError: Messages cannot be written; the rest may be sent again without them.
             CommitRefusedError: *membership* is no longer ours (checked before sending and by the
                 broker). The offsets must not be sent again without a new check.
+            TopicsRefusedError: Some topics were refused, and everything else is stored.
             CommitError: Not acknowledged for a transient reason; the request may have been applied, or may be later,
                 even after the next one.
             AuthorizationError: The group or a topic is not allowed.

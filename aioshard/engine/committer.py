@@ -14,6 +14,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.commits import Due, DueInTransaction
 from aioshard.engine.epoch import Outputs, Refused
 from aioshard.engine.late_commits import LateCommits
+from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.errors import (
@@ -24,6 +25,7 @@ from aioshard.errors import (
     MessageRefusedError,
     MessagesRefusedError,
     MetadataRefusedError,
+    TopicsRefusedError,
     TransportError,
 )
 from aioshard.log_fields import get_logger
@@ -72,6 +74,8 @@ class CommitFailure(NamedTuple):
     @property
     def is_refusal(self) -> bool:
         """Whether commits are not authorized, or the group has members and we are not one."""
+        if isinstance(self.error, TopicsRefusedError):
+            return self.error.is_denied
         return isinstance(self.error, AuthorizationError | GroupHasMembersError)
 
 
@@ -276,12 +280,14 @@ class Committer:
     def stop(self) -> None:
         """Let callers that still wait in `flush` learn that no commit will happen, until `run` is called again."""
         self._is_committing = False
-        self._give_up()
+        self._give_up(self._owned)
 
-    def _give_up(self) -> None:
-        """Let all waiting callers continue without a commit."""
-        for done in tuple(self._flushes):
-            self._resolve(done, acknowledged=False)
+    def _give_up(self, refused: Collection[Partition]) -> None:
+        """Let the waiting callers continue for whom only commits of these partitions are due."""
+        for done, partitions in tuple(self._flushes.items()):
+            due = self._due(partitions)
+            if all(partition in refused for partition in due):
+                self._resolve(done, acknowledged=not due)
 
     def _resolve(self, done: asyncio.Future[bool], *, acknowledged: bool) -> None:
         """Let a waiting caller continue, unless it was cancelled."""
@@ -388,9 +394,13 @@ class Committer:
     async def _send_all(
         self, transport: Transport, due: Sequence[Partition], membership: Membership
     ) -> CommitFailure | None:
-        """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged."""
+        """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged.
+
+        One that is acknowledged except for some topics is a failure, but does not hold back the next ones.
+        """
         request: dict[Partition, Due] = {}
         size = 0
+        partial: CommitFailure | None = None
         self._has_long_texts = False
         for partition in due:
             if partition not in self._owned:
@@ -402,15 +412,16 @@ class Committer:
             length = _size(partition, commit)
             if request and size + length > _MOST_BYTES:
                 failure = await self._send(transport, request, membership)
-                if failure is not None:
+                if failure is not None and not isinstance(failure.error, TopicsRefusedError):
                     return failure
+                partial = failure or partial
                 request = {}
                 size = 0
             request[partition] = commit
             size += length
         if not request:
-            return None
-        return await self._send(transport, request, membership)
+            return partial
+        return await self._send(transport, request, membership) or partial
 
     async def _send(
         self, transport: Transport, request: dict[Partition, Due], membership: Membership
@@ -438,6 +449,8 @@ class Committer:
                 if task is None or task.cancelling():
                     raise  # this task itself is cancelled, not only a future that it awaits
                 return self._failed(CommitError("the Kafka client cancelled the commit"), began, transport)
+            except TopicsRefusedError as error:
+                return self._end_partly_refused(owned, error, began, transport)
             except (TransportError, TimeoutError) as error:
                 if _may_arrive(error):
                     self._late.unanswered(offsets)
@@ -447,6 +460,43 @@ class Committer:
         for partition, due in owned.items():
             partition.commits.acknowledge(due)
         return None
+
+    def _end_partly_refused(
+        self, request: Mapping[Partition, Due], error: TopicsRefusedError, began: float, transport: Transport
+    ) -> CommitFailure | None:
+        """End a request that the brokers have stored except for some topics; give up those that count as deleted."""
+        self._late.forget(error.refused)
+        self._late.acknowledged((partition.topic_partition for partition in request), began, self._clock())
+        refused: dict[Partition, TransportError] = {}
+        for partition, due in request.items():
+            reason = error.refused.get(partition.topic_partition)
+            if reason is None:
+                partition.commits.acknowledge(due)
+            elif isinstance(reason, AuthorizationError) or not self._counts_as_deleted(partition):
+                refused[partition] = reason
+        if not refused:
+            self._succeeded(began)
+            return None
+        # Another attempt soon would be refused too, and a rebalance must not wait for it.
+        self._give_up(refused)
+        pending = {partition.topic_partition: reason for partition, reason in refused.items()}
+        return self._failed(TopicsRefusedError(pending), began, transport)
+
+    def _counts_as_deleted(self, partition: Partition) -> bool:
+        """Record that the brokers do not know the topic; return whether it is given up, and log that."""
+        if not partition.commits.refuse(self._clock()):
+            return False
+        name = partition.topic_partition
+        records = partition.tracker.completed - partition.commits.completed
+        logger.warning(
+            "topic %r counts as deleted: the brokers do not store its offsets; finished records of %s whose commit is "
+            "given up: %d",
+            name.topic,
+            name,
+            records,
+            extra=partition_fields("commit_given_up", name, records=records),
+        )
+        return True
 
     def _succeeded(self, began: float) -> None:
         """Record that a request which began then was acknowledged."""
@@ -463,8 +513,8 @@ class Committer:
             fields = {"event": "commit_failed", "failures": self.failure_durations.counts().count}
             logger.warning("a commit was not acknowledged and is retried: %s", reason, extra=fields)
         failure = CommitFailure(error, reason)
-        if failure.is_refusal:
-            self._give_up()
+        if failure.is_refusal and not isinstance(error, TopicsRefusedError):
+            self._give_up(self._owned)
         return failure
 
     # Transactions -----------------------------------------------------------------------

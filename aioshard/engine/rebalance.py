@@ -620,19 +620,24 @@ class Rebalance:
         """Commit positions that were resolved for the group, or are in doubt, and only then hand out records."""
         for partition in partitions:
             self._committer.own(partition)
-        acknowledged = await self._committer.flush(partitions, self._settings.commit_timeout)
+        await self._committer.flush(partitions, self._settings.commit_timeout)
+        why = self._committer.trouble.why
         if self._transport.membership() != membership:
             return
-        if not acknowledged:
-            self.end(partitions, "its start position could not be committed")
-            raise TransportError(f"the start position of the group was not committed: {self._committer.trouble.why}")
+        # Those of a topic that the brokers refuse do not hold back the others.
+        uncommitted = [part for part in partitions if part.commits.acknowledged != part.tracker.position]
+        self.end(uncommitted, "its start position could not be committed")
         for count, partition in enumerate(partitions):
             if not await self._lasts(membership, count):
                 return
+            if partition in uncommitted:
+                continue
             parking = partition.sharder.parking
             if parking is not None:
                 parking.believe(partition)
             self._open(partition, membership)
+        if uncommitted:
+            raise TransportError(f"the start position of the group was not committed: {why}")
 
     async def _lasts(self, membership: Membership, count: int) -> bool:
         """Let other tasks run after every few partitions; return whether *membership* lasts."""

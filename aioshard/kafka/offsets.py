@@ -102,20 +102,13 @@ class GroupOffsets:
 
     # Commits --------------------------------------------------------------------------
 
-    async def commit(self, offsets: Mapping[TopicPartition, CommittedOffset], member: Member = NO_MEMBER) -> None:
-        """Send one commit and wait for its response. Has no deadline; cancelling it does not take back what was sent.
-
-        Raises:
-            WireError: A partition was not acknowledged: the first such error, those of single topics last.
-        """
-        refused = await self.try_commit(offsets, member)
-        for error in refused.values():
-            raise error
-
-    async def try_commit(
+    async def commit(
         self, offsets: Mapping[TopicPartition, CommittedOffset], member: Member = NO_MEMBER
     ) -> Mapping[TopicPartition, WireError]:
-        """Send one commit; return the error of each partition that was not acknowledged, those of single topics last.
+        """Send one commit and wait for its response. Has no deadline; cancelling it does not take back what was sent.
+
+        Returns:
+            The error of each partition that was not acknowledged, those of single topics last.
 
         Raises:
             WireError: The coordinator did not answer.
