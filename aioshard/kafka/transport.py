@@ -145,7 +145,8 @@ class KafkaTransport(ABC):
         """See `Transport.missing_topics`."""
         if not self._is_started or self._closed:
             return ()
-        return sorted(self._topics & self._cluster.metadata.missing)
+        metadata = self._cluster.metadata
+        return sorted(self._topics & (metadata.missing | metadata.denied))
 
     @property
     def slow_join(self) -> str | None:
@@ -156,7 +157,9 @@ class KafkaTransport(ABC):
 
     # Lifecycle ------------------------------------------------------------------------
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+    async def start(
+        self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
+    ) -> None:
         """See `Transport.start`; connecting takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
 
         Topics and a pattern may be combined; the pattern must match a whole topic name.
@@ -169,16 +172,17 @@ class KafkaTransport(ABC):
             await reach(self._cluster, self._settings, self._topics)
             self._is_started = True
             self._cluster.when_lost(self._check_again)
-            await self._check_permissions()
+            await self._check_permissions(pattern, needs_all=needs_all)
             await self._join(pattern, listener)
         except BaseException:
             await self.close()
             raise
 
-    async def _check_permissions(self) -> None:
-        denied = sorted(self._topics & self._cluster.metadata.denied)
-        if denied:
-            raise self._group_error(Cause(TOPIC_DENIED, "", topics=tuple(denied)))
+    async def _check_permissions(self, pattern: str | None, *, needs_all: bool) -> None:
+        denied = self._topics & self._cluster.metadata.denied
+        has_others = pattern is not None or denied != self._topics
+        if denied and (needs_all or not has_others):
+            raise self._group_error(Cause(TOPIC_DENIED, "", topics=tuple(sorted(denied))))
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 await self._cluster.find_coordinator(CoordinatorKind.GROUP, self._group_id)
