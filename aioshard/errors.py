@@ -274,6 +274,23 @@ class MetadataRefusedError(CommitError):
     """The broker refused commit metadata of this length; the commit may be sent again with less or no metadata."""
 
 
+class TopicsRefusedError(CommitError):
+    """The brokers refused the offsets of some partitions because of their topics, and stored all others.
+
+    Attributes:
+        refused: The refused partitions, each with the reason.
+    """
+
+    def __init__(self, refused: Mapping[TopicPartition, TransportError]) -> None:
+        self.refused = refused
+        super().__init__("; ".join(dict.fromkeys(str(reason) for reason in refused.values())))
+
+    @property
+    def is_denied(self) -> bool:
+        """Whether this user may not read one of the topics."""
+        return any(isinstance(reason, AuthorizationError) for reason in self.refused.values())
+
+
 class MessageTooLargeError(_PermanentError):
     """A message is larger than its topic allows (`max.message.bytes`)."""
 

@@ -174,12 +174,21 @@ class Transport(Protocol):
     def slow_join(self) -> str | None:
         """A sentence about the members with which the group is rebalancing, if our join takes long; else None."""
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+    async def start(
+        self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
+    ) -> None:
         """Connect and begin to join the group, or take the manual assignment; *listener* receives assignments.
 
         Subscribes to *topics* and every topic whose whole name matches *pattern*.
 
         Returns once the brokers have answered, before or after the first assignment.
+
+        Args:
+            topics: Topics by name.
+            pattern: Regular expression for others; None without one.
+            listener: Informed about the group.
+            needs_all: Whether a topic that this user may not see ends the start. Otherwise it is one of
+                `missing_topics`, unless there is no other.
 
         Raises:
             ConnectError: No broker could be reached.
@@ -243,7 +252,9 @@ class Transport(Protocol):
             MessagesRefusedError: Messages cannot be written; the rest may be sent again without them.
             CommitRefusedError: *membership* is no longer ours (checked before sending and by the
                 broker). The offsets must not be sent again without a new check.
-            CommitError: Not acknowledged for a transient reason; the request may have been applied.
+            TopicsRefusedError: Some topics were refused, and everything else is stored.
+            CommitError: Not acknowledged for a transient reason; the request may have been applied, or may be later,
+                even after the next one.
             AuthorizationError: The group or a topic is not allowed.
         """
 

@@ -9,6 +9,8 @@ from aioshard.core.publishing import Coverage, coverage
 from aioshard.engine.epoch import Epoch, Outputs
 from aioshard.ports import Committed
 
+_GRACE = 30.0
+"""Seconds after which a topic that the brokers do not know counts as deleted: they may only be a moment behind."""
 _METADATA_OVERHEAD = 195
 """Maximum characters of a metadata text besides the finished runs, including those that deflate may add."""
 
@@ -95,7 +97,9 @@ class Commits:
         self.attempted: Committed | None = None
         """The commit of the last transaction; the brokers may have stored it although it seemed to fail."""
         self._exhausted: _State | None = None
-        """State in which another transaction could not cover more than the latest one."""
+        """State in which another commit is of no use: the topic was deleted, or a transaction could not cover more."""
+        self._unknown_since: float | None = None
+        """Since when the brokers refuse the offset because they do not know the topic."""
         self._epoch = epoch
         self._clock = clock
 
@@ -114,7 +118,7 @@ class Commits:
         """
         epoch = self._epoch
         tracker = epoch.tracker
-        # 1. The latest transaction left outputs that the next one could not cover either.
+        # 1. The topic was deleted, or the latest transaction left outputs that the next one could not cover either.
         if self._exhausted is not None and self._exhausted == self._state:
             return False
         # 2. The offset has changed, or messages wait for a transaction.
@@ -159,6 +163,20 @@ class Commits:
         self.acknowledged = due.committed.offset
         self.completed = due.completed
         self.failed_transactions = None
+        self._unknown_since = None
+
+    def refuse(self, now: float) -> bool:
+        """Record that the brokers did not know the topic at loop time *now*.
+
+        Returns:
+            Whether it counts as deleted. Then nothing is due unless more records complete.
+        """
+        if self._unknown_since is None:
+            self._unknown_since = now
+        if now - self._unknown_since < _GRACE:
+            return False
+        self._exhausted = self._state
+        return True
 
     def count_uncommitted(self, *, is_due: bool) -> None:
         """Count the finished records without an acknowledged commit, for when no further commit is possible.

@@ -13,6 +13,8 @@ from aioshard.core.histogram import Histogram, HistogramCounts
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.commits import Due, DueInTransaction
 from aioshard.engine.epoch import Outputs, Refused
+from aioshard.engine.late_commits import LateCommits
+from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.errors import (
@@ -23,6 +25,7 @@ from aioshard.errors import (
     MessageRefusedError,
     MessagesRefusedError,
     MetadataRefusedError,
+    TopicsRefusedError,
     TransportError,
 )
 from aioshard.log_fields import get_logger
@@ -71,6 +74,8 @@ class CommitFailure(NamedTuple):
     @property
     def is_refusal(self) -> bool:
         """Whether commits are not authorized, or the group has members and we are not one."""
+        if isinstance(self.error, TopicsRefusedError):
+            return self.error.is_denied
         return isinstance(self.error, AuthorizationError | GroupHasMembersError)
 
 
@@ -114,6 +119,7 @@ class Committer:
     Invariants:
         * A commit carries the committable offset together with the records finished beyond it, both from the same
           moment (I1).
+        * A commit that was not answered replaces no newer one for good, however late it arrives.
         * Metadata never holds an offset back: if the broker does not store it, it is shortened or left out.
         * A transaction publishes no output of a record that neither its offset nor its metadata covers (I13).
     """
@@ -153,6 +159,7 @@ class Committer:
         """Length of the shortest metadata that a broker has refused."""
         self._has_waiting_outputs = False
         """Whether the latest transaction could not cover all outputs of completed records."""
+        self._late = LateCommits()
         self._transactional = transactional
         self._failed_in_a_row = 0
         """How many transactions have failed in a row."""
@@ -218,6 +225,8 @@ class Committer:
     async def flush(self, partitions: Collection[Partition], timeout: float) -> bool:
         """Commit the due offsets of *partitions* now, and retry until they are acknowledged.
 
+        An offset that an earlier commit may have replaced is committed once more.
+
         Args:
             partitions: The partitions to commit; those that are not owned are ignored.
             timeout: Seconds after which to give up.
@@ -225,6 +234,7 @@ class Committer:
         Returns:
             Whether nothing is due for them any longer.
         """
+        self._late.repeat_now((partition.topic_partition for partition in partitions), self._clock())
         if not self._is_committing or not self._due(partitions):
             return not self._due(partitions)
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -241,8 +251,13 @@ class Committer:
 
     def _due(self, partitions: Collection[Partition]) -> list[Partition]:
         """Owned partitions among *partitions* that have something to commit."""
+        now = self._clock()
         owned = [partition for partition in partitions if partition in self._owned]
-        return [partition for partition in owned if partition.commits.is_due(self.metadata_limit)]
+        return [
+            partition
+            for partition in owned
+            if partition.commits.is_due(self.metadata_limit) or self._late.is_due(partition.topic_partition, now)
+        ]
 
     # The task ---------------------------------------------------------------------------
 
@@ -265,12 +280,14 @@ class Committer:
     def stop(self) -> None:
         """Let callers that still wait in `flush` learn that no commit will happen, until `run` is called again."""
         self._is_committing = False
-        self._give_up()
+        self._give_up(self._owned)
 
-    def _give_up(self) -> None:
-        """Let all waiting callers continue without a commit."""
-        for done in tuple(self._flushes):
-            self._resolve(done, acknowledged=False)
+    def _give_up(self, refused: Collection[Partition]) -> None:
+        """Let the waiting callers continue for whom only commits of these partitions are due."""
+        for done, partitions in tuple(self._flushes.items()):
+            due = self._due(partitions)
+            if all(partition in refused for partition in due):
+                self._resolve(done, acknowledged=not due)
 
     def _resolve(self, done: asyncio.Future[bool], *, acknowledged: bool) -> None:
         """Let a waiting caller continue, unless it was cancelled."""
@@ -378,9 +395,13 @@ class Committer:
     async def _send_all(
         self, transport: Transport, due: Sequence[Partition], membership: Membership
     ) -> CommitFailure | None:
-        """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged."""
+        """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged.
+
+        One that is acknowledged except for some topics is a failure, but does not hold back the next ones.
+        """
         request: dict[Partition, Due] = {}
         size = 0
+        partial: CommitFailure | None = None
         self._has_long_texts = False
         for partition in due:
             if partition not in self._owned:
@@ -392,15 +413,16 @@ class Committer:
             length = _size(partition, commit)
             if request and size + length > _MOST_BYTES:
                 failure = await self._send(transport, request, membership)
-                if failure is not None:
+                if failure is not None and not isinstance(failure.error, TopicsRefusedError):
                     return failure
+                partial = failure or partial
                 request = {}
                 size = 0
             request[partition] = commit
             size += length
         if not request:
-            return None
-        return await self._send(transport, request, membership)
+            return partial
+        return await self._send(transport, request, membership) or partial
 
     async def _send(
         self, transport: Transport, request: dict[Partition, Due], membership: Membership
@@ -411,9 +433,9 @@ class Committer:
             began = self._clock()
             # A partition may have been revoked since its commit was computed (I9).
             owned = {partition: due for partition, due in request.items() if partition in self._owned}
+            offsets = {partition.topic_partition: due.committed for partition, due in owned.items()}
             try:
                 with anyio.fail_after(self._timeout):
-                    offsets = {partition.topic_partition: due.committed for partition, due in owned.items()}
                     await transport.commit(offsets, membership)
                 break
             except MetadataRefusedError as error:
@@ -423,16 +445,59 @@ class Committer:
                 self._shorten(longest)
                 request = {partition: partition.commits.due(self.metadata_limit) for partition in owned}
             except asyncio.CancelledError:
+                self._late.unanswered(offsets)
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise  # this task itself is cancelled, not only a future that it awaits
                 return self._failed(CommitError("the Kafka client cancelled the commit"), began, transport)
+            except TopicsRefusedError as error:
+                return self._end_partly_refused(owned, error, began, transport)
             except (TransportError, TimeoutError) as error:
+                if _may_arrive(error):
+                    self._late.unanswered(offsets)
                 return self._failed(error, began, transport)
         self._succeeded(began)
+        self._late.acknowledged(offsets, began, self._clock())
         for partition, due in owned.items():
             partition.commits.acknowledge(due)
         return None
+
+    def _end_partly_refused(
+        self, request: Mapping[Partition, Due], error: TopicsRefusedError, began: float, transport: Transport
+    ) -> CommitFailure | None:
+        """End a request that the brokers have stored except for some topics; give up those that count as deleted."""
+        self._late.forget(error.refused)
+        self._late.acknowledged((partition.topic_partition for partition in request), began, self._clock())
+        refused: dict[Partition, TransportError] = {}
+        for partition, due in request.items():
+            reason = error.refused.get(partition.topic_partition)
+            if reason is None:
+                partition.commits.acknowledge(due)
+            elif isinstance(reason, AuthorizationError) or not self._counts_as_deleted(partition):
+                refused[partition] = reason
+        if not refused:
+            self._succeeded(began)
+            return None
+        # Another attempt soon would be refused too, and a rebalance must not wait for it.
+        self._give_up(refused)
+        pending = {partition.topic_partition: reason for partition, reason in refused.items()}
+        return self._failed(TopicsRefusedError(pending), began, transport)
+
+    def _counts_as_deleted(self, partition: Partition) -> bool:
+        """Record that the brokers do not know the topic; return whether it is given up, and log that."""
+        if not partition.commits.refuse(self._clock()):
+            return False
+        name = partition.topic_partition
+        records = partition.tracker.completed - partition.commits.completed
+        logger.warning(
+            "topic %r counts as deleted: the brokers do not store its offsets; finished records of %s whose commit is "
+            "given up: %d",
+            name.topic,
+            name,
+            records,
+            extra=partition_fields("commit_given_up", name, records=records),
+        )
+        return True
 
     def _succeeded(self, began: float) -> None:
         """Record that a request which began then was acknowledged."""
@@ -449,8 +514,8 @@ class Committer:
             fields = {"event": "commit_failed", "failures": self.failure_durations.counts().count}
             logger.warning("a commit was not acknowledged and is retried: %s", reason, extra=fields)
         failure = CommitFailure(error, reason)
-        if failure.is_refusal:
-            self._give_up()
+        if failure.is_refusal and not isinstance(error, TopicsRefusedError):
+            self._give_up(self._owned)
         return failure
 
     # Transactions -----------------------------------------------------------------------
@@ -578,6 +643,11 @@ def _refused_records(
                 failed = dict.fromkeys(outputs.offsets, Refused(error, outputs._replace(messages=())))
                 records.setdefault(partition, {}).update(failed)
     return records
+
+
+def _may_arrive(error: TransportError | TimeoutError) -> bool:
+    """Whether a commit that failed may still be stored: it was not refused for good."""
+    return isinstance(error, TimeoutError | CommitError) and not isinstance(error, CommitRefusedError)
 
 
 def _size(partition: Partition, commit: Due) -> int:

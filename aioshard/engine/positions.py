@@ -13,7 +13,7 @@ from aioshard.core.ownership import Origin, knows_topic, origin_of
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.partition import Partition
-from aioshard.errors import LogTruncatedError, NoOffsetError, OffsetOutOfRangeError
+from aioshard.errors import AuthorizationError, LogTruncatedError, NoOffsetError, OffsetOutOfRangeError
 from aioshard.log_fields import get_logger
 from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
@@ -53,6 +53,14 @@ class TopicView(NamedTuple):
     """First-commit markers of the group's commits on it; looked up only if one of our partitions has no commit."""
 
 
+class Lookup(NamedTuple):
+    """What the brokers said of partitions; those whose leader is away are left out."""
+
+    views: Mapping[TopicPartition, BrokerView]
+    refused: Mapping[str, AuthorizationError]
+    """Topics that this user may not see."""
+
+
 class PositionResolver:
     """Looks up partitions, and decides where their epochs begin. Owned by the rebalance."""
 
@@ -85,15 +93,34 @@ class PositionResolver:
 
     # Lookups ----------------------------------------------------------------------------
 
-    async def look_up(self, names: Sequence[TopicPartition]) -> dict[TopicPartition, BrokerView]:
-        """Look up partitions; those whose leader is away are left out.
+    async def look_up(self, names: Sequence[TopicPartition]) -> Lookup:
+        """Look up partitions. A topic that this user may not see does not hold back the others.
 
         The group may have changed meanwhile: check again anything that you know from the brokers.
 
         Raises:
+            AuthorizationError: This user may not see any of them.
             TransportError: A lookup failed.
             TimeoutError: The brokers did not answer.
         """
+        try:
+            return Lookup(await self._views(names), {})
+        except AuthorizationError:
+            topics = _topics(names)
+            if len(topics) == 1:
+                raise
+        views: dict[TopicPartition, BrokerView] = {}
+        refused: dict[str, AuthorizationError] = {}
+        for topic in topics:
+            try:
+                views |= await self._views([name for name in names if name.topic == topic])
+            except AuthorizationError as error:
+                refused[topic] = error
+        if len(refused) == len(topics):
+            raise refused[topics[0]]
+        return Lookup(views, refused)
+
+    async def _views(self, names: Sequence[TopicPartition]) -> dict[TopicPartition, BrokerView]:
         committed = await self._within_timeout(self._client.get().committed(names))
         commits = {name: stored for name, stored in committed.items() if stored is not None}
         parting = await self._within_timeout(self._client.get().truncations(commits)) if commits else {}

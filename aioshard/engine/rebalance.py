@@ -44,7 +44,7 @@ _RETRY_DELAY = 0.2
 _PARTITIONS_PER_STEP = 100
 """Partitions opened before other tasks run; this takes about 10 ms."""
 _LEADER_DELAY = 1.0
-"""Seconds between lookups of partitions whose leader is away."""
+"""Seconds between lookups of partitions whose leader is away, or whose topic is denied."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,7 +117,7 @@ class Rebalance:
         self.log = log
         """History of the rebalances."""
         self.opened = asyncio.Event()
-        """Set while every assigned partition is open, except those whose leader is away."""
+        """Set while every assigned partition is open, except those whose leader is away or whose topic is denied."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen, for consuming up to that point."""
         self.lookups_refused = False
@@ -448,7 +448,7 @@ class Rebalance:
                 # 4. All are open.
                 if not self.unresolved:
                     return
-                # 5. All are open except those whose leader is away.
+                # 5. All are open except those whose leader is away, and those of a topic that is denied.
                 delay = _LEADER_DELAY
             await asyncio.sleep(delay)
 
@@ -467,7 +467,8 @@ class Rebalance:
         """Open each partition of *assignment*, in place or in a new epoch, while *membership* lasts.
 
         Returns:
-            The partitions whose leader is away, each with the reason. They do not delay the others.
+            The partitions whose leader is away or whose topic is denied, each with the reason. They do not delay the
+            others.
 
         Raises:
             TransportError: A lookup or a commit failed; partitions that were opened stay open.
@@ -478,7 +479,7 @@ class Rebalance:
         closed = [name for name in sorted(assignment) if not self._is_open(name)]
         if not closed:
             return {}
-        views = await self._positions.look_up(closed)
+        views, refused = await self._positions.look_up(closed)
         fresh: dict[TopicPartition, BrokerView] = {}
         for count, (name, view) in enumerate(views.items()):
             if not await self._lasts(membership, count):
@@ -489,7 +490,9 @@ class Rebalance:
             if partition is None or not self._continue(partition, view, membership):
                 fresh[name] = view
         await self._begin_all(fresh, membership)
-        return {name: f"no leader of {name} answers" for name in closed if name not in views}
+        return {
+            name: str(refused.get(name.topic) or f"no leader of {name} answers") for name in closed if name not in views
+        }
 
     def _continue(self, partition: Partition, view: BrokerView, membership: Membership) -> bool:
         """Open a partition in place if it can be continued; otherwise end its epoch."""
@@ -620,19 +623,24 @@ class Rebalance:
         """Commit positions that were resolved for the group, or are in doubt, and only then hand out records."""
         for partition in partitions:
             self._committer.own(partition)
-        acknowledged = await self._committer.flush(partitions, self._settings.commit_timeout)
+        await self._committer.flush(partitions, self._settings.commit_timeout)
+        why = self._committer.trouble.why
         if self._transport.membership() != membership:
             return
-        if not acknowledged:
-            self.end(partitions, "its start position could not be committed")
-            raise TransportError(f"the start position of the group was not committed: {self._committer.trouble.why}")
+        # Those of a topic that the brokers refuse do not hold back the others.
+        uncommitted = [part for part in partitions if part.commits.acknowledged != part.tracker.position]
+        self.end(uncommitted, "its start position could not be committed")
         for count, partition in enumerate(partitions):
             if not await self._lasts(membership, count):
                 return
+            if partition in uncommitted:
+                continue
             parking = partition.sharder.parking
             if parking is not None:
                 parking.believe(partition)
             self._open(partition, membership)
+        if uncommitted:
+            raise TransportError(f"the start position of the group was not committed: {why}")
 
     async def _lasts(self, membership: Membership, count: int) -> bool:
         """Let other tasks run after every few partitions; return whether *membership* lasts."""

@@ -391,7 +391,8 @@ class Engine:
         waiting = self._tasks.start(self._finish_start(), "first assignment")
         committing = self._tasks.start(self._commit(transport), "commit coordinator", lasts=True)
         try:
-            await transport.start(*self.handlers.subscription(), self.rebalance)
+            needs_all = self.state == "starting" and self.settings.start_timeout is not None
+            await transport.start(*self.handlers.subscription(), self.rebalance, needs_all=needs_all)
             self._reached = True
             self._client_started = True
             await self.intake.run(transport)

@@ -459,7 +459,7 @@ class KafkaAdmin:
         commits = {at: CommittedOffset(offset, -1, metadata) for at, (offset, metadata) in offsets.items()}
 
         async def send() -> Mapping[TopicPartition, WireError]:
-            refused = await (await self._group_offsets(group_id)).try_commit(commits)
+            refused = await (await self._group_offsets(group_id)).commit(commits)
             for error in refused.values():
                 if retry and error.retriable:
                     raise error

@@ -16,7 +16,7 @@ from aioshard.errors import (
 )
 from aioshard.records import TopicPartition
 
-OUT_OF_RANGE, CORRUPT, METADATA_TOO_LONG = 1, 2, 12
+OUT_OF_RANGE, CORRUPT, UNKNOWN_TOPIC, METADATA_TOO_LONG = 1, 2, 3, 12
 COMMITS_TOO_LARGE, TOPIC_DENIED, GROUP_DENIED, CLUSTER_DENIED, UNSTABLE_OFFSET = 28, 29, 30, 31, 88
 
 GROUP_CHANGED = {
@@ -144,6 +144,13 @@ def commit_error(cause: Cause, partitions: Collection[TopicPartition], group_id:
         f"a commit of group {group_id!r} for {named(partitions)} was not acknowledged ({cause.reason}); "
         "it will be retried"
     )
+
+
+def topic_refused(code: int, topic: str) -> TransportError:
+    """Return the error of a commit that was refused because of one topic: it is unknown or denied."""
+    if code == TOPIC_DENIED:
+        return _denied_topics([topic])
+    return CommitError(f"the brokers do not know topic {topic!r}: it was deleted, or created a moment ago")
 
 
 def fetch_error(cause: Cause, topic_partition: TopicPartition, position: int) -> TransportError:

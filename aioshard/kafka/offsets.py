@@ -56,8 +56,6 @@ _LAST_WITH_RETENTION = 4
 """The last version of OffsetCommit that says how long to keep offsets."""
 _LAST_BY_NAME = 9
 """The last version of OffsetCommit and OffsetFetch that names topics, not their ids."""
-_HELD = 30.0
-"""Seconds for which a request that was sent over a lost connection may still arrive."""
 _NO_LEADER = 5
 _AWAY = frozenset({7, 15, 16})
 """Error codes of a broker that does not coordinate the group, or cannot do so now."""
@@ -80,8 +78,8 @@ class GroupOffsets:
     """The committed offsets of one group.
 
     Invariants:
-        * A commit is sent once, and never while the one before it is unanswered on a live connection: a later commit
-          is never overtaken by an earlier one.
+        * A commit is sent once, and never while the one before it is unanswered on a live connection: it can be
+          overtaken only by one whose connection was lost.
         * `committed` returns offsets after earlier commits are replicated, when no open transaction can change them any
           more.
     """
@@ -101,30 +99,16 @@ class GroupOffsets:
         """Held by the commit that is sent next: it is fair, so they are sent in the order of the calls."""
         self._unanswered: asyncio.Task[Mapping[TopicPartition, WireError]] | None = None
         """The commit in flight; it outlives a caller that gave up, because its answer tells what is stored."""
-        self._doubt_ends_at = 0.0
-        """Loop time until which a commit that was not answered may still arrive, after later ones."""
 
     # Commits --------------------------------------------------------------------------
 
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether an earlier commit may still arrive, and put an offset back."""
-        return asyncio.get_running_loop().time() < self._doubt_ends_at
-
-    async def commit(self, offsets: Mapping[TopicPartition, CommittedOffset], member: Member = NO_MEMBER) -> None:
-        """Send one commit and wait for its response. Has no deadline; cancelling it does not take back what was sent.
-
-        Raises:
-            WireError: A partition was not acknowledged: the first such error, those of single topics last.
-        """
-        refused = await self.try_commit(offsets, member)
-        for error in refused.values():
-            raise error
-
-    async def try_commit(
+    async def commit(
         self, offsets: Mapping[TopicPartition, CommittedOffset], member: Member = NO_MEMBER
     ) -> Mapping[TopicPartition, WireError]:
-        """Send one commit; return the error of each partition that was not acknowledged, those of single topics last.
+        """Send one commit and wait for its response. Has no deadline; cancelling it does not take back what was sent.
+
+        Returns:
+            The error of each partition that was not acknowledged, those of single topics last.
 
         Raises:
             WireError: The coordinator did not answer.
@@ -137,14 +121,14 @@ class GroupOffsets:
             commit = asyncio.create_task(
                 self._send_commit(node, offsets, member), name=f"commit of group {self._group_id}"
             )
-            commit.add_done_callback(self._note_answer)
+            commit.add_done_callback(self._end_commit)
             self._unanswered = commit
         return await asyncio.shield(commit)
 
-    def _note_answer(self, commit: "asyncio.Task[Mapping[TopicPartition, WireError]]") -> None:
+    def _end_commit(self, commit: "asyncio.Task[Mapping[TopicPartition, WireError]]") -> None:
         self._unanswered = None
-        if not commit.cancelled() and isinstance(commit.exception(), ConnectionLostError | RequestTimedOutError):
-            self._doubt_ends_at = asyncio.get_running_loop().time() + _HELD
+        if not commit.cancelled():
+            commit.exception()  # raised in the caller; one that gave up is not an error
 
     async def _send_commit(
         self, node: int, offsets: Mapping[TopicPartition, CommittedOffset], member: Member
@@ -170,22 +154,6 @@ class GroupOffsets:
         if any(error.code in _AWAY for error in refused.values()):
             self._forget_coordinator(node)
         return refused
-
-    async def settle(self, offsets: Mapping[TopicPartition, CommittedOffset], member: Member) -> None:
-        """Make sure that the latest acknowledged *offsets* are stored, also if an earlier commit has arrived since.
-
-        Does nothing unless `is_in_doubt`. Has no deadline.
-
-        Raises:
-            WireError: The coordinator did not answer, or refused.
-        """
-        while self.is_in_doubt and offsets:
-            stored = await self.committed(offsets)
-            moved_back = {at: offset for at, offset in offsets.items() if not _is_stored(offset, stored.get(at))}
-            if not moved_back:
-                return
-            logger.info("committing %d offsets again: an earlier commit of the group came late", len(moved_back))
-            await self.commit(moved_back, member)
 
     # Queries --------------------------------------------------------------------------
 
@@ -244,11 +212,6 @@ class GroupOffsets:
 
     def _forget_coordinator(self, node: int) -> None:
         self._cluster.forget_coordinator(CoordinatorKind.GROUP, self._group_id, node)
-
-
-def _is_stored(sent: CommittedOffset, stored: CommittedOffset | None) -> bool:
-    """Whether a committed offset is stored; not every version of the request has the leader epoch."""
-    return stored is not None and (stored.offset, stored.metadata) == (sent.offset, sent.metadata)
 
 
 # Logs -------------------------------------------------------------------------------------

@@ -82,7 +82,14 @@ class RangeTransport(Groupless):
 
     # Lifecycle ------------------------------------------------------------------------
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+    async def start(
+        self,
+        topics: Collection[str],  # noqa: ARG002
+        pattern: str | None,  # noqa: ARG002
+        listener: GroupListener,
+        *,
+        needs_all: bool = True,  # noqa: ARG002
+    ) -> None:
         """See `Transport.start`; reads the ranges, regardless of *topics* and *pattern*."""
         cluster = await connect(self._settings, await self.topics())
         self._cluster = cluster

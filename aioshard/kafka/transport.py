@@ -14,6 +14,7 @@ from aioshard.errors import (
     GroupHasMembersError,
     SessionTimeoutRefusedError,
     StateError,
+    TopicsRefusedError,
     TransportError,
 )
 from aioshard.kafka.admin import KafkaAdmin
@@ -21,15 +22,26 @@ from aioshard.kafka.errors import (
     GROUP_CHANGED,
     GROUP_DENIED,
     TOPIC_DENIED,
+    UNKNOWN_TOPIC,
     UNSTABLE_OFFSET,
     Cause,
     commit_error,
     group_error,
     named,
     request_error,
+    topic_refused,
 )
 from aioshard.kafka.groups import GroupMember
-from aioshard.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, GroupOffsets, epoch_ends, log_ranges, offsets_at
+from aioshard.kafka.offsets import (
+    NO_MEMBER,
+    READ_COMMITTED,
+    READ_UNCOMMITTED,
+    GroupOffsets,
+    Member,
+    epoch_ends,
+    log_ranges,
+    offsets_at,
+)
 from aioshard.kafka.wire.cluster import CoordinatorKind
 from aioshard.kafka.wire.epochs import UNKNOWN
 from aioshard.kafka.wire.errors import WireError
@@ -64,6 +76,8 @@ _RETRY_BACKOFF = 0.1
 """Seconds between two attempts of a query."""
 _NO_TOPIC = frozenset({3, 17})
 """Error codes for topics that do not exist and for invalid topic names."""
+_ABOUT_ONE_TOPIC = frozenset({UNKNOWN_TOPIC, TOPIC_DENIED})
+"""Error codes with which a coordinator refuses the offsets of one topic, and stores those of the others."""
 
 
 class KafkaTransport(ABC):
@@ -131,7 +145,8 @@ class KafkaTransport(ABC):
         """See `Transport.missing_topics`."""
         if not self._is_started or self._closed:
             return ()
-        return sorted(self._topics & self._cluster.metadata.missing)
+        metadata = self._cluster.metadata
+        return sorted(self._topics & (metadata.missing | metadata.denied))
 
     @property
     def slow_join(self) -> str | None:
@@ -142,7 +157,9 @@ class KafkaTransport(ABC):
 
     # Lifecycle ------------------------------------------------------------------------
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+    async def start(
+        self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
+    ) -> None:
         """See `Transport.start`; connecting takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
 
         Topics and a pattern may be combined; the pattern must match a whole topic name.
@@ -155,16 +172,17 @@ class KafkaTransport(ABC):
             await reach(self._cluster, self._settings, self._topics)
             self._is_started = True
             self._cluster.when_lost(self._check_again)
-            await self._check_permissions()
+            await self._check_permissions(pattern, needs_all=needs_all)
             await self._join(pattern, listener)
         except BaseException:
             await self.close()
             raise
 
-    async def _check_permissions(self) -> None:
-        denied = sorted(self._topics & self._cluster.metadata.denied)
-        if denied:
-            raise self._group_error(Cause(TOPIC_DENIED, "", topics=tuple(denied)))
+    async def _check_permissions(self, pattern: str | None, *, needs_all: bool) -> None:
+        denied = self._topics & self._cluster.metadata.denied
+        has_others = pattern is not None or denied != self._topics
+        if denied and (needs_all or not has_others):
+            raise self._group_error(Cause(TOPIC_DENIED, "", topics=tuple(sorted(denied))))
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 await self._cluster.find_coordinator(CoordinatorKind.GROUP, self._group_id)
@@ -367,12 +385,26 @@ class KafkaTransport(ABC):
             TransportError: The commit was not acknowledged; all or part of it may have been stored.
         """
         try:
-            await self._offsets.commit(self._with_epochs(offsets))
+            await self._send_commit(offsets, NO_MEMBER)
         except WireError as error:
             why = GROUP_CHANGED.get(error.code)
             if why is not None:
                 raise _has_members(self._group_id, f"a commit was refused: {why}") from error
             raise commit_error(error.cause, offsets, self._group_id) from error
+
+    async def _send_commit(self, offsets: Mapping[TopicPartition, Committed], member: Member) -> None:
+        """Send one commit.
+
+        Raises:
+            TopicsRefusedError: Some topics were refused, and everything else is stored.
+            WireError: The commit was not acknowledged.
+        """
+        refused = await self._offsets.commit(self._with_epochs(offsets), member)
+        for error in refused.values():
+            if error.code not in _ABOUT_ONE_TOPIC:
+                raise error
+        if refused:
+            raise TopicsRefusedError({name: topic_refused(error.code, name.topic) for name, error in refused.items()})
 
     def _with_epochs(self, offsets: Mapping[TopicPartition, Committed]) -> dict[TopicPartition, CommittedOffset]:
         """Add the newest leader epoch that was read, where it is known: the metadata may list records of it."""

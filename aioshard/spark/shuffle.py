@@ -207,7 +207,14 @@ class RowTransport(Groupless):
 
     # Lifecycle --------------------------------------------------------------------------
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+    async def start(
+        self,
+        topics: Collection[str],  # noqa: ARG002
+        pattern: str | None,  # noqa: ARG002
+        listener: GroupListener,
+        *,
+        needs_all: bool = True,  # noqa: ARG002
+    ) -> None:
         """See `Transport.start`; ignores *topics* and *pattern* and reads the rows.
 
         Raises:

@@ -12,16 +12,20 @@ import pytest
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.core.flow import Usage
+from aioshard.engine import committer as committing
 from aioshard.engine.commits import FailedTransactions
 from aioshard.engine.committer import CommitFailure, Committer
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.partition import Partition
 from aioshard.errors import (
+    AuthorizationError,
     CommitError,
     CommitRefusedError,
     MessageRefusedError,
     MessagesRefusedError,
     MetadataRefusedError,
+    TopicsRefusedError,
+    TransportError,
 )
 from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership, Message
 from aioshard.records import Record, TopicPartition
@@ -444,6 +448,96 @@ async def test_a_flush_gives_up_at_its_deadline(harness: Harness) -> None:
     assert not await harness.committer.flush([partition], 3.0)
 
     assert asyncio.get_running_loop().time() - began == pytest.approx(3.0, abs=0.2)
+
+
+# Topics that the brokers refuse -----------------------------------------------------------
+
+
+def refusing(number: int, reason: TransportError) -> TopicsRefusedError:
+    return TopicsRefusedError({TopicPartition("orders", number): reason})
+
+
+UNKNOWN = CommitError("the brokers do not know the topic")
+DENIED = AuthorizationError("the brokers do not allow the topic")
+
+
+@pytest.mark.parametrize("reason", [UNKNOWN, DENIED], ids=["unknown", "denied"])
+def test_a_refused_topic_does_not_hold_back_the_others(reason: TransportError) -> None:
+    @with_committer
+    async def test(harness: Harness) -> None:
+        harness.client.answers = [refusing(0, reason), refusing(0, reason)]
+        one, ones = harness.partition(0)
+        two, twos = harness.partition(1)
+        one.complete(ones[0])
+        two.complete(twos[0])
+        await asyncio.sleep(0.5)
+        assert (one.commits.acknowledged, two.commits.acknowledged) == (0, 1)
+        assert str(reason) in str(harness.committer.trouble.why)
+        two.complete(twos[1])
+        assert await harness.committer.flush([two], 0.5)
+        assert two.commits.acknowledged == 2
+
+        await asyncio.sleep(2.0)
+        assert one.commits.acknowledged == 1
+        assert harness.committer.trouble.why is None
+
+    test()
+
+
+@with_committer
+async def test_a_flush_does_not_wait_for_a_refused_topic(harness: Harness) -> None:
+    harness.client.answers = [refusing(0, UNKNOWN)] * 1000
+    one, ones = harness.partition(0)
+    two, twos = harness.partition(1)
+    one.complete(ones[0])
+    two.complete(twos[0])
+    began = asyncio.get_running_loop().time()
+
+    assert not await harness.committer.flush([one, two], 5.0)
+
+    assert asyncio.get_running_loop().time() - began < 1.0
+    assert two.commits.acknowledged == 1
+
+
+@with_committer
+async def test_a_topic_that_stays_unknown_is_given_up(harness: Harness) -> None:
+    harness.client.answers = [refusing(0, UNKNOWN)] * 1000
+    one, ones = harness.partition(0)
+    one.complete(ones[0])
+    await asyncio.sleep(40.0)
+    given_up_after = len(harness.client.sent)
+    assert given_up_after > 20, "the brokers may only be behind"
+    assert harness.committer.trouble.why is None
+    await asyncio.sleep(100.0)
+    assert len(harness.client.sent) == given_up_after
+
+    harness.client.answers.clear()
+    one.complete(ones[1])
+    await asyncio.sleep(2.0)
+    assert one.commits.acknowledged == 2, "more has completed: it exists"
+
+
+@with_committer
+async def test_a_topic_that_stays_denied_is_not_given_up(harness: Harness) -> None:
+    harness.client.answers = [refusing(0, DENIED)] * 100
+    one, ones = harness.partition(0)
+    one.complete(ones[0])
+    await asyncio.sleep(200.0)
+    assert one.commits.acknowledged == 1
+
+
+@with_committer
+async def test_a_refused_topic_does_not_hold_back_later_requests(harness: Harness) -> None:
+    """Each commit needs two requests."""
+    harness.client.answers = [refusing(0, UNKNOWN)]
+    partitions = [harness.partition(number, records=1) for number in range(2)]
+    for partition, deliveries in partitions:
+        partition.complete(deliveries[0])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(committing, "_MOST_BYTES", 1)
+        await asyncio.sleep(0.5)
+    assert harness.offsets == [{0: 1}, {1: 1}]
+    assert partitions[1][0].commits.acknowledged == 1
 
 
 @with_committer

@@ -75,8 +75,10 @@ class ClusterTransport(InMemoryTransport):
     cut_at = math.inf
     _answers_nothing = _answers_right = -math.inf
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        await super().start(topics, pattern, TimedListener(listener, self.breaches))
+    async def start(
+        self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
+    ) -> None:
+        await super().start(topics, pattern, TimedListener(listener, self.breaches), needs_all=needs_all)
 
     def cut_off(self) -> None:
         super().cut_off()

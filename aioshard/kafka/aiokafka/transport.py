@@ -248,7 +248,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         self._check_commit(offsets, membership)
         member = Member(membership.generation, membership.member_id, self._settings.group_instance_id)
         try:
-            await self._offsets.commit(self._with_epochs(offsets), member)
+            await self._send_commit(offsets, member)
         except WireError as error:
             if self._internals is not None:
                 self._internals.note_refusal(error.code, membership)

@@ -148,7 +148,14 @@ class InMemoryTransport:
 
     # Lifecycle -------------------------------------------------------------------------
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+    async def start(
+        self,
+        topics: Collection[str],
+        pattern: str | None,
+        listener: GroupListener,
+        *,
+        needs_all: bool = True,  # noqa: ARG002 - everybody may see everything
+    ) -> None:
         """Join the group; see `Transport.start`. Topics that do not exist are created.
 
         Raises:

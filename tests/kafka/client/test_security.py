@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclOperation
 
-from aioshard.errors import AuthenticationError, AuthorizationError, ConnectError, SettingsError
+from aioshard.errors import AuthenticationError, AuthorizationError, ConnectError, SettingsError, TopicsRefusedError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.ports import Committed, Fault
 from aioshard.records import TopicPartition
@@ -226,8 +226,9 @@ async def test_permissions_revoked_later_are_reported(
     assert isinstance(member.faults[0], Fault)
     assert isinstance(member.faults[0].error, AuthorizationError)
     assert topic in str(member.faults[0].error)
-    with pytest.raises(AuthorizationError, match=topic):
+    with pytest.raises(TopicsRefusedError, match=topic) as refused:
         await member.transport.commit({partitions[0]: Committed(0, "")}, membership)
+    assert refused.value.is_denied
     await deny(kafka, PLAIN_USER, "topic", topic, AclOperation.DESCRIBE)
     with pytest.raises(AuthorizationError, match="topic"):
         await member.transport.committed([TopicPartition(topic, 0)])

@@ -134,10 +134,12 @@ class InterceptedTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+    async def start(
+        self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
+    ) -> None:
         if self._interceptor.fail_starts:
             raise self._interceptor.fail_starts.pop(0)
-        await self.inner.start(topics, pattern, _Listener(listener, self, self._interceptor))
+        await self.inner.start(topics, pattern, _Listener(listener, self, self._interceptor), needs_all=needs_all)
 
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         interceptor = self._interceptor

@@ -11,6 +11,7 @@ from confluent_kafka.admin import AclOperation
 
 from aioshard import App, Context, DeadLetter, Record
 from aioshard.errors import StartError
+from tests.engine.live_apps import engine_of
 from tests.kafka.faults.support import Ledger, commit_from_outside, messages, partition_of, permit, quick_app, until
 from tests.support.access import allow, create_scram_user, deny
 from tests.support.brokers import SharedKafka
@@ -236,6 +237,79 @@ async def test_a_topic_forbidden_while_running_is_reported_until_allowed_again(
         await ledger.until_finished(first + second)
         await kafka.wait_for_lag(group, topic)
     assert ledger.duplicates == []
+
+
+@pytest.mark.parametrize("operation", [AclOperation.READ, AclOperation.ALL], ids=["read", "all"])
+async def test_a_topic_forbidden_while_running_stops_no_other(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials, operation: AclOperation
+) -> None:
+    """Also not for a new client, which joins while it is forbidden."""
+    forbidden = f"{topic}-forbidden"
+    await allow(kafka, user, "group", group)
+    app, ledger = _guarded(kafka, group, user), Ledger()
+    for name in (topic, forbidden):
+        await kafka.create_topic(name, partitions=2)
+        await allow(kafka, user, "topic", name)
+        app.consume(name)(ledger.handle)
+    async with app:
+        await _read(kafka, group, ledger, topic, forbidden)
+        await deny(kafka, user, "topic", forbidden, operation)
+        await until(lambda: repr(forbidden) in str(app.statistics().trouble or _pauses(app)), app.explain)
+        assert repr(forbidden) in app.explain()
+        await _read(kafka, group, ledger, topic)
+
+        await engine_of(app).client.get().close()
+        await until(lambda: app.statistics().client_losses == 1, app.explain)
+        await _read(kafka, group, ledger, topic)
+        await until(lambda: repr(forbidden) in app.explain(), app.explain)
+        assert app.statistics().state == "running"
+
+        await permit(kafka, user, forbidden)
+        await _read(kafka, group, ledger, topic, forbidden)
+        await until(lambda: app.statistics().trouble is None and not _pauses(app), app.explain)
+    assert ledger.duplicates == []
+
+
+async def test_partitions_that_may_not_be_seen_hold_back_no_others(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials
+) -> None:
+    """Another member, which may see them, assigns them."""
+    forbidden = f"{topic}-forbidden"
+    await allow(kafka, user, "group", group)
+    await allow(kafka, user, "topic", topic)
+    leader = quick_app(kafka, group, assignor="range")
+    app, ledger = _guarded(kafka, group, user, assignor="range", start_timeout=None), Ledger()
+    for name in (topic, forbidden):
+        await kafka.create_topic(name, partitions=2)
+        await kafka.produce(name, messages(20))
+        leader.consume(name)(Ledger().handle)
+        app.consume(name)(ledger.handle)
+    async with leader, app:
+        await until(lambda: forbidden in str(app.statistics().trouble), app.explain)
+        await until(lambda: app.statistics().state == "running", app.explain)
+        await kafka.produce(topic, messages(20, start=20))
+        await until(lambda: ledger.finished, app.explain)
+        assert {record.topic for record in ledger.finished} == {topic}
+        assert forbidden in app.explain()
+
+        await allow(kafka, user, "topic", forbidden)
+        await until(lambda: {part.topic for part in app.statistics().partitions} == {topic, forbidden}, app.explain)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+
+
+async def _read(kafka: SharedKafka, group: str, ledger: Ledger, *topics: str) -> None:
+    """Let the app run more records of topics, and commit them."""
+    sent = messages(5, start=len(ledger.finished))
+    for name in topics:
+        await kafka.produce(name, sent)
+    values = {value for _, value in sent}
+    await until(lambda: sum(record.value in values for record in ledger.finished) == len(sent) * len(topics))
+    for name in topics:
+        await kafka.wait_for_lag(group, name)
+
+
+def _pauses(app: App) -> str:
+    return "".join(partition.paused or "" for partition in app.statistics().partitions)
 
 
 @pytest.mark.chaos

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from aioshard.kafka.offsets import GroupOffsets
+from aioshard.kafka.offsets import NO_MEMBER, GroupOffsets, Member
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.notation import Api
 from aioshard.kafka.wire.requests import FIND_COORDINATOR
+from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.kafka.wire.start import connect
 from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
@@ -43,6 +44,11 @@ class Group:
         held: list[Received] = []
         self.model.brokers[node].on(api, hold(held))
         return held
+
+    async def commit(self, offsets: Mapping[TopicPartition, CommittedOffset], member: Member = NO_MEMBER) -> None:
+        """Commit offsets; raise the first error, if there is one."""
+        for error in (await self.offsets.commit(offsets, member)).values():
+            raise error
 
     @property
     def sent(self) -> list[int]:

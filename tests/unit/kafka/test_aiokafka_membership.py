@@ -16,7 +16,7 @@ from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.offsets import Member as CommittingMember
 from aioshard.kafka.wire.codes import error_for
-from aioshard.kafka.wire.errors import ConnectionLostError
+from aioshard.kafka.wire.errors import ConnectionLostError, WireError
 from aioshard.kafka.wire.metadata import Leader
 from aioshard.kafka.wire.responses import CommittedOffset, EpochEnd
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
@@ -92,10 +92,11 @@ class Offsets:
         self.refuse: Callable[[], int] | None = None
         """Returns the error code of the next commits; called when one has arrived."""
 
-    async def commit(self, offsets: dict[TopicPartition, CommittedOffset], member: CommittingMember) -> None:
+    async def commit(
+        self, offsets: dict[TopicPartition, CommittedOffset], member: CommittingMember
+    ) -> dict[TopicPartition, WireError]:
         self.commits.append((offsets, member))
-        if self.refuse is not None:
-            raise error_for(self.refuse())
+        return {} if self.refuse is None else dict.fromkeys(offsets, error_for(self.refuse()))
 
     async def committed(self, _: object) -> dict[TopicPartition, CommittedOffset]:
         if self.is_away:

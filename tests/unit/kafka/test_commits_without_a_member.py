@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 
-from aioshard.errors import AuthorizationError, CommitError, GroupHasMembersError, MetadataRefusedError
+from aioshard.errors import (
+    AuthorizationError,
+    CommitError,
+    GroupHasMembersError,
+    MetadataRefusedError,
+    TopicsRefusedError,
+)
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.offsets import Member
 from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.errors import ConnectionLostError, WireError
 from aioshard.kafka.wire.responses import CommittedOffset
@@ -18,16 +25,20 @@ OFFSETS = {TopicPartition("orders", 0): Committed(5, "text"), TopicPartition("or
 
 
 class Answering:
-    """The offsets of a group, whose coordinator answers a commit with an error, if there is one."""
+    """The offsets of a group, whose coordinator answers a commit with an error, if there is one, or not at all."""
 
-    def __init__(self, error: WireError | None = None) -> None:
+    def __init__(self, error: WireError | None = None, *, silent: bool = False) -> None:
         self.error = error
+        self.silent = silent
         self.commits: list[Mapping[TopicPartition, CommittedOffset]] = []
 
-    async def commit(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
+    async def commit(
+        self, offsets: Mapping[TopicPartition, CommittedOffset], _member: Member
+    ) -> dict[TopicPartition, WireError]:
         self.commits.append(offsets)
-        if self.error is not None:
-            raise self.error
+        if self.silent:
+            raise ConnectionLostError("gone")
+        return {} if self.error is None else {TopicPartition("orders", 1): self.error}
 
 
 async def commit(answering: Answering) -> None:
@@ -56,7 +67,6 @@ async def test_a_commit_has_the_offsets_and_their_metadata() -> None:
         (15, CommitError),
         (14, CommitError),
         (12, MetadataRefusedError),
-        (29, AuthorizationError),
         (30, AuthorizationError),
     ],
 )
@@ -64,10 +74,18 @@ async def test_broker_errors_are_distinguished(code: int, error: type[Exception]
     with pytest.raises(error) as caught:
         await commit(Answering(error_for(code, "orders")))
     assert type(caught.value) is error
-    if code == 29:
-        assert "'orders'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("code", "error"), [(3, CommitError), (29, AuthorizationError)])
+async def test_an_error_of_one_topic_is_of_its_partitions_alone(code: int, error: type[Exception]) -> None:
+    with pytest.raises(TopicsRefusedError) as caught:
+        await commit(Answering(error_for(code, "orders")))
+    [(partition, reason)] = caught.value.refused.items()
+    assert partition == TopicPartition("orders", 1)
+    assert type(reason) is error
+    assert "'orders'" in str(caught.value)
 
 
 async def test_a_commit_that_is_not_answered_is_not_acknowledged() -> None:
     with pytest.raises(CommitError):
-        await commit(Answering(ConnectionLostError("gone")))
+        await commit(Answering(silent=True))

@@ -50,7 +50,7 @@ async def cancel(task: "asyncio.Task[Any]") -> None:
 
 def test_a_commit_carries_its_membership_and_the_leader_epochs() -> None:
     async def test(group: Group) -> None:
-        await group.offsets.commit(BOTH, US)
+        await group.commit(BOTH, US)
         [(request, offsets)] = group.coordinator.commits
         assert (request.group, request.generation, request.member) == ("billing", 4, "us")
         assert request.instance == "worker-1"
@@ -63,7 +63,7 @@ def test_a_commit_without_a_member_is_retained_for_ten_years() -> None:
     """Only old versions of the request say how long, and those have no leader epochs."""
 
     async def test(group: Group) -> None:
-        await group.offsets.commit(BOTH)
+        await group.commit(BOTH)
         [(request, offsets)] = group.coordinator.commits
         assert (request.generation, request.member, request.instance) == (-1, "", None)
         assert request.retention_ms == 10 * 365 * 24 * 3600 * 1000
@@ -75,7 +75,7 @@ def test_a_commit_without_a_member_is_retained_for_ten_years() -> None:
 def test_each_partition_has_its_own_error() -> None:
     async def test(group: Group) -> None:
         group.coordinator.errors = {TWO: 12}
-        refused = await group.offsets.try_commit(BOTH, US)
+        refused = await group.offsets.commit(BOTH, US)
         assert {at: error.code for at, error in refused.items()} == {TWO: 12}
         assert group.coordinator.committed.keys() == {ONE}
 
@@ -87,7 +87,7 @@ def test_a_partition_that_a_commit_response_leaves_out_is_not_acknowledged(omitt
     async def test(group: Group) -> None:
         group.coordinator.omitted = omitted
         with pytest.raises(WireError, match="missing in the response") as raised:
-            await group.offsets.commit(BOTH, US)
+            await group.commit(BOTH, US)
         assert raised.value.retriable
 
     scenario(test)
@@ -98,7 +98,7 @@ def test_errors_of_the_group_come_before_those_of_a_topic(code: int) -> None:
     async def test(group: Group) -> None:
         group.coordinator.errors = {ONE: 29, TWO: code}
         with pytest.raises(BrokerError) as raised:
-            await group.offsets.commit(BOTH, US)
+            await group.commit(BOTH, US)
         assert raised.value.code == code
         assert group.lookups == 1
 
@@ -110,11 +110,11 @@ def test_a_commit_that_a_broker_does_not_coordinate_triggers_a_lookup(code: int)
     async def test(group: Group) -> None:
         group.coordinator.errors = {ONE: 29, TWO: code}
         with pytest.raises(BrokerError):
-            await group.offsets.commit(BOTH, US)
+            await group.commit(BOTH, US)
         assert group.cluster.known_coordinator(CoordinatorKind.GROUP, "billing") is None
         group.coordinator.errors = {}
         group.coordinator.coordinator = 3
-        await group.offsets.commit(BOTH, US)
+        await group.commit(BOTH, US)
         assert group.model.brokers[3].received(OFFSET_COMMIT)
 
     scenario(test)
@@ -124,9 +124,9 @@ def test_a_commit_over_a_broken_connection_triggers_a_lookup() -> None:
     async def test(group: Group) -> None:
         group.model.brokers[1].on(OFFSET_COMMIT, lambda request: request.cut())
         with pytest.raises(ConnectionLostError):
-            await group.offsets.commit(BOTH, US)
+            await group.commit(BOTH, US)
         group.coordinator.coordinator = 2
-        await group.offsets.commit(BOTH, US)
+        await group.commit(BOTH, US)
         assert group.lookups == 2
         assert group.coordinator.committed == BOTH
 
@@ -138,7 +138,7 @@ def test_a_commit_that_is_never_answered_ends() -> None:
         group.hold(OFFSET_COMMIT)
         began = asyncio.get_running_loop().time()
         with pytest.raises(RequestTimedOutError):
-            await group.offsets.commit(BOTH, US)
+            await group.commit(BOTH, US)
         assert asyncio.get_running_loop().time() - began == pytest.approx(30, abs=1)
         assert group.cluster.known_coordinator(CoordinatorKind.GROUP, "billing") is None
 
@@ -151,7 +151,7 @@ def test_a_commit_that_is_never_answered_ends() -> None:
 def test_one_commit_is_in_flight_at_a_time() -> None:
     async def test(group: Group) -> None:
         held = group.hold(OFFSET_COMMIT)
-        commits = [asyncio.create_task(group.offsets.commit(at(offset), US)) for offset in (1, 2, 3)]
+        commits = [asyncio.create_task(group.commit(at(offset), US)) for offset in (1, 2, 3)]
         await asyncio.sleep(1)
         assert len(held) == 1
         group.model.brokers[1].on(OFFSET_COMMIT, group.coordinator.commit)
@@ -167,12 +167,12 @@ def test_a_commit_does_not_overtake_one_that_waits() -> None:
 
     async def test(group: Group) -> None:
         async def commit_twice() -> None:
-            await group.offsets.commit(at(1), US)
-            await group.offsets.commit(at(3), US)
+            await group.commit(at(1), US)
+            await group.commit(at(3), US)
 
         first = asyncio.create_task(commit_twice())
         await asyncio.sleep(0)
-        second = asyncio.create_task(group.offsets.commit(at(2), US))
+        second = asyncio.create_task(group.commit(at(2), US))
         await asyncio.gather(first, second)
         assert group.sent == [1, 2, 3]
         assert group.coordinator.committed == at(3)
@@ -183,10 +183,10 @@ def test_a_commit_does_not_overtake_one_that_waits() -> None:
 def test_a_commit_whose_caller_gave_up_is_not_overtaken() -> None:
     async def test(group: Group) -> None:
         held = group.hold(OFFSET_COMMIT)
-        first = asyncio.create_task(group.offsets.commit(at(1), US))
+        first = asyncio.create_task(group.commit(at(1), US))
         await group.model.brokers[1].arrival(OFFSET_COMMIT)
         await cancel(first)
-        second = asyncio.create_task(group.offsets.commit(at(2), US))
+        second = asyncio.create_task(group.commit(at(2), US))
         await asyncio.sleep(1)
         assert len(held) == 1, "the first is not answered yet"
         group.model.brokers[1].on(OFFSET_COMMIT, group.coordinator.commit)
@@ -202,8 +202,8 @@ def test_a_commit_whose_caller_gave_up_before_it_was_sent_is_never_sent() -> Non
 
     async def test(group: Group) -> None:
         lookups = [group.hold(FIND_COORDINATOR, node) for node in group.model.brokers]
-        lost = asyncio.create_task(group.offsets.commit(at(1), US))
-        waiting = asyncio.create_task(group.offsets.commit(at(2), US))
+        lost = asyncio.create_task(group.commit(at(1), US))
+        waiting = asyncio.create_task(group.commit(at(2), US))
         await asyncio.sleep(1)
         await cancel(lost)
         await cancel(waiting)
@@ -213,53 +213,8 @@ def test_a_commit_whose_caller_gave_up_before_it_was_sent_is_never_sent() -> Non
                 group.coordinator.find_coordinator(request)
         await asyncio.sleep(60)
         assert group.coordinator.commits == []
-        await group.offsets.commit(at(3), US)
+        await group.commit(at(3), US)
         assert group.sent == [3]
-
-    scenario(test)
-
-
-# Commits that arrive late -----------------------------------------------------------------
-
-
-def test_an_acknowledged_or_refused_commit_leaves_no_doubt() -> None:
-    async def test(group: Group) -> None:
-        await group.offsets.commit(at(1), US)
-        assert not group.offsets.is_in_doubt
-        group.coordinator.errors = {ONE: 16}
-        await group.offsets.try_commit(at(2), US)
-        assert not group.offsets.is_in_doubt
-        group.coordinator.committed = at(0)
-        await group.offsets.settle(at(1), US)
-        assert group.sent == [1, 2]
-        assert group.coordinator.received(OFFSET_FETCH) == []
-
-    scenario(test)
-
-
-@pytest.mark.parametrize("member", [US, Member(-1, "")], ids=["member", "manual assignment"])
-def test_settling_puts_back_what_an_earlier_commit_has_overwritten(member: Member) -> None:
-    """The earlier one was sent over a connection that then broke, and arrived after the later one."""
-
-    async def test(group: Group) -> None:
-        group.model.brokers[1].on(OFFSET_COMMIT, lambda request: request.cut())
-        with pytest.raises(ConnectionLostError):
-            await group.offsets.commit(at(1), member)
-        group.coordinator.coordinator = 2
-        await group.offsets.commit(at(2), member)
-        assert group.offsets.is_in_doubt
-        group.coordinator.committed = at(1)
-
-        async with asyncio.timeout(5):
-            await group.offsets.settle(at(2), member)
-        assert group.coordinator.committed[ONE].offset == 2
-        assert group.sent == [2, 2]
-
-        async with asyncio.timeout(5):
-            await group.offsets.settle(at(2), member)
-        assert group.sent == [2, 2], "it is stored"
-        await asyncio.sleep(31)
-        assert not group.offsets.is_in_doubt
 
     scenario(test)
 
@@ -316,7 +271,7 @@ def test_topics_are_named_although_brokers_offer_ids() -> None:
     """Brokers offer the newest versions and may still not know the ids."""
 
     async def test(group: Group) -> None:
-        await group.offsets.commit(BOTH, US)
+        await group.commit(BOTH, US)
         await group.offsets.committed(BOTH)
         for api in (OFFSET_COMMIT, OFFSET_FETCH):
             assert [request.version for request in group.coordinator.received(api)] == [9]
@@ -392,7 +347,7 @@ def test_a_query_over_a_broken_connection_triggers_a_lookup() -> None:
 def test_the_brokers_are_asked_once_for_the_coordinator() -> None:
     async def test(group: Group) -> None:
         for offset in range(3):
-            await group.offsets.commit(at(offset), US)
+            await group.commit(at(offset), US)
             await group.offsets.committed([ONE])
         assert group.lookups == 1
 
