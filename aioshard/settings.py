@@ -82,6 +82,7 @@ CLIENT_OPTIONS = frozenset(
         "connections_max_idle_ms",
         "exclude_internal_topics",
         "fetch_min_bytes",
+        "group_remote_assignor",
         "request_timeout_ms",
         "retry_backoff_ms",
         "sasl_kerberos_domain_name",
@@ -689,17 +690,16 @@ def _check_group(settings: Settings) -> Iterator[str]:
 def _check_consumer_protocol(settings: Settings) -> Iterator[str]:
     """Refuse settings that are the broker's under KIP-848."""
     given = settings.model_fields_set
-    if settings.client != "confluent":
-        yield "group_protocol='consumer' needs client='confluent': aiokafka has only the classic protocol"
     for name in sorted(given & {"session_timeout", "heartbeat_interval"}):
         yield (
             f"{name}={getattr(settings, name):g} s has no effect under group_protocol='consumer', where it belongs "
             f"to the broker (group.consumer.{name.replace('_', '.')}.ms of the broker or the group): remove it"
         )
     if "assignor" in given:
+        option = "group.remote.assignor" if settings.client == "confluent" else "group_remote_assignor"
         yield (
             f"assignor={settings.assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
-            "partitions: use client_options={'group.remote.assignor': …}"
+            f"partitions: use client_options={{{option!r}: …}}"
         )
 
 

@@ -15,14 +15,10 @@ from aioshard.errors import ClientLostError, ConnectError, InstanceIdTakenError,
 from aioshard.kafka.aiokafka.answers import cause_of, reason
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.options import consumer_options
+from aioshard.kafka.consumer import ConsumerTransport
 from aioshard.kafka.errors import commit_error
-from aioshard.kafka.fetcher import Fetcher
-from aioshard.kafka.groupless import manual_membership
-from aioshard.kafka.offsets import READ_COMMITTED, Member, log_ranges
-from aioshard.kafka.transport import KafkaTransport
-from aioshard.kafka.wire.cluster import CoordinatorKind
+from aioshard.kafka.offsets import Member, log_ranges
 from aioshard.kafka.wire.errors import WireError
-from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.kafka.wire.start import START_TIMEOUT
 from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
 from aioshard.records import TopicPartition
@@ -34,15 +30,8 @@ _BACKLOG_TIMEOUT = 0.5
 """Seconds to query the backlogs while the group waits for us; after that, we use our last known offsets."""
 
 
-class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ignore[misc]
-    """A member of a consumer group; implements `aioshard.ports.Transport`. aiokafka 0.14 keeps the membership.
-
-    Invariants:
-        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while the engine
-          releases it.
-        * The client never chooses or resets a position, never commits on its own, and never leaves
-          the group because nobody polls.
-    """
+class AiokafkaTransport(ConsumerTransport, ConsumerRebalanceListener):  # type: ignore[misc]
+    """A member of a group of the classic protocol; aiokafka 0.14 keeps the membership."""
 
     def __init__(self, settings: Settings, group_id: str) -> None:
         """Check the options; connects to nothing yet.
@@ -53,32 +42,14 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         super().__init__(settings, group_id)
         self._options = consumer_options(settings, group_id)
         self._instance = _InstanceWatch(settings, group_id)
-        self._buffer = self._fetcher = Fetcher(
-            self._cluster,
-            read_committed=self._isolation == READ_COMMITTED,
-            max_bytes=settings.max_buffered_bytes // 2,
-            max_wait=settings.fetch_max_wait,
-            min_bytes=settings.client_options.get("fetch_min_bytes", 1),
-            may_wait_longer="fetch_max_wait" not in settings.model_fields_set,
-            rack=settings.client_options.get("client_rack") or "",
-        )
         self._internals: Internals | None = None
         """The member; None with manual assignment."""
-        self._listener_failure: Exception | None = None
 
     @property
-    def trouble(self) -> str | None:
-        """See `Transport.trouble`. The group's coordinator counts only after `start`."""
-        trouble = super().trouble
-        if trouble is not None or self._listener is None or not self._is_started or self._closed:
-            return trouble
+    def _has_coordinator(self) -> bool:
         if self._internals is None:
-            coordinator = self._cluster.known_coordinator(CoordinatorKind.GROUP, self._group_id)
-        else:
-            coordinator = self._internals.coordinator.coordinator_id
-        if coordinator is None:
-            return f"group {self._group_id!r} has no coordinator now: nothing can be committed"
-        return None
+            return super()._has_coordinator
+        return bool(self._internals.coordinator.coordinator_id is not None)
 
     @property
     def last_heartbeat(self) -> float | None:  # type: ignore[override]
@@ -87,14 +58,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
 
     # Lifecycle ------------------------------------------------------------------------
 
-    async def _join(self, pattern: str | None, listener: GroupListener) -> None:
-        self._fetcher.start()
-        if self._settings.assign is not None:
-            assigned = await self._manual_assignment()
-            self._fetcher.add(assigned)
-            self._membership = manual_membership()
-            listener.assigned(assigned, self._membership)
-            return
+    async def _join_group(self, pattern: str | None) -> None:
         internals = self._internals = await self._connect_member()
         internals.watch_session(self._settings.session_timeout, self._lose)
         internals.watch_errors(self._check_again)
@@ -182,42 +146,9 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             await self._internals.tear_down()
         await super()._tear_down()
 
-    # Records --------------------------------------------------------------------------
-
-    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """See `Transport.seek`. The leader epoch of the record before it travels with the offset, if it is known."""
-        committed = self._epochs.get(topic_partition)
-        if committed is not None and committed.offset == offset:
-            epoch = committed.epoch
-        else:
-            epoch = self._fetcher.epoch_at(topic_partition, offset)
-        self._fetcher.seek(topic_partition, offset, epoch)
-        self._check_again()
-
-    def _newest_epoch(self, topic_partition: TopicPartition) -> int:
-        return self._fetcher.newest_epoch(topic_partition)
-
-    async def _wait_for_records(self, seconds: float) -> None:
-        with anyio.move_on_after(seconds):
-            await self._fetcher.readable.wait()
-
-    def _check_again(self, _ended: object = None) -> None:
-        """Make a waiting poll look again; also usable as a task's callback."""
-        self._fetcher.readable.set()
-
-    def _raise_loss(self) -> None:
-        self._check_running()
-        if self._closed:
-            raise ClientLostError("the Kafka client is closed")
+    def _raise_group_loss(self) -> None:
         if self._instance.taken is not None:
             raise self._instance.taken
-        if self._listener_failure is not None:
-            raise ClientLostError(
-                f"the engine failed during a rebalance: {reason(self._listener_failure)}"
-            ) from self._listener_failure
-        failure = self._fetcher.failure or self._cluster.failure
-        if failure is not None:
-            raise ClientLostError(f"the Kafka client failed ({reason(failure)}); a new client is needed") from failure
         internals = self._internals
         if internals is None:
             return
@@ -275,17 +206,6 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
                 self._check_again()
         if self._instance.taken is not None:
             await asyncio.Event().wait()  # rejoining would take the place of the other process again
-
-    async def _drain(self, listener: GroupListener, partitions: Collection[TopicPartition]) -> None:
-        """Let the engine release partitions."""
-        self._released.clear()
-        self._fetcher.pause(partitions)
-        try:
-            await listener.revoked(partitions)
-        except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
-            self._listener_failure = error
-        finally:
-            self._released.set()
 
     async def _release_moving(self, internals: Internals, listener: GroupListener) -> None:
         """Release the partitions that are no longer ours; as the leader, rejoin, so that the group assigns them."""
@@ -362,16 +282,9 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         return self._release_moving(internals, listener) if internals.assignor.cooperative else None
 
     def _end_assignment(self) -> None:
-        # A partition that comes back continues at its position, which may be beyond the commit.
-        for partition in self._fetcher.partitions:
-            position = self._fetcher.position(partition)
-            if position is not None:
-                epoch = self._fetcher.epoch_at(partition, position)
-                self._epochs[partition] = CommittedOffset(position, epoch, "")
-        self._fetcher.remove(self._fetcher.partitions)
+        super()._end_assignment()
         if self._internals is not None:
             self._internals.end_session()
-        self._membership = NOT_A_MEMBER
 
 
 class _InstanceWatch:

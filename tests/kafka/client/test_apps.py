@@ -20,7 +20,7 @@ RECORDS = 50
 AIOKAFKA: dict[str, Any] = {"client": "aiokafka"}
 EAGER: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
 COOPERATIVE: dict[str, Any] = {"client": "confluent"}
-BY_THE_BROKER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
+BY_THE_BROKER: dict[str, Any] = {"client": "aiokafka", "group_protocol": "consumer"}
 
 CLIENTS = pytest.mark.parametrize(
     "client",

@@ -21,7 +21,8 @@ AIOKAFKA: Client = {"client": "aiokafka", "assignor": "cooperative-fair"}
 EAGER: Client = {"client": "aiokafka", "assignor": "sticky"}
 """Its rebalances revoke every partition; those of the others only the partitions that move."""
 CONFLUENT: Client = {"client": "confluent"}
-KIP_848: Client = {"client": "confluent", "group_protocol": "consumer"}
+KIP_848: Client = {"client": "aiokafka", "group_protocol": "consumer"}
+KIP_848_CONFLUENT: Client = {"client": "confluent", "group_protocol": "consumer"}
 EXACTLY_ONCE: Mapping[str, Any] = {
     "processing_guarantee": "exactly_once",
     "drain_timeout": 2,
@@ -30,12 +31,13 @@ EXACTLY_ONCE: Mapping[str, Any] = {
 }
 TRANSACTIONS: Client = {**CONFLUENT, **EXACTLY_ONCE}
 """Each commit is a transaction."""
-KIP_848_TRANSACTIONS: Client = {**KIP_848, **EXACTLY_ONCE}
+KIP_848_TRANSACTIONS: Client = {**KIP_848_CONFLUENT, **EXACTLY_ONCE}
 NAMES = {
     "aiokafka": AIOKAFKA,
     "eager": EAGER,
     "confluent": CONFLUENT,
     "KIP-848": KIP_848,
+    "KIP-848, confluent": KIP_848_CONFLUENT,
     "transactions": TRANSACTIONS,
     "KIP-848, transactions": KIP_848_TRANSACTIONS,
 }

@@ -20,6 +20,7 @@ from aioshard.errors import (
 )
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
@@ -33,6 +34,7 @@ from aioshard.ports import (
     record_size,
 )
 from aioshard.records import Record, TopicPartition
+from aioshard.settings import Settings
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 from tests.engine.testing.recording import Assigned, RecordingListener, Revoked, nothing, poll_batches, take, unlimited
 from tests.kafka.client.members import settings_for
@@ -180,6 +182,15 @@ class ConfluentHarness(KafkaHarness):
         return made
 
 
+class ConsumerHarness(KafkaHarness):
+    """The client on our own members of the consumer protocol, in which the broker assigns."""
+
+    def client(self) -> Transport:
+        settings = Settings(bootstrap_servers=self.kafka.bootstrap, group_protocol="consumer")
+        self.clients.append(MemberTransport(settings, self.group))
+        return self.clients[-1]
+
+
 EAGER = [
     pytest.param(InMemoryHarness, id="in memory"),
     pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
@@ -190,7 +201,13 @@ when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect
 
 CONFLUENT = [pytest.mark.kafka]
 also_on_confluent = pytest.mark.parametrize(
-    "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
+    "unprepared",
+    [
+        *EAGER,
+        pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka),
+        pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT),
+    ],
+    indirect=True,
 )
 """For behavior that the confluent-kafka client implements itself; a plain run leaves out its other tests here."""
 with_every_rebalance = pytest.mark.parametrize(
@@ -198,6 +215,7 @@ with_every_rebalance = pytest.mark.parametrize(
     [
         *EAGER,
         pytest.param(IncrementalHarness, id="incremental", marks=pytest.mark.kafka),
+        pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka),
         pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT),
     ],
     indirect=True,
@@ -205,7 +223,13 @@ with_every_rebalance = pytest.mark.parametrize(
 """For behavior that must not depend on which partitions a rebalance takes."""
 
 
-@pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos])])
+@pytest.fixture(
+    params=[
+        *EAGER,
+        pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka),
+        pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos]),
+    ]
+)
 def unprepared(request: pytest.FixtureRequest) -> Harness:
     """Not async: the broker's fixture is not."""
     made: Harness = request.param(request)

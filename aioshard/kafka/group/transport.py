@@ -1,0 +1,284 @@
+"""A member of a group of the consumer protocol (KIP-848), in which the brokers assign partitions."""
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from aioshard.errors import ClientLostError, InstanceIdTakenError, TransportError
+from aioshard.kafka.consumer import ConsumerTransport
+from aioshard.kafka.errors import Cause, commit_error, named
+from aioshard.kafka.group.consumer import ConsumerMember
+from aioshard.kafka.group.driver import GroupDriver
+from aioshard.kafka.group.member import (
+    Assigned,
+    Code,
+    Ended,
+    Event,
+    Lost,
+    Ownership,
+    Recovered,
+    Refused,
+    Revoked,
+    Troubled,
+)
+from aioshard.kafka.offsets import Member
+from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.start import new_cluster
+from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+
+logger = logging.getLogger("aioshard.kafka.group")
+
+_NO_TOPIC: Final = "^aioshard has found no topic$"
+"""A name that no topic can have: brokers refuse a subscription without any."""
+_LEAVE_TIMEOUT: Final = 3.0
+"""Seconds for the coordinator to answer a leave."""
+_MEMBERSHIP_ENDED: Final = frozenset({Code.UNKNOWN_MEMBER_ID, Code.FENCED_MEMBER_EPOCH, Code.FENCED_INSTANCE_ID})
+"""Error codes of commits that say that the group does not know us any more."""
+
+
+class MemberTransport(ConsumerTransport):
+    """A member of a group of the consumer protocol. A thread sends its heartbeats; see `GroupDriver`.
+
+    Changes of the assignment reach the engine one after another, in the order in which the group made them. A loss
+    does not wait for its turn.
+
+    The brokers raise the member epoch whenever the group changes, also if our partitions stay: commits always carry the
+    newest one. The engine knows a membership by the epoch of its latest assignment.
+    """
+
+    def __init__(self, settings: Settings, group_id: str) -> None:
+        """Check the options; connects to nothing yet.
+
+        Raises:
+            SettingsError: TLS and SASL settings cannot work.
+        """
+        super().__init__(settings, group_id)
+        self._driver: GroupDriver | None = None
+        """None with manual assignment, and before the start."""
+        self._pattern: re.Pattern[str] | None = None
+        self._subscribed: frozenset[str] = frozenset()
+        """The topics that the group knows from us."""
+        self._subscription_changed = asyncio.Event()
+        self._changes: asyncio.Queue[Assigned | Revoked] = asyncio.Queue()
+        """What the engine has not heard of yet."""
+        self._troubled: Troubled | None = None
+        """The latest trouble with the group; None once it has answered again."""
+        self._failure: TransportError | None = None
+        """The error that ends this life of the client; `poll` raises it."""
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        trouble = super().trouble
+        if trouble is None and self._troubled is not None and not self._closed:
+            return f"group {self._group_id!r} does not accept our heartbeats now: {self._troubled.message}"
+        return trouble
+
+    # Lifecycle ------------------------------------------------------------------------
+
+    async def _join_group(self, pattern: str | None) -> None:
+        self._pattern = None if pattern is None else re.compile(pattern)
+        settings = self._settings
+        self._subscribed = await self._wanted_topics()
+        member = ConsumerMember(
+            random.SystemRandom(),
+            topics=self._subscribed or (_NO_TOPIC,),
+            rebalance_timeout=settings.rebalance_timeout,
+            instance_id=settings.group_instance_id,
+            rack=settings.client_options.get("client_rack"),
+            assignor=settings.client_options.get("group_remote_assignor"),
+        )
+        self._driver = GroupDriver(
+            self._group_id,
+            member,
+            lambda: new_cluster(settings),
+            self._on_event,
+            rebalance_timeout=settings.rebalance_timeout,
+        )
+        self._tasks += [
+            asyncio.create_task(self._pass_on_changes(), name=f"assignments of {self._group_id}"),
+            asyncio.create_task(self._watch_topics(), name=f"topics of {self._group_id}"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._note_end)
+        self._driver.start()
+
+    def subscribe(self, topics: Collection[str], pattern: str | None) -> None:  # noqa: ARG002 - that of the start
+        """See `Transport.subscribe`."""
+        self._check_running()
+        self._member()
+        self._topics = frozenset(topics)
+        self._subscription_changed.set()
+
+    async def _watch_topics(self) -> None:
+        """Tell the group when we subscribe to other topics, or other topics match our pattern, until cancelled.
+
+        Patterns are those of Python, which the engine uses too; the brokers have another language.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(None if self._pattern is None else self._settings.metadata_max_age):
+                    await self._subscription_changed.wait()
+            except TimeoutError:
+                logger.debug("looking for topics that match the pattern")
+            self._subscription_changed.clear()
+            try:
+                wanted = await self._wanted_topics()
+            except TransportError as error:
+                logger.info("the topics to subscribe to are unknown, and are looked up again: %s", error)
+                await asyncio.sleep(1.0)
+                self._subscription_changed.set()
+                continue
+            if wanted != self._subscribed:
+                self._subscribed = wanted
+                self._member().subscribe(wanted or (_NO_TOPIC,), ())
+
+    async def _wanted_topics(self) -> frozenset[str]:
+        """Look up the topics to subscribe to, and follow them.
+
+        Raises:
+            TransportError: The brokers did not list the topics.
+        """
+        topics = self._topics
+        if self._pattern is not None:
+            topics |= {name for name in await self.topics() if self._pattern.fullmatch(name)}
+        self._cluster.follow(topics)
+        return topics
+
+    def _member(self) -> GroupDriver:
+        if self._driver is None:
+            raise ClientLostError("the Kafka client is not a member of the group")
+        return self._driver
+
+    async def _leave(self) -> None:
+        if self._driver is not None:
+            await self._driver.close(_LEAVE_TIMEOUT, "the app closes its client")
+
+    async def _tear_down(self) -> None:
+        if self._driver is not None and self._driver.is_alive:
+            await self._driver.close(0.0, "the app closes its client")
+        await super()._tear_down()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Let `poll` raise what has ended a task."""
+        if not task.cancelled() and task.exception() is not None:
+            self._listener_failure = ClientLostError(f"{task.get_name()} ended: {task.exception()!r}")
+        self._check_again()
+
+    def _raise_group_loss(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # The group ------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`. It ends with our time, also before the engine has heard of that."""
+        driver = self._driver
+        if driver is not None and driver.clock() >= driver.ownership.alive_until:
+            return NOT_A_MEMBER
+        return self._membership
+
+    async def _own_member_id(self) -> str:
+        return self._member().ownership.member_id
+
+    async def _commit_as_member(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Sequence[Message] | None,  # noqa: ARG002
+    ) -> None:
+        self._check_commit(offsets, membership)
+        driver = self._member()
+        own = driver.ownership
+        try:
+            await self._send_commit(offsets, Member(own.epoch, own.member_id, self._settings.group_instance_id))
+        except WireError as error:
+            if error.code == Code.STALE_MEMBER_EPOCH or error.code in _MEMBERSHIP_ENDED:
+                driver.heartbeat_now()
+            if error.code == Code.STALE_MEMBER_EPOCH and self._is_ours(own, offsets):
+                raise _overtaken(self._group_id, offsets) from error
+            raise commit_error(error.cause, offsets, self._group_id) from error
+
+    def _is_ours(self, before: Ownership, partitions: Collection[TopicPartition]) -> bool:
+        """Whether partitions are still ours, in the same life as before."""
+        own = self._member().ownership
+        return own.life == before.life and own.partitions.issuperset(partitions)
+
+    def _on_event(self, event: Event) -> None:
+        """Take note of what the thread reports."""
+        if self._closed:
+            return
+        match event:
+            case Assigned() | Revoked():
+                self._changes.put_nowait(event)
+            case Lost():
+                self._lose(event)
+            case Troubled():
+                self._troubled = event
+            case Recovered():
+                self._troubled = None
+            case Refused() | Ended():
+                self._fail(event)
+
+    def _fail(self, event: Refused | Ended) -> None:
+        instance = self._settings.group_instance_id
+        session = self._settings.session_timeout
+        if event.code in (Code.FENCED_INSTANCE_ID, Code.UNRELEASED_INSTANCE_ID):
+            killed = "; a killed process keeps the id until its session has timed out"
+            why = f" ({event.message}{killed if event.code == Code.UNRELEASED_INSTANCE_ID else ''})"
+            self._failure = InstanceIdTakenError(self._group_id, str(instance), session, why)
+        else:
+            self._failure = self._group_error(Cause(event.code, event.message, topics=tuple(sorted(self._topics))))
+        self._check_again()
+
+    def _lose(self, event: Lost) -> None:
+        """Report to the engine that other members may own partitions by now."""
+        listener = self._listener
+        if listener is None:
+            return
+        logger.warning("group %r: partitions are lost: %s (%s)", self._group_id, named(event.partitions), event.reason)
+        self._membership = NOT_A_MEMBER
+        lost = [partition for partition in event.partitions if partition in self._fetcher]
+        try:
+            listener.lost(lost)
+        except Exception as error:  # noqa: BLE001 - called from the event loop; the next poll raises it
+            self._listener_failure = error
+        finally:
+            self._remove(lost)
+            self._check_again()
+
+    async def _pass_on_changes(self) -> None:
+        """Pass changes of the assignment on to the engine until cancelled."""
+        while True:
+            change = await self._changes.get()
+            listener = self._listener
+            if listener is None or change.life != self._member().ownership.life:
+                continue  # it was lost since
+            if isinstance(change, Assigned):
+                own = change.ownership
+                self._membership = Membership(own.member_id, own.epoch)
+                self._fetcher.add(change.partitions)
+                listener.assigned(self._fetcher.partitions, self._membership)
+            else:
+                await self._release(change, listener)
+
+    async def _release(self, change: Revoked, listener: GroupListener) -> None:
+        """Let the engine release partitions, and then the group."""
+        driver = self._member()
+        await self._drain(listener, change.partitions)
+        if change.life != driver.ownership.life:
+            return
+        self._remove(change.partitions)
+        driver.released(change.life, change.partitions)
+        listener.assigned(self._fetcher.partitions, self._membership)  # the drain stopped the opening of the others
+
+
+def _overtaken(group_id: str, partitions: Collection[TopicPartition]) -> TransportError:
+    """Return the error of a commit with an epoch that was raised while it was on its way."""
+    cause = Cause(-1, "the group has a newer member epoch, which the next heartbeat brings")
+    return commit_error(cause, partitions, group_id)
