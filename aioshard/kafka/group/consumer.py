@@ -65,6 +65,10 @@ _OTHER_PROTOCOL: Final = frozenset({Code.INCONSISTENT_GROUP_PROTOCOL, *_GONE})
 _MOST_REFUSED_JOINS: Final = 3
 _INSTANCE_MARGIN: Final = 5.0
 """Seconds beyond a session to wait for a static member that has died."""
+_EARLY_HEARTBEATS: Final = 5
+_EARLY_INTERVAL: Final = 1.0
+"""Brokers may take a second to assign the first partitions, and say so at the next heartbeat only. So the first ones
+after a join come early, as long as nothing is assigned."""
 _FULL_GROUP_PAUSES: Final = (5.0, 30.0)
 
 
@@ -186,6 +190,8 @@ class ConsumerMember:
         """When the first heartbeat was sent after the last answered one."""
         self._due = 0.0
         self._is_urgent = False
+        self._heartbeats = 0
+        """Those that were answered in this life."""
 
         self._has_succeeded = False
         self._is_troubled = False
@@ -341,7 +347,10 @@ class ConsumerMember:
             self._assign(answer.assignment, began + self._rebalance_timeout)
         self._recovered()
         self._reconcile(answer.epoch, began + self._rebalance_timeout)
-        self._due = now if self._is_urgent or self._has_to_acknowledge else max(now, request.sent_at + self._interval)
+        self._heartbeats += 1
+        is_early = not self._target and self._heartbeats <= _EARLY_HEARTBEATS
+        pause = min(self._interval, _EARLY_INTERVAL) if is_early else self._interval
+        self._due = now if self._is_urgent or self._has_to_acknowledge else max(now, request.sent_at + pause)
 
     def _assign(self, assignment: Collection[TopicIdPartition], deadline: float) -> None:
         """Accept a new target."""
@@ -527,6 +536,7 @@ class ConsumerMember:
         self._target = None
         self._told = None
         self._may_be_known = False
+        self._heartbeats = 0
         self._in_flight = None  # its answer would be about the life that has ended
         self._unanswered_since = None
 

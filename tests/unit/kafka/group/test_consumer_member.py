@@ -685,6 +685,17 @@ def test_a_suspended_member_leaves_and_joins_again_on_request() -> None:
 # Times ----------------------------------------------------------------------------------------
 
 
+def test_the_first_partitions_do_not_wait_for_the_interval() -> None:
+    bench = Bench(interval=4.0)
+    times = []
+    for _ in range(8):
+        request = bench.request()
+        times.append(request.sent_at)
+        bench.answer(request, interval=4.0)
+    assert times[:6] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert times[6:] == [9.0, 13.0], "a member without partitions is nothing unusual"
+
+
 def test_a_heartbeat_is_sent_now_if_a_new_epoch_is_needed() -> None:
     bench = Bench().join()
     bench.now = 1.0
