@@ -238,8 +238,8 @@ def open_partition(engine: Engine, topic_partition: TopicPartition) -> Partition
     partition = _owned(engine, topic_partition)
     if not partition.is_open or partition.outside_log is not None:
         seek = engine.rebalance.seeks.get(topic_partition)
-        why = "is being handed over or looked up" if seek is None else f"is moving to offset {seek.start}"
-        raise StateError(f"{topic_partition} {why} now: try again when it is open")
+        why = "is being handed over or looked up now" if seek is None else seek.progress
+        raise StateError(f"{topic_partition} {why}: try again when it is open")
     return partition
 
 

@@ -49,7 +49,7 @@ _LEADER_DELAY = 1.0
 
 @dataclasses.dataclass(eq=False)
 class Seek:
-    """A position that the application requested, or where a partition resumes after a loss.
+    """A position that the application requested, or where a partition resumes in another log.
 
     One that was requested survives rebalances as long as the partition stays assigned to us: the partition then opens
     there instead of at the committed offset. Its future is done once the partition opens there, is assigned elsewhere,
@@ -58,8 +58,15 @@ class Seek:
 
     start: int
     done: asyncio.Future[None]
+    why: str
+    """Why the partition moves, as a sentence."""
     repeats_unfinished: bool = False
     """Whether records before `start` that do not finish until then must run again."""
+
+    @property
+    def progress(self) -> str:
+        """Where the partition moves, and why, as the end of a sentence."""
+        return f"is moving to offset {self.start} now, because {self.why}"
 
 
 class _Restoration(NamedTuple):
@@ -125,7 +132,7 @@ class Rebalance:
         self.unresolved: dict[TopicPartition, str] = {}
         """Owned partitions whose resume position is not known yet, each with the reason."""
         self.seeks: dict[TopicPartition, Seek] = {}
-        """Positions that the application requested and that are not reached yet."""
+        """Positions that partitions move to and have not reached yet."""
         self._group_id = group_id
         self._settings = settings
         self._handlers = handlers
@@ -362,7 +369,7 @@ class Rebalance:
         partition.commits.acknowledged = None  # the stored text may list what is lost as finished
         if name not in self.seeks:
             future = asyncio.get_running_loop().create_future()
-            seek = self.seeks[name] = Seek(error.resumes_at, future, repeats_unfinished=True)
+            seek = self.seeks[name] = Seek(error.resumes_at, future, _loss(error.resumes_at), repeats_unfinished=True)
             self._tasks.start(self._drain_for(seek, partition), f"resume {name} after a loss")
 
     def _forget_losses(self, names: Collection[TopicPartition]) -> None:
@@ -383,7 +390,7 @@ class Rebalance:
         logger.warning("%s; resuming at the start of the new one", error, extra=partition_fields("out_of_range", name))
         self._forget_losses([name])
         if name not in self.seeks:
-            self.seeks[name] = Seek(0, asyncio.get_running_loop().create_future())
+            self.seeks[name] = Seek(0, asyncio.get_running_loop().create_future(), str(error))
 
     def restart(self, partitions: Mapping[Partition, Mapping[int, Refused]], why: str) -> None:
         """End the epochs of partitions and begin new ones at the offsets that the brokers report as committed.
@@ -497,9 +504,9 @@ class Rebalance:
     def _continue(self, partition: Partition, view: BrokerView, membership: Membership) -> bool:
         """Open a partition in place if it can be continued; otherwise end its epoch."""
         seek = self.seeks.get(partition.topic_partition)
-        # 1. The application requested another position.
+        # 1. It moves to another position.
         if seek is not None:
-            reason: str | None = f"the application requested offset {seek.start}"
+            reason: str | None = seek.why
         # 2. The cluster has lost records that were committed.
         elif view.lost_from is not None:
             reason = _loss(view.lost_from)
@@ -692,8 +699,9 @@ class Rebalance:
         """
         name = partition.topic_partition
         if (pending := self.seeks.get(name)) is not None:
-            raise StateError(f"{name} is moving to offset {pending.start} already: await that seek first")
-        seek = self.seeks[name] = Seek(start, asyncio.get_running_loop().create_future())
+            raise StateError(f"{name} {pending.progress}: try again when it is open")
+        why = f"the application requested offset {start}"
+        seek = self.seeks[name] = Seek(start, asyncio.get_running_loop().create_future(), why)
         self._transport.pause([name])  # records that arrive during the drain would be fetched for nothing
         self._tasks.start(self._drain_for(seek, partition), f"seek {name}")
         return seek.done
@@ -708,11 +716,9 @@ class Rebalance:
             await asyncio.sleep(_RETRY_DELAY)
         if not self._moves(partition, seek):
             return
-        why = f"the application requested offset {seek.start}"
         if seek.repeats_unfinished:
-            why = _loss(seek.start)
             seek.start = min(seek.start, partition.tracker.committable)
-        self.end([partition], why)
+        self.end([partition], seek.why)
         self._open_soon()
 
     def _moves(self, partition: Partition, seek: Seek) -> bool:

@@ -80,8 +80,8 @@ class GroupOffsets:
     Invariants:
         * A commit is sent once, and never while the one before it is unanswered on a live connection: it can be
           overtaken only by one whose connection was lost.
-        * `committed` returns offsets after earlier commits are replicated, when no open transaction can change them any
-          more.
+        * `committed` returns offsets after the commits that the coordinator has received are replicated, when no open
+          transaction can change them any more. It does not wait behind a commit that is not answered.
     """
 
     def __init__(self, cluster: Cluster, group_id: str, patience: float = _STABLE_TIMEOUT) -> None:
@@ -149,7 +149,7 @@ class GroupOffsets:
                 },
             ),
         ).up_to(_LAST_WITH_RETENTION if member == NO_MEMBER else _LAST_BY_NAME)
-        response = await self._ask_coordinator(node, request, timeout=_COMMIT_TIMEOUT)
+        response = await self._ask_coordinator(node, request, Purpose.COMMIT, timeout=_COMMIT_TIMEOUT)
         refused = refused_offsets(response, offsets)
         if any(error.code in _AWAY for error in refused.values()):
             self._forget_coordinator(node)
@@ -190,7 +190,8 @@ class GroupOffsets:
             groups=[{"group": self._group_id, "member": None, "epoch": -1, "topics": topics}],
             stable=stable,
         ).up_to(_LAST_BY_NAME)
-        response = await self._ask_coordinator(node, request, timeout=self._patience)
+        # A commit without an answer must not keep us from leaving a coordinator that hangs.
+        response = await self._ask_coordinator(node, request, Purpose.GROUP, timeout=self._patience)
         try:
             return committed_offsets(response, self._group_id, partitions)
         except WireError as error:
@@ -203,9 +204,9 @@ class GroupOffsets:
     async def _coordinator(self) -> int:
         return await self._cluster.coordinator(CoordinatorKind.GROUP, self._group_id)
 
-    async def _ask_coordinator(self, node: int, request: Any, *, timeout: float) -> Any:
+    async def _ask_coordinator(self, node: int, request: Any, purpose: Purpose, *, timeout: float) -> Any:
         try:
-            return await self._cluster.ask(node, request, purpose=Purpose.GROUP, timeout=timeout)
+            return await self._cluster.ask(node, request, purpose=purpose, timeout=timeout)
         except (ConnectionLostError, RequestTimedOutError):
             self._forget_coordinator(node)
             raise

@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.core.finished_offsets import Run
-from aioshard.errors import ClientLostError, CommitError, LogTruncatedError, NotDrainedError
+from aioshard.errors import ClientLostError, CommitError, LogTruncatedError, NotDrainedError, StateError
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryTransport, run
@@ -153,6 +153,31 @@ def test_a_loss_skips_no_record_that_did_not_finish() -> None:
         assert [counts[offset] for offset in (6, 7, 9)] == [2, 2, 2], "the lost one and the new one"
         assert counts[8] == 1, "the lost one was cancelled"
         assert counts[10] == 1
+
+    run(test())
+
+
+def test_a_seek_during_the_drain_after_a_loss_is_refused_with_the_loss() -> None:
+    async def test() -> None:
+        world = Deployment()
+        world.publish(10)
+        app = App("group", auto_offset_reset="earliest", drain_timeout=5.0)
+
+        @app.consume("orders")
+        async def handle(_: Record) -> None:
+            await asyncio.sleep(3.0)
+
+        async with app.started(lambda: InMemoryTransport(world.broker, "group")):
+            rebalance = engine_of(app).rebalance
+            world.broker.log(*TP).truncate_from(6)
+            world.publish(5)
+            await until(lambda: TP in rebalance.seeks)
+            with pytest.raises(StateError, match="the cluster has lost") as refused:
+                await app.seek(*TP, 0)
+            assert "that seek" not in str(refused.value), "the application has not sought"
+
+            await until(lambda: TP not in rebalance.seeks)
+            assert await app.seek(*TP, 0) == 0
 
     run(test())
 

@@ -104,22 +104,13 @@ class FetchSession:
     topics: Mapping[uuid.UUID | None, str] = field(default_factory=dict)
     """The topics of the session by their ids."""
 
-    def plan(
-        self,
-        wanted: Mapping[TopicPartition, PartitionRequest],
-        *,
-        ids_allowed: bool,
-        waiting: Collection[TopicPartition] = (),
-    ) -> SessionFetch:
+    def plan(self, wanted: Mapping[TopicPartition, PartitionRequest], *, ids_allowed: bool) -> SessionFetch:
         """Return the next request.
 
         Args:
             wanted: The partitions to fetch. A broker fills its response in this order, except that in a session those
                 that had records come last: rotate it outside a session.
             ids_allowed: Whether the broker understands topic ids. They are used if all topics have one.
-            waiting: Partitions that are not wanted for a moment. Those that the session has stay in it unchanged,
-                because a session that shrinks and grows all the time is the first to be evicted. The broker may still
-                send their records.
         """
         in_session = self.epoch != _OPENING
         known = self.known if in_session else {}
@@ -135,13 +126,8 @@ class FetchSession:
         # A session names topics in one way. By name, the broker would forget the new topic together with the old one.
         if not in_session or by_id != self.by_id or (replaced and not by_id):
             return SessionFetch(self.id, _OPENING, by_id, dict(wanted), (), dict(wanted))
-        kept = {partition: known[partition] for partition in waiting if partition in known and partition not in wanted}
-        removed = [
-            (partition, request.topic_id)
-            for partition, request in known.items()
-            if partition not in wanted and partition not in kept
-        ]
-        return SessionFetch(self.id, self.epoch, by_id, changed, [*removed, *replaced], {**kept, **wanted})
+        removed = [(partition, request.topic_id) for partition, request in known.items() if partition not in wanted]
+        return SessionFetch(self.id, self.epoch, by_id, changed, [*removed, *replaced], dict(wanted))
 
     def answered(self, fetch: SessionFetch, response: Any) -> SessionOutcome:
         """Process the response to the latest request.

@@ -254,6 +254,28 @@ def test_a_coordinator_that_waits_until_a_commit_is_replicated_is_waited_for() -
     scenario(test)
 
 
+def test_a_commit_without_an_answer_does_not_delay_a_query() -> None:
+    """A coordinator that hangs is left by a query in time, although a commit may wait for it longer."""
+
+    async def test(group: Group) -> None:
+        group.coordinator.committed = dict(BOTH)
+        held = group.hold(OFFSET_COMMIT)
+        commit = asyncio.create_task(group.offsets.commit(at(9), US))
+        await group.model.brokers[1].arrival(OFFSET_COMMIT)
+
+        def answer(request: Received) -> None:
+            if request.session is not held[0].session:  # a broker answers one request of a connection at a time
+                group.coordinator.fetch_offsets(request)
+
+        group.model.brokers[1].on(OFFSET_FETCH, answer)
+        async with asyncio.timeout(1):
+            assert await group.offsets.committed(BOTH) == BOTH
+        group.coordinator.commit(held[0])
+        assert await commit == {}
+
+    scenario(test)
+
+
 def test_offsets_are_asked_for_without_a_member() -> None:
     """Coordinators refuse a member whose epoch rose a moment ago (113), although its partitions are still its own."""
 

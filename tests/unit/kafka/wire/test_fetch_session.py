@@ -144,7 +144,6 @@ class World:
     ids: dict[str, uuid.UUID | None] = field(default_factory=lambda: dict.fromkeys(TOPICS))
     offsets: dict[TopicPartition, int] = field(default_factory=lambda: dict.fromkeys(PARTITIONS, 0))
     assigned: set[TopicPartition] = field(default_factory=lambda: set(PARTITIONS[:4]))
-    waiting: set[TopicPartition] = field(default_factory=set)
     used_ids: int = 0
 
     def create(self, topic: str) -> None:
@@ -159,14 +158,13 @@ class World:
             self.offsets[partition] += rng.randrange(1, 10)
         if rng.random() < 0.3:
             self.assigned ^= set(rng.sample(PARTITIONS, rng.randrange(1, 4)))
-        self.waiting = set(rng.sample(PARTITIONS, rng.randrange(3))) if rng.random() < 0.3 else set()
         if rng.random() < 0.15:
             self.create(rng.choice(TOPICS))
         if rng.random() < 0.05:
             self.ids[rng.choice(TOPICS)] = None  # a broker that does not know the ids answered
 
     def wanted(self) -> Wanted:
-        partitions = sorted(self.assigned - self.waiting)
+        partitions = sorted(self.assigned)
         self.rng.shuffle(partitions)
         return {
             each: PartitionRequest(self.ids[each.topic], self.offsets[each], leader_epoch=self.offsets[each] // 20)
@@ -198,7 +196,6 @@ def simulate(  # noqa: C901, PLR0912, PLR0915 - one round after the other
         calm = number >= 56
         world.change()
         if calm:
-            world.waiting = set()
             world.assigned |= {PARTITIONS[0]}
         # A rolling upgrade, and an old broker that answers ids of zero.
         ids_allowed = ids and (calm or rng.random() < 0.97)
@@ -212,7 +209,7 @@ def simulate(  # noqa: C901, PLR0912, PLR0915 - one round after the other
                 at_broker.epoch += 1
         wanted = world.wanted()
         before = session
-        fetch = session.plan(wanted, ids_allowed=ids_allowed, waiting=world.waiting)
+        fetch = session.plan(wanted, ids_allowed=ids_allowed)
         assert session == before, "a request proves nothing"
         if fault == "request lost":
             session = on_silence(session, fetch)
@@ -238,7 +235,7 @@ def simulate(  # noqa: C901, PLR0912, PLR0915 - one round after the other
         assert (outcome.parts is not None) == counts, outcome.problem
         if outcome.parts is not None:
             assert len(outcome.parts) == len(got.topics)
-            check(broker, before, world, wanted, fetch, outcome)
+            check(broker, wanted, fetch, outcome)
         else:
             assert outcome.problem
             assert session.epoch == 0
@@ -259,14 +256,7 @@ FAULTS = [
 ]
 
 
-def check(
-    broker: Broker,
-    before: FetchSession,
-    world: World,
-    wanted: Wanted,
-    fetch: SessionFetch,
-    outcome: SessionOutcome,
-) -> None:
+def check(broker: Broker, wanted: Wanted, fetch: SessionFetch, outcome: SessionOutcome) -> None:
     """Compare what the broker believes with what the client wants, after a response that counts."""
     session, parts = outcome.session, outcome.parts
     assert parts is not None
@@ -279,14 +269,9 @@ def check(
         assert request.topic_id is not None
         return request.topic_id, partition.partition
 
-    kept = {
-        partition: before.known[partition]
-        for partition in world.waiting
-        if not fetch.is_full and partition in before.known and partition not in wanted
-    }
-    expected = {key(partition, request): known(request) for partition, request in {**kept, **wanted}.items()}
+    expected = {key(partition, request): known(request) for partition, request in wanted.items()}
     for partition, part in parts.items():
-        assert part.key == key(partition, {**kept, **wanted}[partition])
+        assert part.key == key(partition, wanted[partition])
     if session.epoch:
         at_broker = broker.sessions[session.id]
         assert at_broker.partitions == expected
@@ -310,10 +295,10 @@ def test_re_created_topics_by_name() -> None:
         for _ in range(30):
             world.change()
             wanted = world.wanted()
-            fetch = session.plan(wanted, ids_allowed=False, waiting=world.waiting)
+            fetch = session.plan(wanted, ids_allowed=False)
             assert not fetch.by_id
             outcome = session.answered(fetch, broker.respond(fetch))
-            check(broker, session, world, wanted, fetch, outcome)
+            check(broker, wanted, fetch, outcome)
             session = outcome.session
 
 
@@ -326,56 +311,27 @@ class DropsItsId(FetchSession):
 
 
 class ForgetsNothing(FetchSession):
-    def plan(
-        self,
-        wanted: Mapping[TopicPartition, PartitionRequest],
-        *,
-        ids_allowed: bool,
-        waiting: Collection[TopicPartition] = (),
-    ) -> SessionFetch:
-        fetch = super().plan(wanted, ids_allowed=ids_allowed, waiting=waiting)
+    def plan(self, wanted: Mapping[TopicPartition, PartitionRequest], *, ids_allowed: bool) -> SessionFetch:
+        fetch = super().plan(wanted, ids_allowed=ids_allowed)
         return fetch._replace(forgotten=())
 
 
 class ForgetsNoOldTopic(FetchSession):
-    def plan(
-        self,
-        wanted: Mapping[TopicPartition, PartitionRequest],
-        *,
-        ids_allowed: bool,
-        waiting: Collection[TopicPartition] = (),
-    ) -> SessionFetch:
-        fetch = super().plan(wanted, ids_allowed=ids_allowed, waiting=waiting)
+    def plan(self, wanted: Mapping[TopicPartition, PartitionRequest], *, ids_allowed: bool) -> SessionFetch:
+        fetch = super().plan(wanted, ids_allowed=ids_allowed)
         return fetch._replace(forgotten=[pair for pair in fetch.forgotten if pair[0] not in wanted])
 
 
 class ForgetsByName(FetchSession):
     """Forgets a re-created topic by name in the request that adds it."""
 
-    def plan(
-        self,
-        wanted: Mapping[TopicPartition, PartitionRequest],
-        *,
-        ids_allowed: bool,
-        waiting: Collection[TopicPartition] = (),
-    ) -> SessionFetch:
-        fetch = super().plan(wanted, ids_allowed=ids_allowed, waiting=waiting)
+    def plan(self, wanted: Mapping[TopicPartition, PartitionRequest], *, ids_allowed: bool) -> SessionFetch:
+        fetch = super().plan(wanted, ids_allowed=ids_allowed)
         if fetch.by_id or not self.epoch or self.by_id:
             return fetch
         changed = {partition: new for partition, new in wanted.items() if self.known.get(partition) != new}
         old = [(partition, None) for partition in self.known if partition in changed or partition not in wanted]
         return SessionFetch(self.id, self.epoch, False, changed, old, dict(wanted))  # noqa: FBT003
-
-
-class ShrinksForAMoment(FetchSession):
-    def plan(
-        self,
-        wanted: Mapping[TopicPartition, PartitionRequest],
-        *,
-        ids_allowed: bool,
-        waiting: Collection[TopicPartition] = (),  # noqa: ARG002
-    ) -> SessionFetch:
-        return super().plan(wanted, ids_allowed=ids_allowed)
 
 
 class CountsErrors(FetchSession):
@@ -427,7 +383,6 @@ def simulate_many(**options: Any) -> None:
         DropsItsId,
         ForgetsNothing,
         ForgetsNoOldTopic,
-        ShrinksForAMoment,
         CountsErrors,
         ReadsAnyPart,
         KeepsASessionThatIsOver,
@@ -450,13 +405,12 @@ def test_a_state_that_moves_before_the_answer_is_found() -> None:
 
 def test_to_forget_a_re_created_topic_by_name_is_found() -> None:
     broker = Broker(random.Random(0))
-    world = World(broker.rng)
     other = {PARTITIONS[1]: PartitionRequest(topic_id(1), 0)}
 
     def round_with(session: FetchSession, wanted: Wanted) -> FetchSession:
         fetch = session.plan(wanted, ids_allowed=False)
         outcome = session.answered(fetch, broker.respond(fetch))
-        check(broker, session, world, wanted, fetch, outcome)
+        check(broker, wanted, fetch, outcome)
         return outcome.session
 
     session = round_with(ForgetsByName(), {PARTITIONS[0]: PartitionRequest(topic_id(1), 0), **other})

@@ -369,7 +369,7 @@ def test_an_overdue_response_ends_the_connection_and_the_next_request_gets_anoth
 
 
 @pytest.mark.parametrize(
-    ("purpose", "opened"), [(Purpose.GENERAL, 1), (Purpose.GROUP, 1), (Purpose.FETCH, 1), (Purpose.JOIN, 2)]
+    ("purpose", "opened"), [(Purpose.GENERAL, 1), (Purpose.COMMIT, 1), (Purpose.FETCH, 1), (Purpose.JOIN, 2)]
 )
 def test_only_a_cancelled_join_costs_the_connection(purpose: Purpose, opened: int) -> None:
     async def test(cluster: Cluster) -> None:
