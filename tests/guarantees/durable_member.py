@@ -19,7 +19,7 @@ PATTERNS = ("one", "scattered", "alternating")
 CLIENTS: Mapping[str, Mapping[str, Any]] = {
     "aiokafka": {},
     "cooperative": {"client": "confluent"},
-    "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
+    "KIP-848": {"group_protocol": "consumer"},
 }
 _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
 """Settings that belong to the broker under KIP-848."""

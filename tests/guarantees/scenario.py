@@ -43,7 +43,7 @@ _CLIENTS: Mapping[Client, Mapping[str, Any]] = {
     "aiokafka": {},
     "eager": {"assignor": "sticky"},
     "cooperative": {"client": "confluent"},
-    "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
+    "KIP-848": {"group_protocol": "consumer"},
 }
 CLIENTS = list(_CLIENTS)
 _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}

@@ -23,6 +23,8 @@ EAGER: Client = {"client": "aiokafka", "assignor": "sticky"}
 CONFLUENT: Client = {"client": "confluent"}
 KIP_848: Client = {"client": "aiokafka", "group_protocol": "consumer"}
 KIP_848_CONFLUENT: Client = {"client": "confluent", "group_protocol": "consumer"}
+BY_THE_BROKER = KIP_848, KIP_848_CONFLUENT
+"""The broker assigns the partitions."""
 EXACTLY_ONCE: Mapping[str, Any] = {
     "processing_guarantee": "exactly_once",
     "drain_timeout": 2,

@@ -733,6 +733,7 @@ async def test_after_a_rebalance_a_partition_is_paused_again(harness: Harness) -
 
 
 @also_on_confluent
+@when_everything_is_taken
 async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) -> None:
     client, listener, old = await started(harness)
     await harness.rebalance()

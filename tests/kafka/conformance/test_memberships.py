@@ -14,9 +14,11 @@ from aioshard.records import TopicPartition
 from tests.kafka.client.members import PATIENCE
 from tests.kafka.conformance.conftest import (
     AIOKAFKA,
+    BY_THE_BROKER,
     CONFLUENT,
     EAGER,
     KIP_848,
+    KIP_848_CONFLUENT,
     KIP_848_TRANSACTIONS,
     SHORT_SESSION,
     TRANSACTIONS,
@@ -41,7 +43,7 @@ FLEXIBLE_COMMITS = 8
 """Version from which on an answer to a commit ends with three empty lists of tags."""
 
 
-@on_clients(AIOKAFKA, in_chaos=[EAGER, CONFLUENT, KIP_848])
+@on_clients(AIOKAFKA, KIP_848, in_chaos=[EAGER, CONFLUENT, KIP_848_CONFLUENT])
 async def test_a_commit_that_is_unanswered_at_a_revocation_is_answered_before_it_ends(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -69,7 +71,7 @@ async def test_a_commit_that_is_unanswered_at_a_revocation_is_answered_before_it
     assert await two.stored(partitions) == offsets
 
 
-@on_clients(CONFLUENT, KIP_848)
+@on_clients(CONFLUENT, KIP_848, in_chaos=[KIP_848_CONFLUENT])
 async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions_are_released(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies, client: Client
 ) -> None:
@@ -78,7 +80,9 @@ async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions
     one, two = join("one"), join("two")
     partitions, membership = await one.join(topic)
     offsets = dict.fromkeys(partitions, Committed(5, ""))
-    assigning = proxies.hold(api_key=CONSUMER_GROUP_HEARTBEAT if client is KIP_848 else SYNC_GROUP, client_id="one")
+    assigning = proxies.hold(
+        api_key=CONSUMER_GROUP_HEARTBEAT if client in BY_THE_BROKER else SYNC_GROUP, client_id="one"
+    )
     joined = asyncio.Event()
 
     def note(_: Request, answer: bytes) -> bytes:
@@ -88,7 +92,7 @@ async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions
     proxies.answer(note, api_key=CONSUMER_GROUP_HEARTBEAT, client_id="two")
     await two.transport.start([topic], None, two)
     await assigning.met.wait()
-    if client is KIP_848:
+    if client in BY_THE_BROKER:
         await joined.wait()  # the answer to the request that is held takes a partition away
     committing = asyncio.create_task(one.transport.commit(offsets, membership), name="commit")
 
@@ -104,7 +108,7 @@ async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions
     assert await two.stored(partitions) == offsets
 
 
-@on_clients(AIOKAFKA, CONFLUENT, in_chaos=[EAGER, KIP_848])
+@on_clients(AIOKAFKA, CONFLUENT, KIP_848, in_chaos=[EAGER, KIP_848_CONFLUENT])
 async def test_closing_while_the_engine_drains_waits_for_its_commit(kafka: SharedKafka, topic: str, join: Join) -> None:
     await kafka.create_topic(topic, 2)
     one, two = join("one"), join("two")
@@ -130,13 +134,13 @@ async def test_closing_while_the_engine_drains_waits_for_its_commit(kafka: Share
     await two.poll_until(lambda: len(two.holds) == 2)
 
 
-@on_clients(AIOKAFKA, KIP_848, in_chaos=[CONFLUENT])
+@on_clients(AIOKAFKA, KIP_848, in_chaos=[CONFLUENT, KIP_848_CONFLUENT])
 async def test_a_member_gives_up_its_partitions_after_a_session_without_answers(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies, client: object
 ) -> None:
     """Other members may have them by then (I9)."""
     await kafka.create_topic(topic)
-    one = join("one", **({} if client is KIP_848 else SHORT_SESSION))
+    one = join("one", **({} if client in BY_THE_BROKER else SHORT_SESSION))
     partitions, membership = await one.join(topic)
     for api in GROUP_APIS:
         proxies.swallow(api_key=api, client_id="one")
@@ -150,7 +154,7 @@ async def test_a_member_gives_up_its_partitions_after_a_session_without_answers(
     await asyncio.wait([committing])
 
 
-@on_clients(AIOKAFKA, CONFLUENT, KIP_848)
+@on_clients(AIOKAFKA, CONFLUENT, KIP_848_CONFLUENT)
 async def test_a_member_gives_up_its_partitions_when_a_commit_finds_it_unknown(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -173,7 +177,7 @@ def _does_not_know_the_member(request: Request, answer: bytes) -> bytes:
     return answer[: -2 - len(tags)] + UNKNOWN_MEMBER_ID.to_bytes(2, "big") + tags
 
 
-@on_clients(AIOKAFKA, CONFLUENT, TRANSACTIONS, in_chaos=[KIP_848, KIP_848_TRANSACTIONS])
+@on_clients(AIOKAFKA, CONFLUENT, KIP_848, TRANSACTIONS, in_chaos=[KIP_848_CONFLUENT, KIP_848_TRANSACTIONS])
 async def test_a_commit_of_a_moved_partition_is_refused(kafka: SharedKafka, topic: str, join: Join) -> None:
     await kafka.create_topic(topic, 2)
     one, two = join("one"), join("two")
