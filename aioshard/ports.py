@@ -174,6 +174,13 @@ class Transport(Protocol):
     def slow_join(self) -> str | None:
         """A sentence about the members with which the group is rebalancing, if our join takes long; else None."""
 
+    @property
+    def inherits_within(self) -> float:
+        """Seconds after which a member without partitions has those of members that had died before it joined.
+
+        0 if the group does not let a member join before that.
+        """
+
     async def start(
         self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
     ) -> None:

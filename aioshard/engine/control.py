@@ -305,6 +305,8 @@ def handler_name(engine: Engine, name: str) -> str:
 async def caught_up(engine: Engine, interval: float = 0.05) -> None:
     """Wait until all records up to the ends seen at the start are complete.
 
+    Without partitions, wait until it is certain that those of dead members went to others.
+
     Args:
         engine: The engine that consumes.
         interval: Seconds between checks.
@@ -312,11 +314,15 @@ async def caught_up(engine: Engine, interval: float = 0.05) -> None:
     Raises:
         HaltedError: The records that are left are halted, or wait behind halted ones.
     """
+    began = engine.clock()
     while True:
         if engine.failed.done():
             engine.failed.result()
-        if engine.rebalance.all_resumed and not any(_is_behind(engine, owned) for owned in engine.rebalance.partitions):
-            return
+        rebalance = engine.rebalance
+        if rebalance.all_resumed and not any(_is_behind(engine, owned) for owned in rebalance.partitions):
+            transport = engine.client.transport
+            if rebalance.partitions or (transport and engine.clock() - began >= transport.inherits_within):
+                return
         halted = halted_of(engine)
         if halted and nothing_moves(engine):
             raise HaltedError(repr(delivery) for delivery in halted)

@@ -41,6 +41,11 @@ class Groupless:
         """See `Transport.hang`: nothing is written, so no call can wait for a coordinator."""
         return None
 
+    @property
+    def inherits_within(self) -> float:
+        """See `Transport.inherits_within`: there are no other members."""
+        return 0.0
+
     def membership(self) -> Membership:
         """See `Transport.membership`: never changes."""
         return self._membership

@@ -68,8 +68,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("aioshard.kafka.transport")
 
-_JOINING = "preparingrebalance"
-"""State of a group of the classic protocol that does not answer joins yet."""
+_REBALANCING = frozenset({"preparingrebalance", "assigning", "reconciling"})
+"""States of a group that does not answer joins yet, or in which members have partitions that others will get."""
 _LEAST_PATIENCE = 2.0
 """Minimum seconds to wait for a response that brokers send without delay, even if the session is short."""
 _RETRY_BACKOFF = 0.1
@@ -153,7 +153,17 @@ class KafkaTransport(ABC):
         """See `Transport.slow_join`."""
         if not self._joining_with or self._closed or self._membership != NOT_A_MEMBER:
             return None
-        return _still_joining(self._group_id, self._joining_with, self._settings.session_timeout)
+        return _still_joining(self._group_id, self._joining_with, self._session)
+
+    @property
+    def inherits_within(self) -> float:
+        """See `Transport.inherits_within`. In the classic protocol the joins of all end a rebalance together."""
+        return 0.0
+
+    @property
+    def _session(self) -> str:
+        """The session of dead members, for messages."""
+        return f"session_timeout={self._settings.session_timeout:g} s"
 
     # Lifecycle ------------------------------------------------------------------------
 
@@ -347,7 +357,7 @@ class KafkaTransport(ABC):
         except (TransportError, TimeoutError) as error:
             logger.debug("the members of group %r are unknown: %s", self._group_id, error)
             return ()
-        if group.state != _JOINING:
+        if group.state not in _REBALANCING:
             return ()
         return [member for member in group.members if member.member_id != own_id]
 
@@ -592,7 +602,7 @@ def _partition_info(number: int, partition: PartitionMetadata) -> PartitionInfo:
     return PartitionInfo(number, partition.leader, partition.replicas, partition.in_sync)
 
 
-def _still_joining(group_id: str, others: Sequence[GroupMember], session: float) -> str:
+def _still_joining(group_id: str, others: Sequence[GroupMember], session: str) -> str:
     """Describe a rebalance that lasts; the brokers do not say which member has not rejoined, nor why."""
     if len(others) == 1:
         members = str(others[0])
@@ -602,7 +612,7 @@ def _still_joining(group_id: str, others: Sequence[GroupMember], session: float)
         which = "one of them"
     return (
         f"group {group_id!r} is still rebalancing with {members}; if {which} has died, the rebalance lasts until its "
-        f"session ends, session_timeout={session:g} s after its last heartbeat"
+        f"session ends, {session} after its last heartbeat"
     )
 
 

@@ -321,6 +321,11 @@ class GroupDriver:
         return self._member.ownership
 
     @property
+    def session(self) -> float:
+        """Seconds after which the coordinator removes a silent member, as far as we know."""
+        return self._member.session
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()

@@ -35,6 +35,8 @@ logger = logging.getLogger("aioshard.kafka.group")
 
 _NO_TOPIC: Final = "^aioshard has found no topic$"
 """A name that no topic can have: brokers refuse a subscription without any."""
+_STATE_INTERVAL: Final = 0.5
+"""Seconds between two looks at the state of the group while others have our partitions."""
 _LEAVE_TIMEOUT: Final = 3.0
 """Seconds for the coordinator to answer a leave."""
 _MEMBERSHIP_ENDED: Final = frozenset({Code.UNKNOWN_MEMBER_ID, Code.FENCED_MEMBER_EPOCH, Code.FENCED_INSTANCE_ID})
@@ -78,6 +80,11 @@ class MemberTransport(ConsumerTransport):
         if trouble is None and self._troubled is not None and not self._closed:
             return f"group {self._group_id!r} does not accept our heartbeats now: {self._troubled.message}"
         return trouble
+
+    @property
+    def inherits_within(self) -> float:
+        """See `Transport.inherits_within`. Members join while the group still counts dead ones."""
+        return 0.0 if self._driver is None else self._driver.session
 
     # Lifecycle ------------------------------------------------------------------------
 
@@ -183,6 +190,10 @@ class MemberTransport(ConsumerTransport):
             return NOT_A_MEMBER
         return self._membership
 
+    @property
+    def _session(self) -> str:
+        return f"{self._member().session:g} s (consumer.session.timeout.ms of the group)"
+
     async def _own_member_id(self) -> str:
         return self._member().ownership.member_id
 
@@ -259,6 +270,8 @@ class MemberTransport(ConsumerTransport):
             listener = self._listener
             if listener is None or change.life != self._member().ownership.life:
                 continue  # it was lost since
+            if isinstance(change, Assigned) and not change.ownership.partitions and await self._others_release():
+                continue  # the group has other news for us
             if isinstance(change, Assigned):
                 own = change.ownership
                 self._membership = Membership(own.member_id, own.epoch)
@@ -266,6 +279,20 @@ class MemberTransport(ConsumerTransport):
                 listener.assigned(self._fetcher.partitions, self._membership)
             else:
                 await self._release(change, listener)
+
+    async def _others_release(self) -> bool:
+        """Wait while the group moves partitions and has none for us; return whether it has news for us now.
+
+        An empty assignment means only then that there is nothing to do: what is meant for us may still be with a
+        member that has to release it, or has died.
+        """
+        while self._changes.empty():
+            self._joining_with = await self._look_up_others()
+            if not self._joining_with:
+                return not self._changes.empty()
+            await asyncio.sleep(_STATE_INTERVAL)
+        self._joining_with = ()
+        return True
 
     async def _release(self, change: Revoked, listener: GroupListener) -> None:
         """Let the engine release partitions, and then the group."""

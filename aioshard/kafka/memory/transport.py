@@ -260,6 +260,7 @@ class InMemoryTransport:
 
     last_heartbeat: float | None = None
     slow_join: str | None = None
+    inherits_within: float = 0.0
 
     @property
     def trouble(self) -> str | None:

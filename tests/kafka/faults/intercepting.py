@@ -176,6 +176,10 @@ class InterceptedTransport:
     def slow_join(self) -> str | None:
         return self.inner.slow_join
 
+    @property
+    def inherits_within(self) -> float:
+        return self.inner.inherits_within
+
     def membership(self) -> Membership:
         return self._interceptor.disguise(self.inner.membership())
 
