@@ -369,8 +369,8 @@ class Settings(BaseSettings):
     """The Kafka client. `confluent` needs the extra `confluent`; with it, a rebalance stops only the partitions that
     move."""
     group_protocol: Literal["classic", "consumer"] = "classic"
-    """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0 and
-    `client="confluent"`."""
+    """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0. Heartbeats then
+    come from a thread, so a handler that blocks the event loop does not cost the partitions."""
     assignor: Assignor = "cooperative-fair"
     """Assigns partitions to members; all members of a group need the same. With a cooperative assignor, a rebalance
     stops only the partitions that move; with any other, it stops all. `client="confluent"` supports only `sticky`, its
@@ -656,6 +656,7 @@ def _contradictions(settings: Settings) -> Iterator[str]:
     if settings.processing_guarantee == "exactly_once":
         yield from _check_exactly_once(settings)
     yield from _check_client_options(settings)
+    yield from _check_remote_assignor(settings)
     yield from _check_tls(settings)
     yield from _check_sasl(settings)
 
@@ -707,16 +708,17 @@ def _check_assignor(settings: Settings) -> Iterator[str]:
     """Refuse assignors that the client does not have, and settings that need another assignor."""
     assignor = settings.assignor
     confluent = settings.client == "confluent"
-    if settings.reassignment_delay and (confluent or assignor in {"range", "roundrobin", "fair"}):
+    by_broker = settings.group_protocol == "consumer"
+    if settings.reassignment_delay and (confluent or by_broker or assignor in {"range", "roundrobin", "fair"}):
         yield (
             f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky', 'lag' "
-            "and the cooperative assignors of client='aiokafka' know the previous owners; set "
-            "assignor='cooperative-fair', or remove it"
+            "and the cooperative assignors of client='aiokafka' and group_protocol='classic' know the previous owners; "
+            "set assignor='cooperative-fair', or remove it"
         )
-    if settings.balance_interval and not assignor.endswith("lag"):
+    if settings.balance_interval and (by_broker or not assignor.endswith("lag")):
         yield (
             f"balance_interval={settings.balance_interval:g} s has no effect here: only 'lag' and 'cooperative-lag' "
-            "balance backlogs; set assignor='cooperative-lag', or remove it"
+            "of group_protocol='classic' balance backlogs; set assignor='cooperative-lag', or remove it"
         )
     if confluent and settings.group_protocol == "classic" and assignor != "sticky":
         yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"
@@ -828,6 +830,14 @@ def _check_client_options(settings: Settings) -> Iterator[str]:
                 f"client_options has {name!r}, which the client does not know: "
                 f"it takes {', '.join(sorted(CLIENT_OPTIONS))}"
             )
+
+
+def _check_remote_assignor(settings: Settings) -> Iterator[str]:
+    if "group_remote_assignor" in settings.client_options and settings.group_protocol != "consumer":
+        yield (
+            "client_options has 'group_remote_assignor', which has no effect under group_protocol='classic', where a "
+            "member assigns partitions: use assignor, or group_protocol='consumer'"
+        )
 
 
 def _check_tls(settings: Settings) -> Iterator[str]:

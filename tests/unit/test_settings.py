@@ -345,7 +345,6 @@ def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, An
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"group_protocol": "consumer"}, "needs client='confluent'"),
         ({"client": "confluent", "assignor": "lag"}, "'lag' is not available with client='confluent'"),
         ({"assignor": "fair", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
         ({"client": "confluent", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
@@ -361,6 +360,11 @@ def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, An
         (CONSUMER | {"session_timeout": 45}, "session_timeout=45 s has no effect under group_protocol='consumer'"),
         (CONSUMER | {"heartbeat_interval": 3}, "it belongs to the broker"),
         (CONSUMER | {"assignor": "sticky"}, "use client_options={'group.remote.assignor': …}"),
+        ({"group_protocol": "consumer", "session_timeout": 45}, "session_timeout=45 s has no effect"),
+        ({"group_protocol": "consumer", "assignor": "sticky"}, "use client_options={'group_remote_assignor': …}"),
+        ({"group_protocol": "consumer", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
+        ({"group_protocol": "consumer", "balance_interval": 60}, "balance_interval=60 s has no effect here"),
+        ({"client_options": {"group_remote_assignor": "range"}}, "'group_remote_assignor', which has no effect"),
     ],
 )
 def test_unsupported_client_and_protocol_settings_are_refused(values: dict[str, Any], reason: str) -> None:
