@@ -225,6 +225,11 @@ class KafkaTransport(ABC):
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
         """See `Transport.subscribe`."""
 
+    def _follow_topics(self) -> None:
+        """Keep the metadata of the subscribed topics, and of those that we have partitions of, up to date."""
+        assigned = {partition.topic for partition in self._buffer.partitions}
+        self._cluster.follow_only(self._topics | assigned)
+
     @abstractmethod
     async def _leave(self) -> None:
         """Leave the group; wait for the response."""

@@ -207,6 +207,12 @@ class Cluster:
             self._followed.update(topics)
             self.request_refresh()
 
+    def follow_only(self, topics: Collection[str]) -> None:
+        """Follow these topics, and forget the others that were followed."""
+        for topic in self._followed.difference(topics):
+            self.forget(topic)
+        self.follow(topics)
+
     def forget(self, topic: str) -> None:
         """Stop following a topic."""
         self._followed.discard(topic)

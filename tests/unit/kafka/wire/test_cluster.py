@@ -89,6 +89,21 @@ def test_a_broker_that_is_behind_is_followed_by_another() -> None:
     scenario(test, brokers=3)
 
 
+def test_topics_that_are_not_followed_any_more_are_not_looked_up() -> None:
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        model.create("sales")
+        await asyncio.sleep(1)
+        cluster.follow_only(["sales"])
+        await asyncio.sleep(1)
+        cluster.request_refresh()
+        await asyncio.sleep(1)
+        last = model.brokers[1].received(METADATA)[-1]
+        assert [topic.name for topic in last.values.topics] == ["sales"]
+        assert cluster.metadata.topics == {"sales"}
+
+    scenario(test)
+
+
 def test_an_update_before_the_wait_for_it_is_not_missed() -> None:
     """Checklist 18."""
 
