@@ -173,9 +173,14 @@ class KafkaTransport(ABC):
             self._is_started = True
             self._cluster.when_lost(self._check_again)
             await self._check_permissions(pattern, needs_all=needs_all)
+            self._check_running()
             await self._join(pattern, listener)
         except BaseException:
-            await self.close()
+            if self._closed:  # without what has begun since
+                with anyio.CancelScope(shield=True):
+                    await self._tear_down()
+            else:
+                await self.close()
             raise
 
     async def _check_permissions(self, pattern: str | None, *, needs_all: bool) -> None:
@@ -586,6 +591,7 @@ class KafkaTransport(ABC):
             members = ()
         if members:
             raise _has_members(self._group_id, named(members))
+        self._check_running()
         return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
 
 
