@@ -119,7 +119,7 @@ class Committer:
     Invariants:
         * A commit carries the committable offset together with the records finished beyond it, both from the same
           moment (I1).
-        * A commit that was not answered replaces no newer one for good, however late it arrives.
+        * A commit that was not answered, and arrives later within 30 s, replaces no newer one for good.
         * Metadata never holds an offset back: if the broker does not store it, it is shortened or left out.
         * A transaction publishes no output of a record that neither its offset nor its metadata covers (I13).
     """
@@ -466,8 +466,8 @@ class Committer:
         self, request: Mapping[Partition, Due], error: TopicsRefusedError, began: float, transport: Transport
     ) -> CommitFailure | None:
         """End a request that the brokers have stored except for some topics; give up those that count as deleted."""
-        self._late.forget(error.refused)
-        self._late.acknowledged((partition.topic_partition for partition in request), began, self._clock())
+        stored = [partition.topic_partition for partition in request if partition.topic_partition not in error.refused]
+        self._late.acknowledged(stored, began, self._clock())
         refused: dict[Partition, TransportError] = {}
         for partition, due in request.items():
             reason = error.refused.get(partition.topic_partition)
@@ -488,6 +488,7 @@ class Committer:
         if not partition.commits.refuse(self._clock()):
             return False
         name = partition.topic_partition
+        self._late.forget(name)
         records = partition.tracker.completed - partition.commits.completed
         logger.warning(
             "topic %r counts as deleted: the brokers do not store its offsets; finished records of %s whose commit is "

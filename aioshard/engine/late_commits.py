@@ -54,10 +54,9 @@ class LateCommits:
             elif sent_at >= repeat.due_at:
                 self._repeats[name] = repeat._replace(due_at=repeat.ends_at)
 
-    def forget(self, names: Iterable[TopicPartition]) -> None:
-        """Repeat nothing of these partitions: the brokers do not store their offsets."""
-        for name in names:
-            self._repeats.pop(name, None)
+    def forget(self, name: TopicPartition) -> None:
+        """Repeat nothing of a partition: the brokers do not store its offsets."""
+        self._repeats.pop(name, None)
 
     def repeat_now(self, names: Iterable[TopicPartition], now: float) -> None:
         """Let the offsets of these partitions be due, because the partitions are released."""

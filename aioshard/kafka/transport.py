@@ -183,9 +183,14 @@ class KafkaTransport(ABC):
             self._is_started = True
             self._cluster.when_lost(self._check_again)
             await self._check_permissions(pattern, needs_all=needs_all)
+            self._check_running()
             await self._join(pattern, listener)
         except BaseException:
-            await self.close()
+            if self._closed:  # without what has begun since
+                with anyio.CancelScope(shield=True):
+                    await self._tear_down()
+            else:
+                await self.close()
             raise
 
     async def _check_permissions(self, pattern: str | None, *, needs_all: bool) -> None:
@@ -234,6 +239,11 @@ class KafkaTransport(ABC):
     @abstractmethod
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
         """See `Transport.subscribe`."""
+
+    def _follow_topics(self) -> None:
+        """Keep the metadata of the subscribed topics, and of those that we have partitions of, up to date."""
+        assigned = {partition.topic for partition in self._buffer.partitions}
+        self._cluster.follow_only(self._topics | assigned)
 
     @abstractmethod
     async def _leave(self) -> None:
@@ -591,6 +601,7 @@ class KafkaTransport(ABC):
             members = ()
         if members:
             raise _has_members(self._group_id, named(members))
+        self._check_running()
         return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
 
 

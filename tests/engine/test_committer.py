@@ -527,6 +527,32 @@ async def test_a_topic_that_stays_denied_is_not_given_up(harness: Harness) -> No
 
 
 @with_committer
+async def test_a_late_commit_of_a_topic_that_was_refused_meanwhile_is_put_right(harness: Harness) -> None:
+    harness.client.answers = [CommitError("the connection was lost"), refusing(0, DENIED)]
+    one, ones = harness.partition(0)
+    one.complete(ones[0])
+    await asyncio.sleep(4.0)
+    assert one.commits.acknowledged == 1
+    sent = len(harness.client.sent)
+    await asyncio.sleep(100.0)
+    assert len(harness.client.sent) == sent + 1
+
+
+@with_committer
+async def test_a_late_commit_of_a_deleted_topic_is_not_waited_for(harness: Harness) -> None:
+    harness.client.answers = [CommitError("the connection was lost")]
+    one, ones = harness.partition(0)
+    one.complete(ones[0])
+    await asyncio.sleep(4.0)
+    harness.client.answers = [refusing(0, UNKNOWN)] * 1000
+    await asyncio.sleep(80.0)
+    sent = len(harness.client.sent)
+    await asyncio.sleep(100.0)
+    assert len(harness.client.sent) == sent
+    assert await harness.committer.flush([one], 1.0)
+
+
+@with_committer
 async def test_a_refused_topic_does_not_hold_back_later_requests(harness: Harness) -> None:
     """Each commit needs two requests."""
     harness.client.answers = [refusing(0, UNKNOWN)]

@@ -123,7 +123,7 @@ class AiokafkaTransport(ConsumerTransport, ConsumerRebalanceListener):  # type: 
         self._check_running()
         consumer = self._member().consumer
         self._topics = frozenset(topics)
-        self._cluster.follow(topics)
+        self._follow_topics()
         if pattern is None:
             consumer.subscribe(topics=tuple(topics), listener=self)
         else:
@@ -268,8 +268,8 @@ class AiokafkaTransport(ConsumerTransport, ConsumerRebalanceListener):  # type: 
         assigned = None if internals is None else internals.take_assignment()
         if internals is None or assigned is None or listener is None or self._closed:
             return None
-        self._cluster.follow({partition.topic for partition in assigned})
         self._fetcher.add(assigned)
+        self._follow_topics()
         self._fetcher.pause(set(self._fetcher.partitions).difference(assigned))
         self._membership = internals.membership()
         self._instance.joined(self._membership, was_displaced=internals.was_displaced)

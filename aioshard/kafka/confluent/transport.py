@@ -165,7 +165,7 @@ class ConfluentTransport(KafkaTransport):
         self._check_running()
         self._topics = frozenset(topics)
         self._looked_up_at = -math.inf
-        self._cluster.follow(topics)
+        self._follow_topics()
 
     async def _leave(self) -> None:
         if self._consumer is not None:

@@ -73,6 +73,8 @@ class Cluster:
         self._coordinators: dict[tuple[CoordinatorKind, str], int] = {}
         self._avoided: dict[tuple[CoordinatorKind, str], int] = {}
         """The coordinator that failed last; it is asked last who coordinates now, because it may hang."""
+        self._behind: Target | None = None
+        """The broker whose latest answer was older than what we know; it is asked last for topics."""
         self._refresh_wanted = asyncio.Event()
         self._updated = asyncio.Event()
         """Set once, at the next accepted answer, and then replaced."""
@@ -165,7 +167,7 @@ class Cluster:
 
         return await self._first_answer(ask, avoid)
 
-    async def _first_answer(self, ask: Callable[[Target], Awaitable[T]], avoid: int | None = None) -> T:
+    async def _first_answer(self, ask: Callable[[Target], Awaitable[T]], avoid: Target | None = None) -> T:
         failure: WireError = ConnectionLostError("no broker is known")
         for target in self._candidates(avoid):
             try:
@@ -175,12 +177,12 @@ class Cluster:
                 failure = error
         raise failure
 
-    def _candidates(self, avoid: int | None = None) -> Iterable[Target]:
+    def _candidates(self, avoid: Target | None = None) -> Iterable[Target]:
         """Return whom to ask: connected brokers, the other known ones, and the bootstrap servers last."""
         servers = random.sample(self.bootstrap, len(self.bootstrap))
         return [*self._nodes(avoid), *servers]
 
-    def _nodes(self, avoid: int | None = None) -> list[int]:
+    def _nodes(self, avoid: Target | None = None) -> list[int]:
         """Return the known brokers, the connected ones first."""
         nodes = list(self.metadata.brokers)
         random.shuffle(nodes)
@@ -204,6 +206,12 @@ class Cluster:
         if not self._followed.issuperset(topics):
             self._followed.update(topics)
             self.request_refresh()
+
+    def follow_only(self, topics: Collection[str]) -> None:
+        """Follow these topics, and forget the others that were followed."""
+        for topic in self._followed.difference(topics):
+            self.forget(topic)
+        self.follow(topics)
 
     def forget(self, topic: str) -> None:
         """Stop following a topic."""
@@ -233,7 +241,7 @@ class Cluster:
         Raises:
             WireError: No broker answered, or none named the brokers of the cluster.
         """
-        return await self._first_answer(lambda target: self.look_up_at(target, topics))
+        return await self._first_answer(lambda target: self.look_up_at(target, topics), self._behind)
 
     async def describe(self, topics: Collection[str]) -> DescribedTopics:
         """Look up topics now, and return what one broker says of them.
@@ -254,6 +262,10 @@ class Cluster:
         request = _metadata_request(topics)
         response = await self._pool.ask(target, request, purpose=Purpose.GENERAL, timeout=QUICK_TIMEOUT)
         update = self._accept(response)
+        if update.is_stale:
+            self._behind = target
+        elif self._behind == target:
+            self._behind = None
         if not response.brokers:
             raise IncompleteResponseError("the brokers of the cluster are missing in the response")
         return update

@@ -73,6 +73,8 @@ class TopicMetadata:
     """Ids that the topic had before it was deleted and created again."""
     unknown_since: float | None = None
     """Since when every broker that we asked does not know it."""
+    unknown_times: int = 0
+    """How many of them there were: one may be behind."""
 
 
 class Recreation(NamedTuple):
@@ -125,8 +127,8 @@ class ClusterMetadata:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Topics that do not exist, by the latest answers."""
-        unknown = (name for name, topic in self._topics.items() if topic.unknown_since is not None)
+        """Topics that do not exist, by the latest answers; of a topic that was known, by two in a row."""
+        unknown = (name for name, topic in self._topics.items() if topic.unknown_times > 1)
         return frozenset(self._missing).union(unknown)
 
     @property
@@ -224,6 +226,7 @@ class ClusterMetadata:
             self._topics[name] = self._new_topic(answer, topic_id, frozenset())
             return Update(moved=_all_partitions(name, self._topics[name]))
         known.unknown_since = None
+        known.unknown_times = 0
         # 2. The broker has not heard that the topic was created again.
         if topic_id in known.retired_ids:
             return Update(is_stale=True)
@@ -266,6 +269,7 @@ class ClusterMetadata:
         if known is None:
             self._missing.add(name)
             return Update()
+        known.unknown_times += 1
         if known.unknown_since is None:
             known.unknown_since = now
         if now - known.unknown_since < _ABSENT_AFTER:

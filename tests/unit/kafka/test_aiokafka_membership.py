@@ -223,6 +223,18 @@ async def test_an_answer_to_a_commit_of_an_earlier_generation_changes_nothing(co
 # Releases -------------------------------------------------------------------------------
 
 
+async def test_topics_without_partitions_are_not_followed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application has unsubscribed from them, or a pattern has assigned them for a while."""
+    member = Member(ONE)
+    followed: list[set[str]] = []
+    monkeypatch.setattr(member.transport._cluster, "follow_only", lambda topics: followed.append(set(topics)))
+    sales = TopicPartition("sales", 0)
+    member.assign(ONE, sales)
+    await member.transport.on_partitions_revoked(())
+    member.assign(sales)
+    assert followed == [{"orders", "sales"}, {"sales"}]
+
+
 async def test_a_revocation_ends_the_assignment_once_the_engine_has_released_it() -> None:
     member = Member(ONE, TWO)
     member.listener.drained.clear()

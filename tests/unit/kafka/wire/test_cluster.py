@@ -10,6 +10,7 @@ from aioshard.kafka.wire.start import connect
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.support.memory_network import MemoryNetwork, run_on_network
+from tests.support.model_broker import Received
 from tests.support.model_cluster import ModelCluster
 
 ORDERS = TopicPartition("orders", 0)
@@ -62,6 +63,45 @@ def test_a_broker_that_names_no_brokers_is_followed_by_another() -> None:
         assert cluster.metadata.leader(ORDERS) == Leader(2, 1)
 
     scenario(test, brokers=3)
+
+
+def test_a_broker_that_is_behind_is_followed_by_another() -> None:
+    """It is the only one with an open connection, and does not know a topic that the others know."""
+
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        await asyncio.sleep(1)  # the connections that the start has begun are open
+        for node in (2, 3):
+            for session in model.brokers[node].open_sessions:
+                session.close()
+
+        def forget(request: Received) -> None:
+            known = model.topic_ids.pop("orders")
+            model.describe(request)
+            model.topic_ids["orders"] = known
+
+        model.brokers[1].on(METADATA, forget)
+        for _ in range(400):
+            cluster.request_refresh()
+            await asyncio.sleep(0.1)
+            assert cluster.metadata.missing == set()
+        assert cluster.metadata.leader(ORDERS) is not None
+
+    scenario(test, brokers=3)
+
+
+def test_topics_that_are_not_followed_any_more_are_not_looked_up() -> None:
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        model.create("sales")
+        await asyncio.sleep(1)
+        cluster.follow_only(["sales"])
+        await asyncio.sleep(1)
+        cluster.request_refresh()
+        await asyncio.sleep(1)
+        last = model.brokers[1].received(METADATA)[-1]
+        assert [topic.name for topic in last.values.topics] == ["sales"]
+        assert cluster.metadata.topics == {"sales"}
+
+    scenario(test)
 
 
 def test_an_update_before_the_wait_for_it_is_not_missed() -> None:

@@ -197,6 +197,20 @@ def test_a_known_topic_is_forgotten_once_no_broker_knew_it_for_thirty_seconds() 
     assert metadata.name(FIRST) is None
 
 
+def test_a_known_topic_is_missing_when_two_answers_in_a_row_say_so() -> None:
+    """One broker may be behind."""
+    metadata = knowing(topic(partition()))
+
+    for at in (1.0, 3.0):
+        metadata.update(response(topic(error=3)), at)
+        assert metadata.missing == set()
+        metadata.update(response(topic(partition())), at + 1)
+    metadata.update(response(topic(error=3)), 5.0)
+    metadata.update(response(topic(error=3)), 6.0)
+
+    assert metadata.missing == {"orders"}
+
+
 def test_a_broker_that_knows_the_topic_starts_the_thirty_seconds_again() -> None:
     metadata = knowing(topic(partition()))
 
