@@ -449,7 +449,6 @@ class ConsumerMember:
             self._join_refused(code, message, now)
         elif code in _GONE:
             self._forgotten(f"the group has removed this member: {message or code}")
-            self._due = now
         elif code in _FENCED:
             self._may_be_known = True
             self._abandon(now, f"the group has another epoch of this member: {message or code}")

@@ -200,6 +200,14 @@ def test_an_unusable_interval_keeps_the_last_one(interval: float) -> None:
     assert bench.request().sent_at == request.sent_at + INTERVAL
 
 
+def test_the_interval_counts_from_the_sending() -> None:
+    bench = Bench().join()
+    request = bench.request()
+    bench.now += 1.0
+    bench.answer(request, assignment=None)
+    assert bench.request().sent_at == request.sent_at + INTERVAL
+
+
 def test_pauses_grow() -> None:
     bench = Bench().join()
     times = []
@@ -440,6 +448,27 @@ def test_a_static_member_keeps_its_partitions_unless_it_leaves_for_good(for_good
     assert bench.request().epoch == epoch
 
 
+def test_a_static_member_that_is_away_can_still_leave_for_good() -> None:
+    bench = Bench(instance_id="one").join()
+    bench.member.suspend(bench.now, "the event loop is blocked")
+    away = bench.request()
+    assert away.epoch == -2
+    bench.member.leave(bench.now, "closing", for_good=True)
+    leave = bench.request()
+    assert (leave.member_id, leave.epoch) == (away.member_id, -1)
+    bench.answer(away, epoch=-2, assignment=None)
+    assert not bench.member.ended
+    bench.answer(leave, epoch=-1, assignment=None)
+    assert bench.member.ended
+
+
+def test_another_process_took_our_instance_id_while_we_were_away() -> None:
+    bench = Bench(instance_id="one").join()
+    bench.refuse(bench.request(), 110)
+    bench.answer(bench.request(), error=82, message="taken")
+    assert bench.taken()[-1] == Ended(82, "taken")
+
+
 # Assignments ----------------------------------------------------------------------------------
 
 
@@ -475,6 +504,24 @@ def test_a_revocation_is_counted_from_the_first_heartbeat_that_may_have_begun_it
     bench.now = revoked.deadline
     bench.poll()
     assert not bench.owned
+
+
+def test_a_refused_heartbeat_has_not_begun_a_revocation() -> None:
+    bench = Bench(session=1000.0).join()
+    bench.refuse(bench.request(), 14)
+    bench.answer(second := bench.request(), *by_id(1))
+    (revoked,) = [event for event in bench.taken() if isinstance(event, Revoked)]
+    assert revoked.deadline == second.sent_at + REBALANCE
+
+
+def test_an_unanswered_heartbeat_may_have_begun_a_revocation() -> None:
+    bench = Bench(session=1000.0).join()
+    sent = bench.request()
+    assert bench.member.ownership.alive_until == sent.sent_at + REBALANCE
+    bench.fail(sent)
+    assert bench.member.ownership.alive_until == sent.sent_at + REBALANCE
+    bench.answer(again := bench.request(), *by_id(0, 1))
+    assert bench.member.ownership.alive_until == again.sent_at + 1000.0
 
 
 def test_a_release_counts_when_the_coordinator_has_heard_of_it() -> None:
@@ -565,14 +612,15 @@ def test_partitions_with_a_name_do_not_wait_for_others() -> None:
 
 def test_partitions_are_not_taken_while_a_heartbeat_says_that_they_are_not_owned() -> None:
     """The coordinator may give them to another member when it hears that."""
-    bench = Bench(named=False).join()
-    bench.refuse(bench.request(), 14)
+    bench = Bench(named=False)
+    bench.member.name_topics({ORDERS: "orders"}, 0.0)
+    bench.join(*by_id(0), *by_id(0, topic_id=REFUNDS))
     request = bench.request()
-    assert request.owned == frozenset()
-    bench.member.name_topics({ORDERS: "orders"}, bench.now)
-    assert not bench.owned
-    bench.answer(request, *by_id(1), epoch=2)
-    assert bench.owned == orders(1)
+    assert request.owned == frozenset(by_id(0))
+    bench.member.name_topics({REFUNDS: "refunds"}, bench.now)
+    assert bench.owned == orders(0)
+    bench.answer(request, *by_id(0), epoch=2)
+    assert bench.owned == orders(0)
 
 
 @pytest.mark.parametrize("code", [14, None])
