@@ -141,7 +141,7 @@ def release(model: ModelCluster, held: list[Any], node: int = 1) -> None:
     held.clear()
 
 
-# Reading ----------------------------------------------------------------------------------
+# Reading --------------------------------------------------------------------------------
 
 
 @SEEDS
@@ -181,7 +181,7 @@ def test_offsets_without_records_are_passed() -> None:
     scenario(test)
 
 
-# Answers that are late (checklist 55) -----------------------------------------------------
+# Answers that are late ------------------------------------------------------------------
 
 
 async def _seek_away_and_back(_: ModelCluster, reader: Reader) -> None:
@@ -273,7 +273,7 @@ def test_an_answer_of_the_log_before_a_topic_was_created_again_does_not_count() 
     scenario(test)
 
 
-# Sessions (checklist 56) ------------------------------------------------------------------
+# Sessions -------------------------------------------------------------------------------
 
 
 @SEEDS
@@ -364,7 +364,7 @@ def test_nothing_begins_again_after_the_end() -> None:
     scenario(test, brokers=2)
 
 
-# Progress (checklist 57) ------------------------------------------------------------------
+# Progress -------------------------------------------------------------------------------
 
 
 def test_an_answer_that_moves_nothing_is_not_asked_for_again_and_again() -> None:
@@ -386,7 +386,7 @@ def test_an_answer_that_moves_nothing_is_not_asked_for_again_and_again() -> None
     scenario(test)
 
 
-# Offsets that are not in the log (checklist 58, 59) ---------------------------------------
+# Offsets that are not in the log --------------------------------------------------------
 
 
 def test_a_follower_that_is_behind_neither_repeats_nor_skips() -> None:
@@ -547,7 +547,7 @@ def test_a_seek_beyond_what_was_read_does_not_claim_an_epoch() -> None:
     scenario(test)
 
 
-# Topics that are created again ------------------------------------------------------------
+# Topics that are created again ----------------------------------------------------------
 
 
 def test_a_topic_that_is_created_again_is_reported_once_and_not_read() -> None:
@@ -594,7 +594,7 @@ def test_a_partition_that_is_created_later_is_read_soon(topic_exists: bool) -> N
     scenario(test)
 
 
-# Topics without ids (checklist 12) --------------------------------------------------------
+# Topics without ids ---------------------------------------------------------------------
 
 
 def test_brokers_whose_metadata_have_no_ids_are_asked_by_name() -> None:
@@ -628,7 +628,7 @@ def test_a_topic_without_an_id_is_read_beside_one_that_has_one() -> None:
     scenario(test)
 
 
-# Leader epochs (checklist 13) -------------------------------------------------------------
+# Leader epochs --------------------------------------------------------------------------
 
 
 def test_an_epoch_that_only_a_dead_broker_knew_does_not_stop_the_reading() -> None:
@@ -655,7 +655,7 @@ def test_an_epoch_that_only_a_dead_broker_knew_does_not_stop_the_reading() -> No
     scenario(test, brokers=3)
 
 
-# Brokers that are gone --------------------------------------------------------------------
+# Brokers that are gone ------------------------------------------------------------------
 
 
 @SEEDS
@@ -763,7 +763,7 @@ def test_a_timer_that_is_early_ends_a_pause_all_the_same(monkeypatch: pytest.Mon
     scenario(test)
 
 
-# Permissions ------------------------------------------------------------------------------
+# Permissions ----------------------------------------------------------------------------
 
 
 def test_a_denied_topic_is_named_until_it_is_allowed() -> None:
@@ -810,7 +810,7 @@ def test_an_error_of_a_partition_delays_no_other() -> None:
     scenario(test)
 
 
-# Bounds (checklist 61) --------------------------------------------------------------------
+# Bounds ---------------------------------------------------------------------------------
 
 
 def test_no_more_is_fetched_than_the_bound_until_something_is_taken() -> None:

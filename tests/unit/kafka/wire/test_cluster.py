@@ -34,7 +34,6 @@ def scenario(test: Callable[[ModelCluster, Cluster], Awaitable[None]], *, broker
 
 
 def test_brokers_that_have_replaced_all_others_are_found_by_the_name_of_the_bootstrap_server() -> None:
-    """Checklist 2."""
 
     async def test(model: ModelCluster, cluster: Cluster) -> None:
         assert set(cluster.metadata.brokers) == {1}
@@ -49,7 +48,7 @@ def test_brokers_that_have_replaced_all_others_are_found_by_the_name_of_the_boot
 
 
 def test_a_broker_that_names_no_brokers_is_followed_by_another() -> None:
-    """Checklist 17: it may be cut off from the controller, and be the only one with an open connection."""
+    """It may be cut off from the controller, and be the only one with an open connection."""
 
     async def test(model: ModelCluster, cluster: Cluster) -> None:
         await asyncio.sleep(1)  # the connections that the start has begun are open
@@ -105,7 +104,6 @@ def test_topics_that_are_not_followed_any_more_are_not_looked_up() -> None:
 
 
 def test_an_update_before_the_wait_for_it_is_not_missed() -> None:
-    """Checklist 18."""
 
     async def test(_: ModelCluster, cluster: Cluster) -> None:
         await asyncio.sleep(1)  # the look-up that the start has begun is over

@@ -70,7 +70,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Versions (checklist 9 and 10) ------------------------------------------------------------
+# Versions -------------------------------------------------------------------------------
 
 
 def test_every_connection_asks_for_versions_and_says_who_we_are() -> None:
@@ -210,7 +210,7 @@ def test_an_api_that_the_broker_does_not_have_is_refused() -> None:
     scenario(test, broker)
 
 
-# Frames -----------------------------------------------------------------------------------
+# Frames ---------------------------------------------------------------------------------
 
 
 def test_a_response_may_arrive_byte_by_byte_or_with_others() -> None:
@@ -316,7 +316,7 @@ def test_a_second_response_to_a_request_closes_the_connection() -> None:
     scenario(test)
 
 
-# Cancelled requests (checklist 8) ---------------------------------------------------------
+# Cancelled requests ---------------------------------------------------------------------
 
 
 def test_the_late_response_to_a_cancelled_request_is_skipped_undecoded() -> None:
@@ -371,7 +371,7 @@ def test_a_cancelled_request_that_was_not_sent_yet_leaves_no_trace() -> None:
     scenario(test)
 
 
-# Limits (checklist 6 and 7) ---------------------------------------------------------------
+# Limits ---------------------------------------------------------------------------------
 
 
 def test_an_overdue_response_closes_the_connection() -> None:
@@ -471,7 +471,7 @@ def test_a_request_without_a_limit_waits() -> None:
     scenario(test)
 
 
-# Throttling (checklist 5) -----------------------------------------------------------------
+# Throttling -----------------------------------------------------------------------------
 
 
 def test_nothing_is_sent_while_the_broker_throttles_us() -> None:
@@ -530,7 +530,7 @@ def test_a_request_does_not_overtake_those_that_wait_for_the_end_of_a_throttle()
     scenario(test)
 
 
-# Login (checklist 4) ----------------------------------------------------------------------
+# Login ----------------------------------------------------------------------------------
 
 
 def test_a_login_comes_before_anything_else_and_says_its_lifetime() -> None:
@@ -699,7 +699,7 @@ def test_a_login_that_is_not_answered_ends_in_time() -> None:
     scenario(test)
 
 
-# The causes of failed starts --------------------------------------------------------------
+# The causes of failed starts ------------------------------------------------------------
 
 
 def test_silence_before_the_versions_is_a_timeout() -> None:
@@ -733,7 +733,7 @@ def test_a_name_that_does_not_exist_is_named() -> None:
     run_on_network(live)
 
 
-# End --------------------------------------------------------------------------------------
+# End ------------------------------------------------------------------------------------
 
 
 def test_all_requests_in_flight_learn_that_the_connection_is_lost() -> None:

@@ -97,7 +97,7 @@ async def settle() -> None:
     await asyncio.sleep(0.1)
 
 
-# One connection for each broker and purpose (checklist 6) ----------------------------------
+# One connection for each broker and purpose ---------------------------------------------
 
 
 @SEEDS
@@ -157,7 +157,7 @@ def test_a_held_request_delays_only_its_own_purpose(held: Purpose) -> None:
     scenario(test)
 
 
-# Brokers that hang or refuse --------------------------------------------------------------
+# Brokers that hang or refuse ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "refuses"])
@@ -303,7 +303,7 @@ def test_a_refused_login_or_an_old_broker_is_not_a_lost_connection() -> None:
     scenario(test, LOGIN)
 
 
-# Versions (checklist 9) -------------------------------------------------------------------
+# Versions -------------------------------------------------------------------------------
 
 
 def test_two_brokers_of_a_rolling_upgrade_are_asked_in_different_versions() -> None:
@@ -323,7 +323,7 @@ def test_two_brokers_of_a_rolling_upgrade_are_asked_in_different_versions() -> N
     scenario(test)
 
 
-# Limits (checklist 7 and 8) ---------------------------------------------------------------
+# Limits ---------------------------------------------------------------------------------
 
 
 def test_each_kind_of_request_has_its_limit() -> None:
@@ -386,7 +386,7 @@ def test_only_a_cancelled_join_costs_the_connection(purpose: Purpose, opened: in
     scenario(test)
 
 
-# Idle connections (checklist 3) -----------------------------------------------------------
+# Idle connections -----------------------------------------------------------------------
 
 
 def test_an_idle_connection_is_closed_before_the_broker_does_it() -> None:
@@ -418,7 +418,7 @@ def test_a_connection_with_a_request_in_flight_is_never_idle() -> None:
     scenario(test)
 
 
-# New logins (checklist 4) -----------------------------------------------------------------
+# New logins -----------------------------------------------------------------------------
 
 LIFETIME = 60.0
 
@@ -517,7 +517,7 @@ def test_a_connection_that_nobody_uses_is_not_renewed() -> None:
     scenario(test, LOGIN)
 
 
-# Brokers that move ------------------------------------------------------------------------
+# Brokers that move ----------------------------------------------------------------------
 
 
 def test_a_changed_address_replaces_the_connections() -> None:
@@ -558,7 +558,7 @@ def test_waiters_follow_a_broker_that_moves_while_its_old_address_is_silent(seed
     scenario(test, seed=seed)
 
 
-# Every address of a name (checklist 1; on real sockets: test_sockets.py) -------------------
+# Every address of a name (on real sockets: test_sockets.py) -------------------
 
 
 def test_a_silent_address_never_uses_up_the_time_for_a_connection() -> None:
@@ -644,7 +644,7 @@ def test_the_error_names_every_address() -> None:
     scenario(test)
 
 
-# The end ----------------------------------------------------------------------------------
+# The end --------------------------------------------------------------------------------
 
 
 @SEEDS

@@ -91,7 +91,7 @@ def resolve(name: str, *addresses: str) -> None:
 SILENT = pytest.mark.parametrize("silent", [black_hole, frozen])
 
 
-# Every address of a name (checklist 1) ----------------------------------------------------
+# Every address of a name ----------------------------------------------------------------
 
 
 @LOOPS
@@ -152,7 +152,7 @@ def test_an_address_needs_no_resolver(new_loop: NewLoop, address: str) -> None:
     run_on(new_loop, test())
 
 
-# The socket -------------------------------------------------------------------------------
+# The socket -----------------------------------------------------------------------------
 
 
 @LOOPS
@@ -346,7 +346,7 @@ def test_closing_does_not_wait_until_everything_is_written(new_loop: NewLoop) ->
     run_on(new_loop, test())
 
 
-# TLS --------------------------------------------------------------------------------------
+# TLS ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
