@@ -143,6 +143,8 @@ class _Partition:
     replica: int | None = None
     """The follower that the leader told us to fetch from."""
     replica_until: float = 0.0
+    replica_epoch: int = UNKNOWN
+    """The leader epoch in which the leader named it."""
     without_epoch: bool = False
     """Whether the next fetch must not say in which epoch the position was read: the broker has forgotten that epoch."""
     standstill: Standstill = field(default_factory=Standstill)
@@ -616,6 +618,7 @@ class Fetcher:
             version = metadata.version
             for partition in list(self._partitions.values()):
                 self._check_topic(partition)
+                self._check_replica(partition)
                 self._place(partition)
             pause = min(2 * pause if pause else _LEAST_PAUSE, _MOST_PAUSE) if self._leaderless else None
             try:
@@ -634,6 +637,23 @@ class Fetcher:
         if not isinstance(partition.fault, TopicRecreatedError):
             error = TopicRecreatedError(partition.name, partition.position.offset)
             self._fail(partition, error, retries=False)  # only a seek makes sense of the new log
+
+    def _check_replica(self, partition: _Partition) -> None:
+        """Return to the leader if new metadata say that its follower cannot serve the partition as well as before.
+
+        A follower that is behind reports no error, only an earlier end of the log. The leader decides anew: it may know
+        better than these metadata.
+        """
+        if partition.replica is None:
+            return
+        known = self._cluster.metadata.partition(partition.name)
+        if (
+            known is None
+            or known.epoch != partition.replica_epoch
+            or partition.replica in known.offline
+            or partition.replica not in known.in_sync
+        ):
+            partition.replica = None
 
     def _place(self, partition: _Partition) -> None:
         """Let the broker that is to be asked for a partition know of it, and no other."""
@@ -801,6 +821,8 @@ class Fetcher:
         if isinstance(decision, Redirect):
             partition.replica = decision.replica
             partition.replica_until = asyncio.get_running_loop().time() + _REPLICA_AGE
+            leader = self._cluster.metadata.leader(partition.name)
+            partition.replica_epoch = UNKNOWN if leader is None else leader.epoch
             self._place(partition)
             return
         partition.replica = None

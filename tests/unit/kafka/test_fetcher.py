@@ -21,7 +21,7 @@ from aioshard.kafka.wire.start import connect
 from aioshard.ports import Allowance, Fault, FetchedBatch
 from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
-from tests.support.model_cluster import ModelCluster
+from tests.support.model_cluster import ModelCluster, ModelLog
 
 ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
 PAYMENTS = TopicPartition("payments", 0)
@@ -395,9 +395,9 @@ def test_a_follower_that_is_behind_neither_repeats_nor_skips() -> None:
         log.append(b"a")
         log.append(b"b")
         log.follower = 2
-        log.follower_end = 1
-        reader.begin(ONE)
-        await reader.read(ONE, b"a", b"b", within=5)
+        log.follower_end = 0
+        reader.begin(ONE, at=1)
+        await reader.read(ONE, b"b", within=5)
         for number in range(20):
             log.append(b"%d" % number)
             await reader.read(ONE, b"%d" % number, within=5)
@@ -420,6 +420,71 @@ def test_a_nearer_follower_is_read_and_given_up_when_it_lost_its_log() -> None:
         log.append(b"b")
         await reader.read(ONE, b"b", within=5)
         assert not reader.faults
+
+    scenario(test, brokers=2, rack="here")
+
+
+def _fall_behind(log: ModelLog) -> None:
+    log.not_in_sync = {2}
+
+
+def _fail_disk(log: ModelLog) -> None:
+    log.offline = {2}
+
+
+@pytest.mark.parametrize("change", [_fall_behind, _fail_disk])
+def test_a_follower_that_new_metadata_report_as_worse_is_given_up(change: Callable[[ModelLog], None]) -> None:
+    """It answers without an error, and knows nothing of the records that it lacks."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        assert model.fetches(2)
+        log.follower_end = log.end
+        log.append(b"b")
+        await reader.nothing(2)
+        change(log)
+        await reader.refresh()
+        await reader.read(ONE, b"b", within=1)
+        assert not reader.faults
+
+    scenario(test, brokers=2, rack="here")
+
+
+def test_a_new_leader_names_the_nearest_replica_itself() -> None:
+    """Also if no fetch was refused in between."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        reader.begin(ONE)
+        await asyncio.sleep(1)
+        assert model.fetches(2)
+        log.lead(3)
+        await reader.refresh()
+        log.append(b"b")
+        await reader.read(ONE, b"a", b"b")
+        assert model.fetches(3)
+
+    scenario(test, brokers=3, rack="here")
+
+
+def test_a_nearer_follower_that_hangs_is_given_up_although_metadata_list_it() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        model.brokers[2].silent = True
+        log.append(b"b")
+        await reader.read(ONE, b"b", within=7)
+        log.append(b"c")
+        await reader.read(ONE, b"c", within=1)
 
     scenario(test, brokers=2, rack="here")
 
