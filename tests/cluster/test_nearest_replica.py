@@ -54,9 +54,9 @@ class Reading:
                 self.refusals[request.node].append(part.error or DIVERGING)
         return answer
 
-    def app(self, **settings: Any) -> App:
-        options = {"client_id": CLIENT, "client_options": {"client_rack": rack_of(NEAR)}, **settings}
-        app = quick_app(self.brokers.proxied_bootstrap, self.group, **options)
+    def app(self, rack: str = rack_of(NEAR)) -> App:
+        options = {"client_rack": rack} if rack else {}
+        app = quick_app(self.brokers.proxied_bootstrap, self.group, client_id=CLIENT, client_options=options)
 
         @app.consume(self.topic)
         async def handle(record: Record) -> None:
@@ -85,13 +85,20 @@ class Reading:
                 await self.publish(f"probe-{len(self.expected)}", 1)
                 await self.until_all_ran(app)
 
-    def log_of_follower(self) -> Path:
-        """The directory in which the follower keeps its copy of the partition."""
-        return self.brokers.nodes[NEAR].directory / "data" / f"{self.topic}-0"
+    def log_at(self, node: int) -> Path:
+        """The directory in which a node keeps its copy of the partition."""
+        return self.brokers.nodes[node].directory / "data" / f"{self.topic}-0"
 
     def copied(self) -> int:
         """Bytes that the follower has copied."""
-        return sum(file.stat().st_size for file in self.log_of_follower().glob("*.log"))
+        return sum(file.stat().st_size for file in self.log_at(NEAR).glob("*.log"))
+
+    def damage(self, node: int, value: bytes) -> None:
+        """Change a record in the copy of a running node, which sends its files as they are."""
+        (file,) = self.log_at(node).glob("*.log")
+        with file.open("r+b") as segment:
+            segment.seek(segment.read().index(value))
+            segment.write(value.upper())
 
     async def throttle_copies(self, rate: int | None) -> None:
         """Limit how many bytes in a second the follower copies while it is behind; None for no limit."""
@@ -235,10 +242,25 @@ async def test_a_follower_that_lost_its_log_neither_repeats_nor_skips(reading: R
         await reading.until_read_near(app)
         await reading.until_all_ran(app)
         await brokers.kill(NEAR)
-        shutil.rmtree(reading.log_of_follower())
+        shutil.rmtree(reading.log_at(NEAR))
         await reading.publish("without", 20)
         await reading.until_all_ran(app)
         await brokers.start(NEAR)
         await reading.publish("again", 20)
         await reading.until_all_ran(app)
         await reading.until_read_near(app)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("rack", ["", rack_of(NEAR)], ids=["at the leader", "at the follower"])
+async def test_a_record_that_one_replica_has_damaged_is_read_from_another(reading: Reading, rack: str) -> None:
+    await reading.brokers.create_topic(reading.topic, assignment={0: [LEADER, NEAR, FAR]})
+    for batch in ("first", "second", "third"):
+        await reading.publish(batch, 10)
+    reading.damage(NEAR if rack else LEADER, b"second-5")
+    async with reading.app(rack) as app:
+        await reading.until_all_ran(app)
+        await reading.publish("last", 10)
+        await reading.until_all_ran(app)
+        assert app.statistics().trouble is None
+    assert len([node for node, size in reading.sent_bytes.items() if size]) > 1

@@ -53,6 +53,7 @@ class ModelLog:
         follower_end: Up to where this replica has the log; None for all of it.
         not_in_sync: The replicas that are behind, according to the metadata.
         offline: The replicas whose disk or broker has failed, according to the metadata.
+        damaged: The replicas whose copies have a wrong checksum.
     """
 
     def __init__(self, cluster: "ModelCluster", name: TopicPartition, leader: int) -> None:
@@ -67,6 +68,7 @@ class ModelLog:
         self.follower_end: int | None = None
         self.not_in_sync: set[int] = set()
         self.offline: set[int] = set()
+        self.damaged: set[int] = set()
         self.batches: list[Stored] = []
         self.aborted: list[tuple[int, int]] = []
         """Producer and first offset of each aborted transaction."""
@@ -439,6 +441,11 @@ class _Asked(NamedTuple):
     """Whether the response has no records yet: it then has a batch of any size."""
 
 
+def damage(records: bytes) -> bytes:
+    """Change the last byte of some batches, if there are any."""
+    return records[:-1] + bytes([records[-1] ^ 1]) if records else records
+
+
 def _read_log(log: ModelLog, asked: _Asked) -> dict[str, Any]:
     """What a broker answers that has the log, in addition to zeros."""
     wanted = asked.wanted
@@ -464,5 +471,6 @@ def _read_log(log: ModelLog, asked: _Asked) -> dict[str, Any]:
     if asked.left > 0 and not is_remote:
         most = min(asked.left, wanted.max_bytes)
         readable = min(log.readable_end(isolation), end)
-        part["records"] = log.read(wanted.offset, readable, most, is_first=asked.is_first)
+        records = log.read(wanted.offset, readable, most, is_first=asked.is_first)
+        part["records"] = damage(records) if asked.node in log.damaged else records
     return part

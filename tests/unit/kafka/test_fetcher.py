@@ -352,7 +352,7 @@ def test_nothing_begins_again_after_the_end() -> None:
     async def test(model: ModelCluster, reader: Reader) -> None:
         (log,) = model.create("orders")
         log.append(b"a")
-        model.change_fetch = lambda _at, part: part.update(error=2, records=b"")
+        model.change_fetch = lambda _at, part: part.update(error=29, records=b"")
         reader.begin(ONE)
         await reader.fault()
         await _move(model, reader, 2)
@@ -384,6 +384,101 @@ def test_an_answer_that_moves_nothing_is_not_asked_for_again_and_again() -> None
         await reader.read(ONE, b"b")
 
     scenario(test)
+
+
+# Damaged copies ---------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_damaged_at_the_leader_is_read_from_another_replica() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.append(b"b")
+        log.follower = 2
+        log.damaged = {1}
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", b"b", within=0.5)
+        assert not reader.faults
+        assert reader.fetcher.trouble(ONE) is None
+        # The leader is asked again: nobody said that the other replica is nearer.
+        log.damaged.clear()
+        fetches = len(model.fetches(1))
+        await reader.nothing(15)
+        for value in (b"c", b"d"):
+            log.append(value)
+            await reader.read(ONE, value)
+        assert len(model.fetches(1)) > fetches
+
+    scenario(test, brokers=2)
+
+
+def test_a_batch_that_is_damaged_at_a_nearer_follower_is_read_from_the_leader() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        log.damaged = {2}
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", within=0.5)
+        assert not reader.faults
+
+    scenario(test, brokers=2, rack="here")
+
+
+def test_a_batch_that_another_replica_returns_damaged_too_is_reported() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.append(b"b")
+        log.follower = 2
+        log.damaged = {1, 2}
+        reader.begin(ONE)
+        fault = await reader.fault()
+        assert isinstance(fault.error, CorruptRecordError)
+        assert reader.records.pop(ONE) == [b"a"]
+        assert reader.fetcher.position(ONE) == 1
+        assert len(model.fetches(2)) == 1
+        await asyncio.sleep(5 * FAULT_INTERVAL)
+        reader.take()
+        assert len(model.fetches(2)) == 1
+        log.damaged.clear()
+        await reader.read(ONE, b"b", within=2 * FAULT_INTERVAL)
+
+    scenario(test, brokers=2)
+
+
+@pytest.mark.parametrize("others", [{"not_in_sync": {2}}, {"offline": {2}}], ids=str)
+def test_a_damaged_batch_without_another_replica_is_reported_at_once(others: dict[str, set[int]]) -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        vars(log).update(others)
+        log.damaged = {1}
+        reader.begin(ONE)
+        assert isinstance((await reader.fault()).error, CorruptRecordError)
+        assert not model.fetches(2)
+
+    scenario(test, brokers=2)
+
+
+def test_a_batch_that_the_leader_itself_finds_corrupt_is_read_from_another_replica() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        errors = iter([2])
+
+        def find_corrupt(_: TopicPartition, part: dict[str, Any]) -> None:
+            part.update(error=next(errors, 0))
+
+        model.change_fetch = find_corrupt
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", within=0.5)
+        assert not reader.faults
+        assert model.fetches(2)
+
+    scenario(test, brokers=2)
 
 
 # Offsets that are not in the log (checklist 58, 59) ---------------------------------------
