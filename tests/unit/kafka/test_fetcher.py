@@ -25,6 +25,8 @@ from tests.support.model_cluster import ModelCluster, ModelLog
 
 ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
 PAYMENTS = TopicPartition("payments", 0)
+MAX_WAIT = 3.0
+"""Seconds for which a broker may hold a fetch in tests of that."""
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 
 
@@ -324,6 +326,35 @@ def test_after_silence_the_next_fetch_says_everything_and_replaces_the_session()
         assert [part.offset for topic in following.topics for part in topic.partitions] == [1]
 
     scenario(test)
+
+
+def _seek(fetcher: Fetcher) -> None:
+    fetcher.seek(ONE, 0)
+
+
+def _resume_later(fetcher: Fetcher) -> None:
+    fetcher.resume([ONE])
+
+
+@pytest.mark.parametrize("begin", [_seek, _resume_later])
+def test_a_partition_waits_at_most_for_the_fetch_that_the_broker_holds(begin: Callable[[Fetcher], None]) -> None:
+    """The broker holds the fetch of an idle partition, and gets one fetch at a time."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        one, two = model.create("orders", 2)
+        one.append(b"a")
+        two.append(b"b")
+        reader.begin(ONE, TWO)
+        await reader.until(lambda: len(reader.records) == 2)
+        reader.records.clear()
+        if begin is _resume_later:
+            reader.fetcher.seek(ONE, 0)
+            reader.fetcher.pause([ONE])
+        await reader.nothing(5)
+        begin(reader.fetcher)
+        await reader.read(ONE, b"a", within=MAX_WAIT)
+
+    scenario(test, max_wait=MAX_WAIT)
 
 
 def test_brokers_forget_the_sessions_of_a_fetcher_that_is_closed() -> None:
