@@ -79,6 +79,8 @@ _GATHER, _LONGEST_GATHER = 1e-4, 0.1
 times as much as a partition in it."""
 _REPLICA_AGE = 300.0
 """Seconds after which a follower is given up for the leader, which may name a better one."""
+_SUBSTITUTE_AGE = 10.0
+"""Seconds after which the leader is asked again, of which we have received a batch that cannot be read."""
 _LEADER_AGE = 10.0
 """Seconds for which the leader must serve a partition itself after a follower could not: otherwise it would name the
 same follower again at once."""
@@ -141,8 +143,14 @@ class _Partition:
     retry_pause: float = 0.0
     """Seconds of the latest such pause."""
     replica: int | None = None
-    """The follower that the leader told us to fetch from."""
+    """The follower to fetch from: the leader has named it, or has a damaged copy itself."""
     replica_until: float = 0.0
+    replica_epoch: int = UNKNOWN
+    """The leader epoch since when it is used."""
+    fetched_from: int | None = None
+    """The broker that answered last."""
+    corrupt_at: int | None = None
+    """The position for which another replica was asked, because the batch there could not be read."""
     without_epoch: bool = False
     """Whether the next fetch must not say in which epoch the position was read: the broker has forgotten that epoch."""
     standstill: Standstill = field(default_factory=Standstill)
@@ -453,6 +461,7 @@ class Fetcher:
         partition.retry_at = 0.0
         partition.retry_pause = 0.0
         partition.without_epoch = False
+        partition.corrupt_at = None
         partition.standstill = Standstill()
         partition.failure = None
         partition.taken_at = asyncio.get_running_loop().time()
@@ -527,7 +536,7 @@ class Fetcher:
             partition.oversized_is_reported = True
         # 3. The next batch cannot be decoded. The records before it were returned first.
         elif chunk.error is not None:
-            self._fail(partition, chunk.error)
+            self._fail_corrupt(partition, chunk.error)
             if not records:
                 self._report(partition, result)
         # 4. The rest must wait its turn.
@@ -577,6 +586,40 @@ class Fetcher:
             loop = asyncio.get_running_loop()
             loop.call_later(FAULT_INTERVAL, self._try_again, partition, error)
 
+    def _fail_corrupt(self, partition: _Partition, error: CorruptRecordError) -> None:
+        """Ask another replica once for a batch that cannot be read; report it if that does not help.
+
+        The copy of one broker may be damaged, or only the response.
+        """
+        position = partition.position
+        other = self._another_replica(partition)
+        if position is None or other is None or partition.corrupt_at == position.offset:
+            partition.replica = None
+            self._fail(partition, error)
+            return
+        logger.warning(
+            "the batch at offset %d of %s cannot be read as broker %s returned it; trying the copy of broker %d",
+            position.offset, partition.name, partition.fetched_from, other,
+        )  # fmt: skip
+        partition.corrupt_at = position.offset
+        self._note_failure(partition, error)
+        self._drop(partition)
+        leader = self._cluster.metadata.leader(partition.name)
+        if leader is not None and leader.node == other:
+            self._give_up_follower(partition)
+        else:
+            self._use_follower(partition, other, _SUBSTITUTE_AGE)
+
+    def _another_replica(self, partition: _Partition) -> int | None:
+        """Return a replica other than the one that answered last, if possible the leader; None if none is in sync."""
+        metadata = self._cluster.metadata
+        known = metadata.partition(partition.name)
+        if known is None:
+            return None
+        usable = [node for node in known.in_sync if node in metadata.brokers and node not in known.offline]
+        others = [node for node in usable if node != partition.fetched_from]
+        return min(others, key=lambda node: node != known.leader, default=None)
+
     def _try_again(self, partition: _Partition, fault: TransportError) -> None:
         if partition.fault is fault:
             partition.fault = None
@@ -616,6 +659,7 @@ class Fetcher:
             version = metadata.version
             for partition in list(self._partitions.values()):
                 self._check_topic(partition)
+                self._check_replica(partition)
                 self._place(partition)
             pause = min(2 * pause if pause else _LEAST_PAUSE, _MOST_PAUSE) if self._leaderless else None
             try:
@@ -634,6 +678,23 @@ class Fetcher:
         if not isinstance(partition.fault, TopicRecreatedError):
             error = TopicRecreatedError(partition.name, partition.position.offset)
             self._fail(partition, error, retries=False)  # only a seek makes sense of the new log
+
+    def _check_replica(self, partition: _Partition) -> None:
+        """Return to the leader if new metadata say that its follower cannot serve the partition as well as before.
+
+        A follower that is behind reports no error, only an earlier end of the log. The leader decides anew: it may know
+        better than these metadata.
+        """
+        if partition.replica is None:
+            return
+        known = self._cluster.metadata.partition(partition.name)
+        if (
+            known is None
+            or known.epoch != partition.replica_epoch
+            or partition.replica in known.offline
+            or partition.replica not in known.in_sync
+        ):
+            partition.replica = None
 
     def _place(self, partition: _Partition) -> None:
         """Let the broker that is to be asked for a partition know of it, and no other."""
@@ -734,6 +795,14 @@ class Fetcher:
             if partition.replica == broker.node:
                 self._give_up_follower(partition)
 
+    def _use_follower(self, partition: _Partition, node: int, seconds: float) -> None:
+        """Ask a follower for a partition, for at most so long."""
+        leader = self._cluster.metadata.leader(partition.name)
+        partition.replica = node
+        partition.replica_until = asyncio.get_running_loop().time() + seconds
+        partition.replica_epoch = UNKNOWN if leader is None else leader.epoch
+        self._place(partition)
+
     def _give_up_follower(self, partition: _Partition) -> None:
         """Ask the leader for a partition that a follower could not serve, and let it serve it itself for a while."""
         partition.replica = None
@@ -765,6 +834,7 @@ class Fetcher:
             known = sent.get(name)
             if known is None or not belongs(known.state, self._state(known.partition)):
                 continue
+            known.partition.fetched_from = broker.node
             leader = self._cluster.metadata.leader(name)
             decision = decide_fetch(
                 name,
@@ -799,9 +869,7 @@ class Fetcher:
             return
         # 2. Another replica is nearer.
         if isinstance(decision, Redirect):
-            partition.replica = decision.replica
-            partition.replica_until = asyncio.get_running_loop().time() + _REPLICA_AGE
-            self._place(partition)
+            self._use_follower(partition, decision.replica, _REPLICA_AGE)
             return
         partition.replica = None
         # 3. The same position again, after something else.
@@ -813,7 +881,10 @@ class Fetcher:
         # 5. The position is not in the log.
         elif isinstance(decision, OutOfRange):
             self._fail(partition, OffsetOutOfRangeError(partition.name, decision.offset))
-        # 6. The partition cannot be read.
+        # 6. The broker cannot read its copy.
+        elif isinstance(decision.error, CorruptRecordError):
+            self._fail_corrupt(partition, decision.error)
+        # 7. The partition cannot be read.
         else:
             self._fail(partition, decision.error)
 

@@ -49,8 +49,11 @@ class ModelLog:
         local_start: The first offset that the leader has on its own disk, if others are in tiered storage.
         end: The end of the log.
         stable_end: The first offset of an open transaction; None if there is none.
-        follower: The replica that the leader names as nearer to whoever is in a rack.
+        follower: The replica that the leader names as nearer to whoever is in a rack, while it is in sync.
         follower_end: Up to where this replica has the log; None for all of it.
+        not_in_sync: The replicas that are behind, according to the metadata.
+        offline: The replicas whose disk or broker has failed, according to the metadata.
+        damaged: The replicas whose copies have a wrong checksum.
     """
 
     def __init__(self, cluster: "ModelCluster", name: TopicPartition, leader: int) -> None:
@@ -63,6 +66,9 @@ class ModelLog:
         self.stable_end: int | None = None
         self.follower: int | None = None
         self.follower_end: int | None = None
+        self.not_in_sync: set[int] = set()
+        self.offline: set[int] = set()
+        self.damaged: set[int] = set()
         self.batches: list[Stored] = []
         self.aborted: list[tuple[int, int]] = []
         """Producer and first offset of each aborted transaction."""
@@ -119,6 +125,11 @@ class ModelLog:
         self.epoch += 1
         self._cluster.changed()
 
+    @property
+    def nearer(self) -> int | None:
+        """The replica that the leader names now."""
+        return None if self.follower in self.not_in_sync | self.offline else self.follower
+
     def readable_end(self, isolation: int) -> int:
         """The end for a reader."""
         if isolation and self.stable_end is not None:
@@ -133,9 +144,8 @@ class ModelLog:
         later = [stored.first for stored in self.batches if stored.epoch > known[-1].epoch]
         return known[-1].epoch, min(later, default=self.end)
 
-    def read(self, offset: int, isolation: int, most: int, *, is_first: bool) -> bytes:
-        """The batches from an offset on; at least one if the response has none yet."""
-        end = self.readable_end(isolation)
+    def read(self, offset: int, end: int, most: int, *, is_first: bool) -> bytes:
+        """The batches from an offset to an end; at least one if the response has none yet."""
         found = b""
         for stored in self.batches:
             if stored.end <= offset or stored.first >= end:
@@ -278,7 +288,8 @@ class ModelCluster:
                 "leader": -1 if log.leader is None else log.leader,
                 "epoch": log.epoch,
                 "replicas": list(self.brokers),
-                "in_sync": list(self.brokers),
+                "in_sync": [node for node in self.brokers if node not in log.not_in_sync],
+                "offline": list(log.offline),
             }
             for log in self.logs.values()
             if log.name.topic == topic
@@ -410,8 +421,8 @@ class ModelCluster:
             part["error"] = 6
         elif wanted.leader_epoch >= 0 and wanted.leader_epoch != log.epoch:
             part["error"] = 74 if wanted.leader_epoch < log.epoch else 75
-        elif node == log.leader and log.follower is not None and request.values.rack:
-            part["preferred"] = log.follower
+        elif node == log.leader and request.values.rack and log.nearer is not None:
+            part["preferred"] = log.nearer
         else:
             part |= _read_log(log, asked)
         return part
@@ -428,6 +439,11 @@ class _Asked(NamedTuple):
     """Bytes that the response may still have."""
     is_first: bool
     """Whether the response has no records yet: it then has a batch of any size."""
+
+
+def damage(records: bytes) -> bytes:
+    """Change the last byte of some batches, if there are any."""
+    return records[:-1] + bytes([records[-1] ^ 1]) if records else records
 
 
 def _read_log(log: ModelLog, asked: _Asked) -> dict[str, Any]:
@@ -454,5 +470,7 @@ def _read_log(log: ModelLog, asked: _Asked) -> dict[str, Any]:
     is_remote = log.local_start is not None and wanted.offset < log.local_start
     if asked.left > 0 and not is_remote:
         most = min(asked.left, wanted.max_bytes)
-        part["records"] = log.read(wanted.offset, isolation, most, is_first=asked.is_first)
+        readable = min(log.readable_end(isolation), end)
+        records = log.read(wanted.offset, readable, most, is_first=asked.is_first)
+        part["records"] = damage(records) if asked.node in log.damaged else records
     return part

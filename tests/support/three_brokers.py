@@ -13,10 +13,10 @@ A test takes the fixture `brokers`, is marked `cluster` thereby, and has the clu
         await held.met.wait()
         held.lift()
 
-Nodes are 1, 2 and 3. `bootstrap` is the address without proxies, `proxied_bootstrap` the one with: clients that
-begin there reach all three through `proxies`; see `tests.support.proxies` for what these do. Every method has a
-deadline and returns when all brokers that answer see its effect. A test need not clean up: the next one finds all
-nodes running, all replicas in sync and no rule in a proxy.
+Nodes are 1, 2 and 3, each in a rack of its own. `bootstrap` is the address without proxies, `proxied_bootstrap` the
+one with: clients that begin there reach all three through `proxies`; see `tests.support.proxies` for what these do.
+Every method has a deadline and returns when all brokers that answer see its effect. A test need not clean up: the next
+one finds all nodes running, all replicas in sync and no rule in a proxy.
 """
 
 import asyncio
@@ -69,6 +69,8 @@ PROPERTIES = {
     # Three nodes that idle should leave the machine to others.
     "log.retention.check.interval.ms": "5000",
     "log.cleaner.backoff.ms": "5000",
+    # A client that says in which rack it is reads from the replica there.
+    "replica.selector.class": "org.apache.kafka.common.replica.RackAwareReplicaSelector",
 }
 
 Condition = Callable[[dict[str, Any]], bool]
@@ -94,7 +96,8 @@ class ThreeBrokers(KafkaCluster):
         }
         voters = ",".join(f"{node}@127.0.0.1:{broker.ports.controller}" for node, broker in self.nodes.items())
         for node, broker in self.nodes.items():
-            broker.properties = {**PROPERTIES, "node.id": str(node), "controller.quorum.voters": voters}
+            own = {"node.id": str(node), "controller.quorum.voters": voters, "broker.rack": rack_of(node)}
+            broker.properties = {**PROPERTIES, **own}
         super().__init__(",".join(broker.bootstrap for broker in self.nodes.values()))
         self.proxied_bootstrap = ",".join(f"127.0.0.1:{broker.ports.proxy}" for broker in self.nodes.values())
         self.proxies = self._new_proxies()
@@ -305,6 +308,11 @@ class ThreeBrokers(KafkaCluster):
 
     def _new_proxies(self) -> Proxies:
         return Proxies({node: (broker.ports.proxy, broker.ports.proxied) for node, broker in self.nodes.items()})
+
+
+def rack_of(node: int) -> str:
+    """The rack of a node; no other is in it."""
+    return f"rack-{node}"
 
 
 def offsets_partition(group: str) -> int:

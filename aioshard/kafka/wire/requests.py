@@ -40,7 +40,7 @@ SASL_AUTHENTICATE = Api(
 METADATA = Api(
     "Metadata",
     3,
-    (9, 12),  # librdkafka's mock cluster offers 13, and sends it without its error code
+    (8, 12),  # Redpanda before 25.2 stops at 8; librdkafka's mock cluster sends 13 without its error code
     flexible=9,
     request="topics:[id:u@10+ name:s] create_topics:bool cluster_operations:bool@8-10 topic_operations:bool",
     response="""
@@ -196,7 +196,7 @@ OFFSET_FETCH = Api(
 LIST_OFFSETS = Api(
     "ListOffsets",
     2,
-    (5, 11),
+    (4, 11),  # Redpanda before 26.1 stops at 4
     flexible=6,
     request="""
         replica:i4 isolation:i1 topics:[topic:s partitions:[partition:i4 leader_epoch:i4 timestamp:i8]]

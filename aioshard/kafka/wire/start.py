@@ -13,9 +13,11 @@ from aioshard.errors import AuthenticationError, ConnectError, TransportError
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.errors import (
     AuthenticationFailedError,
+    ConnectionLostError,
     RequestTimedOutError,
     UnexpectedResponseError,
     UnsupportedMechanismError,
+    UnsupportedVersionError,
     WireError,
 )
 from aioshard.kafka.wire.options import connection_options
@@ -152,8 +154,10 @@ async def _first_answer(
 
 
 def _refusal(failures: Collection[_Failure], settings: Settings) -> TransportError | None:
-    """Return the error of a broker that does not accept us, or that we do not trust, if there is one."""
+    """Return the error of a broker that does not accept us, or that we do not trust or speak, if there is one."""
     for address, error in failures:
+        if isinstance(error, UnsupportedVersionError):
+            return ConnectError(str(error))
         refusal = _authentication_error(error, address, settings)
         if refusal is not None:
             return refusal
@@ -191,7 +195,7 @@ def _describe_failure(address: str, error: WireError, settings: Settings) -> str
         return f"TLS failed ({failed}); security_protocol is {settings.security_protocol}"
     if isinstance(error, RequestTimedOutError) or isinstance(cause, TimeoutError):
         return f"no answer within {CONNECT_TIMEOUT:g} s"
-    is_closed = cause is None or isinstance(cause, ConnectionError)
+    is_closed = isinstance(error, ConnectionLostError) and (cause is None or isinstance(cause, ConnectionError))
     if isinstance(cause, OSError) and cause.errno and cause.errno not in _CLOSED:
         # asyncio's own text leaves out the reason.
         return os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or str(cause)

@@ -21,10 +21,12 @@ from aioshard.kafka.wire.start import connect
 from aioshard.ports import Allowance, Fault, FetchedBatch
 from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
-from tests.support.model_cluster import ModelCluster
+from tests.support.model_cluster import ModelCluster, ModelLog
 
 ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
 PAYMENTS = TopicPartition("payments", 0)
+MAX_WAIT = 3.0
+"""Seconds for which a broker may hold a fetch in tests of that."""
 SEEDS = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 
 
@@ -326,6 +328,35 @@ def test_after_silence_the_next_fetch_says_everything_and_replaces_the_session()
     scenario(test)
 
 
+def _seek(fetcher: Fetcher) -> None:
+    fetcher.seek(ONE, 0)
+
+
+def _resume_later(fetcher: Fetcher) -> None:
+    fetcher.resume([ONE])
+
+
+@pytest.mark.parametrize("begin", [_seek, _resume_later])
+def test_a_partition_waits_at_most_for_the_fetch_that_the_broker_holds(begin: Callable[[Fetcher], None]) -> None:
+    """The broker holds the fetch of an idle partition, and gets one fetch at a time."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        one, two = model.create("orders", 2)
+        one.append(b"a")
+        two.append(b"b")
+        reader.begin(ONE, TWO)
+        await reader.until(lambda: len(reader.records) == 2)
+        reader.records.clear()
+        if begin is _resume_later:
+            reader.fetcher.seek(ONE, 0)
+            reader.fetcher.pause([ONE])
+        await reader.nothing(5)
+        begin(reader.fetcher)
+        await reader.read(ONE, b"a", within=MAX_WAIT)
+
+    scenario(test, max_wait=MAX_WAIT)
+
+
 def test_brokers_forget_the_sessions_of_a_fetcher_that_is_closed() -> None:
     """They keep an unused session for minutes, and a thousand at most."""
 
@@ -352,7 +383,7 @@ def test_nothing_begins_again_after_the_end() -> None:
     async def test(model: ModelCluster, reader: Reader) -> None:
         (log,) = model.create("orders")
         log.append(b"a")
-        model.change_fetch = lambda _at, part: part.update(error=2, records=b"")
+        model.change_fetch = lambda _at, part: part.update(error=29, records=b"")
         reader.begin(ONE)
         await reader.fault()
         await _move(model, reader, 2)
@@ -386,7 +417,102 @@ def test_an_answer_that_moves_nothing_is_not_asked_for_again_and_again() -> None
     scenario(test)
 
 
-# Offsets that are not in the log --------------------------------------------------------
+# Damaged copies ---------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_damaged_at_the_leader_is_read_from_another_replica() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.append(b"b")
+        log.follower = 2
+        log.damaged = {1}
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", b"b", within=0.5)
+        assert not reader.faults
+        assert reader.fetcher.trouble(ONE) is None
+        # The leader is asked again: nobody said that the other replica is nearer.
+        log.damaged.clear()
+        fetches = len(model.fetches(1))
+        await reader.nothing(15)
+        for value in (b"c", b"d"):
+            log.append(value)
+            await reader.read(ONE, value)
+        assert len(model.fetches(1)) > fetches
+
+    scenario(test, brokers=2)
+
+
+def test_a_batch_that_is_damaged_at_a_nearer_follower_is_read_from_the_leader() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        log.damaged = {2}
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", within=0.5)
+        assert not reader.faults
+
+    scenario(test, brokers=2, rack="here")
+
+
+def test_a_batch_that_another_replica_returns_damaged_too_is_reported() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.append(b"b")
+        log.follower = 2
+        log.damaged = {1, 2}
+        reader.begin(ONE)
+        fault = await reader.fault()
+        assert isinstance(fault.error, CorruptRecordError)
+        assert reader.records.pop(ONE) == [b"a"]
+        assert reader.fetcher.position(ONE) == 1
+        assert len(model.fetches(2)) == 1
+        await asyncio.sleep(5 * FAULT_INTERVAL)
+        reader.take()
+        assert len(model.fetches(2)) == 1
+        log.damaged.clear()
+        await reader.read(ONE, b"b", within=2 * FAULT_INTERVAL)
+
+    scenario(test, brokers=2)
+
+
+@pytest.mark.parametrize("others", [{"not_in_sync": {2}}, {"offline": {2}}], ids=str)
+def test_a_damaged_batch_without_another_replica_is_reported_at_once(others: dict[str, set[int]]) -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        vars(log).update(others)
+        log.damaged = {1}
+        reader.begin(ONE)
+        assert isinstance((await reader.fault()).error, CorruptRecordError)
+        assert not model.fetches(2)
+
+    scenario(test, brokers=2)
+
+
+def test_a_batch_that_the_leader_itself_finds_corrupt_is_read_from_another_replica() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        errors = iter([2])
+
+        def find_corrupt(_: TopicPartition, part: dict[str, Any]) -> None:
+            part.update(error=next(errors, 0))
+
+        model.change_fetch = find_corrupt
+        reader.begin(ONE)
+        await reader.read(ONE, b"a", within=0.5)
+        assert not reader.faults
+        assert model.fetches(2)
+
+    scenario(test, brokers=2)
+
+
+# Offsets that are not in the log ---------------------------------------
 
 
 def test_a_follower_that_is_behind_neither_repeats_nor_skips() -> None:
@@ -395,9 +521,9 @@ def test_a_follower_that_is_behind_neither_repeats_nor_skips() -> None:
         log.append(b"a")
         log.append(b"b")
         log.follower = 2
-        log.follower_end = 1
-        reader.begin(ONE)
-        await reader.read(ONE, b"a", b"b", within=5)
+        log.follower_end = 0
+        reader.begin(ONE, at=1)
+        await reader.read(ONE, b"b", within=5)
         for number in range(20):
             log.append(b"%d" % number)
             await reader.read(ONE, b"%d" % number, within=5)
@@ -420,6 +546,71 @@ def test_a_nearer_follower_is_read_and_given_up_when_it_lost_its_log() -> None:
         log.append(b"b")
         await reader.read(ONE, b"b", within=5)
         assert not reader.faults
+
+    scenario(test, brokers=2, rack="here")
+
+
+def _fall_behind(log: ModelLog) -> None:
+    log.not_in_sync = {2}
+
+
+def _fail_disk(log: ModelLog) -> None:
+    log.offline = {2}
+
+
+@pytest.mark.parametrize("change", [_fall_behind, _fail_disk])
+def test_a_follower_that_new_metadata_report_as_worse_is_given_up(change: Callable[[ModelLog], None]) -> None:
+    """It answers without an error, and knows nothing of the records that it lacks."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        assert model.fetches(2)
+        log.follower_end = log.end
+        log.append(b"b")
+        await reader.nothing(2)
+        change(log)
+        await reader.refresh()
+        await reader.read(ONE, b"b", within=1)
+        assert not reader.faults
+
+    scenario(test, brokers=2, rack="here")
+
+
+def test_a_new_leader_names_the_nearest_replica_itself() -> None:
+    """Also if no fetch was refused in between."""
+
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        reader.begin(ONE)
+        await asyncio.sleep(1)
+        assert model.fetches(2)
+        log.lead(3)
+        await reader.refresh()
+        log.append(b"b")
+        await reader.read(ONE, b"a", b"b")
+        assert model.fetches(3)
+
+    scenario(test, brokers=3, rack="here")
+
+
+def test_a_nearer_follower_that_hangs_is_given_up_although_metadata_list_it() -> None:
+    async def test(model: ModelCluster, reader: Reader) -> None:
+        (log,) = model.create("orders")
+        log.append(b"a")
+        log.follower = 2
+        reader.begin(ONE)
+        await reader.read(ONE, b"a")
+        model.brokers[2].silent = True
+        log.append(b"b")
+        await reader.read(ONE, b"b", within=7)
+        log.append(b"c")
+        await reader.read(ONE, b"c", within=1)
 
     scenario(test, brokers=2, rack="here")
 

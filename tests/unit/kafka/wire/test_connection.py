@@ -193,10 +193,10 @@ def test_a_request_without_a_common_version_is_refused_and_nothing_else(offered:
 
 def test_a_broker_that_is_too_old_is_refused_at_the_start() -> None:
     async def test(_: ModelBroker, dial: Dial) -> None:
-        with pytest.raises(UnsupportedVersionError, match=r"offers its versions 0 to 8\. aioshard supports Kafka 2\.8"):
+        with pytest.raises(UnsupportedVersionError, match=r"offers its versions 0 to 7\. aioshard supports Kafka 2\.8"):
             await dial()
 
-    scenario(test, ModelBroker({METADATA: (0, 8)}))
+    scenario(test, ModelBroker({METADATA: (0, 7)}))
 
 
 def test_an_api_that_the_broker_does_not_have_is_refused() -> None:

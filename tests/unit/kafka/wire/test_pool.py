@@ -293,7 +293,7 @@ def test_the_connection_to_a_bootstrap_server_is_that_of_the_broker_that_it_is()
 def test_a_refused_login_or_an_old_broker_is_not_a_lost_connection() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.brokers[1].on(SASL_AUTHENTICATE, lambda request: request.reply(error=58, message="no"))
-        cluster.brokers[2].versions[METADATA] = (0, 8)
+        cluster.brokers[2].versions[METADATA] = (0, 7)
         for _ in range(2):
             with pytest.raises(AuthenticationFailedError, match="refused the login: no"):
                 await cluster.pool.ask(1, FIND)
