@@ -273,8 +273,16 @@ class ModelCluster:
     def describe(self, request: Received) -> None:
         """Answers a request for metadata."""
         brokers = [{"node": node, "host": f"kafka-{node}", "port": 9092} for node in self.brokers]
-        names = [topic.name for topic in request.values.topics or ()]
-        request.reply(brokers=brokers, controller=1, topics=[self._describe_topic(name) for name in names])
+        topics = [self._describe(topic) for topic in request.values.topics or ()]
+        request.reply(brokers=brokers, controller=1, topics=topics)
+
+    def _describe(self, asked: Any) -> dict[str, Any]:
+        if asked.name is not None:
+            return self._describe_topic(asked.name)
+        for topic, topic_id in self.topic_ids.items():
+            if topic_id == asked.id:
+                return self._describe_topic(topic)
+        return {"error": 100, "name": None, "id": asked.id}
 
     def _describe_topic(self, topic: str) -> dict[str, Any]:
         if topic in self.denied:

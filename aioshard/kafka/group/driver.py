@@ -99,7 +99,7 @@ class MemberLoop:
     async def run(self) -> None:
         """Be a member until it has left, or may never join."""
         self._times_wanted.set()
-        self._spawn(self._watch_times(), "look up the times of a group")
+        self.spawn(self._watch_times(), "look up the times of a group")
         try:
             while not self._member.ended:
                 self._woken.clear()
@@ -123,19 +123,29 @@ class MemberLoop:
                     pass
 
     def command(self, act: Callable[[ConsumerMember, float], None]) -> None:
-        """Call the member with the time, and do what follows from that."""
-        act(self._member, self._clock())
-        self._act()
+        """Call the member with the time, and do what follows from that. A mistake in it ends `run`."""
+        try:
+            act(self._member, self._clock())
+            self._act()
+        except Exception as error:  # noqa: BLE001 - raised by `run`
+            self._failure = error
         self._woken.set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Do something until the end of `run`; if it fails, `run` ends with its error."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
 
     def _act(self) -> None:
         requests = self._member.poll(self._clock())
         for event in self._member.take_events():
             self._deliver(event)
         for request in requests:
-            self._spawn(self._send(request), "heartbeat of a group member")
+            self.spawn(self._send(request), "heartbeat of a group member")
         if self._member.unnamed and self._naming is None:
-            self._naming = self._spawn(self._name_topics(), "look up names of topics")
+            self._naming = self.spawn(self._name_topics(), "look up names of topics")
 
     def _deliver(self, event: Event) -> None:
         if isinstance(event, Assigned) and event.life != self._life_of_times:
@@ -148,12 +158,6 @@ class MemberLoop:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -197,8 +201,6 @@ class MemberLoop:
                     node, heartbeat_request(self._group_id, request), purpose=Purpose.HEARTBEAT, timeout=timeout
                 )
             answer = heartbeat_answer(response)
-        except UnsupportedVersionError as error:
-            return HeartbeatAnswer(error.code, str(error))
         except BrokerError as error:  # of the look-up of the coordinator
             return HeartbeatAnswer(error.code, str(error))
         except (WireError, TimeoutError):
@@ -314,6 +316,8 @@ class GroupDriver:
         self._members: MemberLoop | None = None
         self._early: list[Callable[[ConsumerMember, float], None]] = []
         self._main: asyncio.Task[None] | None = None
+        self._is_over = False
+        """Whether the member has ended: a later command must not revive it."""
 
     @property
     def ownership(self) -> Ownership:
@@ -407,17 +411,15 @@ class GroupDriver:
             self._members = MemberLoop(self._group_id, self._member, cluster, self._deliver, self.clock)
             for act in self._early:
                 self._members.command(act)
-            watching = asyncio.create_task(self._watch_engine(self._members), name="watch the engine's event loop")
-            try:
-                await self._members.run()
-            finally:
-                watching.cancel()
+            self._members.spawn(self._watch_engine(self._members), "watch the engine's event loop")
+            await self._members.run()
         except asyncio.CancelledError:
             self._give_up("the member was stopped before it had left")
         except Exception as error:
             logger.exception("the heartbeats of group %s have ended", self._group_id)
             self._give_up(f"the heartbeats have ended: {error!r}")
         finally:
+            self._is_over = True
             await cluster.close()
 
     def _give_up(self, reason: str) -> None:
@@ -430,6 +432,9 @@ class GroupDriver:
     async def _watch_engine(self, members: MemberLoop) -> None:
         """Leave the group when the engine's event loop has been blocked for too long."""
         while True:
+            if self._engine.is_closed():
+                members.command(lambda member, now: member.leave(now, "the event loop of the engine is closed"))
+                return
             quiet = self.clock() - self._pulse_at
             if quiet >= self._rebalance_timeout and not self._is_suspended:
                 self._is_suspended = True
@@ -444,6 +449,8 @@ class GroupDriver:
             self._accept(lambda member, now: member.resume(now))
 
     def _accept(self, act: Callable[[ConsumerMember, float], None]) -> None:
+        if self._is_over:
+            return
         if self._members is None:
             self._early.append(act)
         else:

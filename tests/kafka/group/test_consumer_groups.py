@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -94,16 +93,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 
 @pytest.fixture
-async def topic(kafka: SharedKafka, group: str) -> str:
+async def topic(kafka: SharedKafka, topic: str) -> str:
     """A topic of this test with some partitions."""
-    await kafka.create_topic(group, PARTITIONS)
-    return group
-
-
-@pytest.fixture
-def group(request: pytest.FixtureRequest) -> str:
-    """A group of this test."""
-    return re.sub(r"\W|_", "-", request.node.name)
+    await kafka.create_topic(topic, PARTITIONS)
+    return topic
 
 
 def all_of(topic: str, partitions: int = PARTITIONS) -> frozenset[TopicPartition]:
