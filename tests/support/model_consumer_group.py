@@ -21,8 +21,8 @@ class Entry:
 
     Attributes:
         epoch: Its epoch; -2 for a static member that is away.
-        assigned: What it may own.
-        revoking: What it has to release before anything else happens.
+        assigned: The partitions that it may own.
+        revoking: The partitions that it has to release before anything else happens.
         session_end: When it is removed unless it says something.
         rebalance_end: When it is removed unless it releases.
     """
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def held(self) -> Owned:
-        """What nobody else may get."""
+        """The partitions that nobody else may get."""
         return self.assigned | self.revoking
 
 

@@ -15,7 +15,7 @@ import enum
 import random
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from aioshard.kafka.group.consumer_messages import (
@@ -278,26 +278,19 @@ class ConsumerMember:
         owned = frozenset(self._owned_ids.values())
         topics, pattern = self._subscription
         told = self._told
+        request = Heartbeat(own.life, now, own.member_id, epoch, self._instance_id)
         if told is None:
-            return Heartbeat(
-                own.life,
-                now,
-                own.member_id,
-                epoch,
-                self._instance_id,
-                self._rack,
-                self._rebalance_timeout,
-                topics,
-                pattern,
-                self._assignor,
-                owned,
+            return replace(
+                request,
+                rack=self._rack,
+                rebalance_timeout=self._rebalance_timeout,
+                topics=topics,
+                pattern=pattern,
+                assignor=self._assignor,
+                owned=owned,
             )
-        return Heartbeat(
-            own.life,
-            now,
-            own.member_id,
-            epoch,
-            self._instance_id,
+        return replace(
+            request,
             topics=None if told.subscription.topics == topics else topics,
             pattern=None if told.subscription.pattern == pattern else pattern,
             owned=None if told.owned == owned and not self._has_to_acknowledge else owned,

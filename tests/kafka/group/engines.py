@@ -1,4 +1,4 @@
-"""The engine's side of a group member, as a test drives it; as a program, a member in a process of its own.
+"""The engine's side of a group member, as a test drives it; as a program, a member in another process.
 
 Run as a program, it prints the number of owned partitions whenever its event loop runs.
 """
@@ -52,7 +52,7 @@ class Engine:
 
     @property
     def owned(self) -> frozenset[TopicPartition]:
-        """What a record or a commit may belong to now."""
+        """The partitions of which records may start and commits may leave now."""
         own = self.driver.ownership
         return own.partitions if self.driver.clock() < own.alive_until else frozenset()
 

@@ -45,7 +45,7 @@ async def join() -> AsyncIterator[Join]:
 
 
 class Process:
-    """A member in a process of its own."""
+    """A member in another process."""
 
     def __init__(self, log: Path, arguments: dict[str, Any]) -> None:
         self._log = log
@@ -60,7 +60,7 @@ class Process:
 
     @property
     def counts(self) -> list[str]:
-        """What it has printed: the number of its partitions, again and again."""
+        """Its output: the number of its partitions, again and again."""
         return self._log.read_text().splitlines()
 
     async def until_it_owns(self, count: int) -> None:
@@ -78,7 +78,7 @@ class Process:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """Starts members in processes of their own, which are killed in the end."""
+    """Starts members in other processes, which are killed in the end."""
     processes: list[Process] = []
 
     def make(bootstrap: str, group: str, **options: Any) -> Process:

@@ -1,6 +1,6 @@
 """Processes with members of the consumer protocol, an unreliable network, and the coordinator of their group.
 
-Everything happens in virtual time and by one random number generator, so each seed is a history of its own.
+Everything happens in virtual time and by one random number generator, so each seed is another history.
 
     world = World(seed)
     world.run()   # faults for a while, then calm; raises `ViolationError`
@@ -111,7 +111,7 @@ class Process:
             self.last_word = event
 
     def release(self, event: Revoked) -> None:
-        """Lets go of what was revoked, also when it was lost meanwhile: the engine may not know that yet."""
+        """Lets go of revoked partitions, also when they were lost meanwhile: the engine may not know that yet."""
         for at in event.partitions:
             if self.held.get(at) == event.life:
                 del self.held[at]
@@ -325,7 +325,7 @@ class World:
         self.start()
 
     def check(self) -> None:
-        """What must be true at each moment: what a member owns, the coordinator gives to nobody else."""
+        """Checks the facts of each moment: the coordinator gives a member's partitions to nobody else."""
         self.group.tick(self.now)
         for process in self.processes:
             own = process.member.ownership
@@ -342,7 +342,7 @@ class World:
             process.expect(own.epoch in (-1, process.epoch), f"has epoch {own.epoch}, not {process.epoch}")
 
     def check_calm(self) -> None:
-        """What must be true once nothing has happened for a while: each partition has one owner."""
+        """Checks the facts of calm times: each partition has one owner."""
         owners: dict[TopicPartition, list[str]] = {}
         for process in self.running():
             own = process.member.ownership

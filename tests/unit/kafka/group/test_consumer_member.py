@@ -14,6 +14,7 @@ from aioshard.kafka.group.member import (
     Assigned,
     Ended,
     Event,
+    GroupMember,
     Lost,
     Recovered,
     Refused,
@@ -26,6 +27,8 @@ from tests.support.model_consumer_group import ModelConsumerGroup
 ORDERS, REFUNDS = uuid.UUID(int=1), uuid.UUID(int=2)
 NAMES = {ORDERS: "orders", REFUNDS: "refunds"}
 SESSION, INTERVAL, REBALANCE = 10.0, 3.0, 60.0
+KIND: type[GroupMember[Heartbeat, HeartbeatAnswer]] = ConsumerMember
+"""For the type checker: a driver may use it as any other member."""
 
 
 def orders(*numbers: int) -> frozenset[TopicPartition]:
