@@ -68,7 +68,7 @@ def subscribers(members: Members, partitions: Partitions) -> dict[str, tuple[str
 
 
 class _Claims:
-    """Who says to have which partition.
+    """The partitions that members say they have.
 
     If members with different generations claim a partition, the later generation counts: the other member was
     considered dead for a while. If several members with the same generation claim it, nobody has a right to it.

@@ -27,7 +27,7 @@ _ASSIGNMENT = Structure("Assignment", ASSIGNMENT)
 
 
 class Subscription(NamedTuple):
-    """What a member tells the leader when it joins."""
+    """The part of a join that the leader of the group reads."""
 
     topics: frozenset[str]
     user_data: bytes = b""
