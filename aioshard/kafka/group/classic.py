@@ -571,7 +571,7 @@ class ClassicMember:
         """Take an assignment: what is new is ours, what is missing has to be released, then we join again."""
         gone = self._holdings.owned - target
         self._state = _State.STABLE
-        if self._claimed - target or self._holdings.revoking & target:
+        if self._claimed - target:
             self._rejoin_reason = self._rejoin_reason or "partitions were released"
         self._holdings.renew(
             self._generation,

@@ -1,21 +1,32 @@
 """A random run of a classic group, and what must hold behind it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from aioshard.kafka.group.classic import Assignor, ClassicMember
+from aioshard.kafka.group.assignors import GroupAssignor
+from aioshard.kafka.group.classic import ClassicMember
 from tests.unit.kafka.group.classic_world import CALM, EAGER, INCREMENTAL, NO_FAULTS, SESSION, Faults, Node, World
 
 TURMOIL = 40.0
 """Seconds in which things fail."""
 TOPICS = ("orders", "refunds")
-INCREMENTAL_ONLY: Sequence[Sequence[Sequence[Assignor]]] = (((INCREMENTAL,),),)
-MIXTURES: Sequence[Sequence[Sequence[Assignor]]] = (
-    *INCREMENTAL_ONLY,
-    ((EAGER,),),
-    ((INCREMENTAL, EAGER), (INCREMENTAL,)),
-    ((INCREMENTAL, EAGER), (EAGER,)),
+
+
+class Release(NamedTuple):
+    """A kind of process that a group may have several of."""
+
+    assignors: Sequence[str]
+    kind: type[ClassicMember] = ClassicMember
+    new_assignor: type[GroupAssignor] = GroupAssignor
+
+
+MIXTURES: Sequence[Sequence[Release]] = (
+    [Release(INCREMENTAL)],
+    [Release(EAGER)],
+    [Release((*INCREMENTAL, *EAGER)), Release(INCREMENTAL)],
+    [Release((*INCREMENTAL, *EAGER)), Release(EAGER)],
 )
-"""The assignors that the members of a group may have: all of them incremental, all eager, and two steps between."""
+"""The processes in a group: all of them incremental, all eager, and two steps between."""
 
 
 class Chaos:
@@ -24,8 +35,8 @@ class Chaos:
     def __init__(
         self,
         seed: int,
-        kind: type[ClassicMember] = ClassicMember,
-        mixtures: Sequence[Sequence[Sequence[Assignor]]] = MIXTURES,
+        kind: type[ClassicMember] | None = None,
+        mixtures: Sequence[Sequence[Release]] = MIXTURES,
     ) -> None:
         self.world = World(seed, partitions={"orders": 5, "refunds": 3})
         self.chance = self.world.chance
@@ -84,14 +95,16 @@ class Chaos:
         if len(self.world.living()) >= 4:
             return
         self.members += 1
+        release = self.chance.choice(self.mixture)
         self.world.start(
             Node(
                 self.world,
                 f"n{self.members}",
                 topics=self.topics(),
-                assignors=self.chance.choice(self.mixture),
+                assignors=release.assignors,
                 instance=instance or (f"static-{self.members}" if self.chance.random() < 0.3 else None),
-                kind=self.kind,
+                kind=self.kind or release.kind,
+                new_assignor=release.new_assignor,
                 drain=self.chance.choice([0.05, 0.3, 2.0]),
             )
         )

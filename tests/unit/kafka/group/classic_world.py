@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from aioshard.core.assignment import Member, assign_sticky, without_moves
-from aioshard.kafka.group.classic import Assignments, Assignor, ClassicEvent, ClassicMember, Elected, Numbers
+from aioshard.kafka.group.assignors import GroupAssignor
+from aioshard.kafka.group.classic import ClassicEvent, ClassicMember, Elected
 from aioshard.kafka.group.classic_messages import (
     Acknowledged,
     ClassicAnswer,
@@ -29,8 +29,7 @@ from aioshard.kafka.group.classic_messages import (
     Synced,
     SyncRequest,
 )
-from aioshard.kafka.group.member import Assigned, Ended, Lost, Ownership, Partitions, Refused, Revoked, Troubled
-from aioshard.kafka.wire.consumer_protocol import Subscription
+from aioshard.kafka.group.member import Assigned, Ended, Lost, Ownership, Refused, Revoked, Troubled
 from aioshard.kafka.wire.pool import Purpose
 from aioshard.records import TopicPartition
 from tests.support.model_classic_group import ModelClassicGroup
@@ -40,27 +39,8 @@ CALM = SESSION + 4 * REBALANCE
 """Seconds after which a group without faults has assigned everything."""
 
 
-class Plain:
-    """An assignor without user data."""
-
-    def __init__(self, name: str, *, is_incremental: bool) -> None:
-        self.name = name
-        self.is_incremental = is_incremental
-
-    def user_data(self, partitions: Partitions, generation: int) -> bytes:  # noqa: ARG002 - it has none
-        return b""
-
-
-EAGER = Plain("eager", is_incremental=False)
-INCREMENTAL = Plain("incremental", is_incremental=True)
-
-
-def assign(members: Mapping[str, Subscription], partitions: Numbers) -> Assignments:
-    """A sticky assignment that leaves out what others claim."""
-    reports = {
-        name: Member(member.topics, tuple(member.owned or ()), member.generation) for name, member in members.items()
-    }
-    return without_moves(reports, assign_sticky(reports, partitions))
+EAGER = ("sticky",)
+INCREMENTAL = ("cooperative-sticky",)
 
 
 def refusal(request: ClassicRequest, code: int) -> ClassicAnswer:
@@ -212,21 +192,21 @@ class Node:
         name: str,
         *,
         topics: Collection[str] = ("orders",),
-        assignors: Sequence[Assignor] = (INCREMENTAL,),
+        assignors: Sequence[str] = INCREMENTAL,
         instance: str | None = None,
         kind: type[ClassicMember] = ClassicMember,
-        assign: Callable[[Mapping[str, Subscription], Numbers], Assignments] = assign,
+        new_assignor: type[GroupAssignor] = GroupAssignor,
         drain: float = 0.2,
     ) -> None:
         self.world = world
         self.name = name
         self.topics = frozenset(topics)
         self.instance = instance
-        self.assign = assign
+        self.assignors = {name: new_assignor(name, instance_id=instance) for name in assignors}
         self.drain = drain
         self.member = kind(
             topics,
-            assignors,
+            list(self.assignors.values()),
             random.Random(world.chance.random()),
             session_timeout=SESSION,
             heartbeat_interval=INTERVAL,
@@ -356,7 +336,8 @@ class Node:
 
     def _lead(self, election: Elected) -> None:
         numbers = self._numbers(election.topics)
-        self.member.lead(election, self.assign(election.members, numbers), numbers, self.world.now)
+        plan = self.assignors[election.protocol].assign(election, numbers, self.world.now)
+        self.member.lead(election, plan.assignments, numbers, self.world.now, rejoin_at=plan.rejoin_at)
 
     def _look_up_coordinator(self) -> None:
         self.coordinator = self.world.coordinator

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from aioshard.kafka.group.classic_messages import ClassicRequest, HeartbeatReque
 from aioshard.kafka.group.member import NO_PARTITIONS, Code, Ownership, Partitions
 from aioshard.records import TopicPartition
 from tests.simulation.seeds import with_seeds
-from tests.unit.kafka.group.classic_chaos import INCREMENTAL_ONLY, Chaos
+from tests.unit.kafka.group.classic_chaos import Chaos, Release
 from tests.unit.kafka.group.classic_world import EAGER, INCREMENTAL, INTERVAL, REBALANCE, SESSION, Faults, Node, World
 
 MOST_SEEDS = 60
@@ -88,7 +88,7 @@ class NeverJoinsAgainAfterARelease(ClassicMember):
 def test_histories_show_each_mistake(mistaken: type[ClassicMember]) -> None:
     for seed in range(MOST_SEEDS):
         try:
-            Chaos(seed, mistaken, INCREMENTAL_ONLY).run()
+            Chaos(seed, mistaken, [[Release(INCREMENTAL)]]).run()
         except AssertionError:
             return
     pytest.fail(f"{mistaken.__name__} is not noticed in {MOST_SEEDS} histories")
@@ -133,12 +133,12 @@ class NeverGivesUpWhileTheGroupRebalances(ClassicMember):
         self._session = NeverRemovedSession(SESSION, REBALANCE)
 
 
-def two_members(kind: type[ClassicMember], assignors: Collection[Assignor] = (INCREMENTAL,)) -> tuple[World, Node]:
+def two_members(kind: type[ClassicMember], assignors: Sequence[str] = INCREMENTAL) -> tuple[World, Node]:
     """The first of two members of a group, each with half of the partitions."""
     world = World()
-    first = world.start(Node(world, "first", kind=kind, assignors=tuple(assignors)))
+    first = world.start(Node(world, "first", kind=kind, assignors=assignors))
     world.run(5)
-    world.start(Node(world, "second", assignors=tuple(assignors)))
+    world.start(Node(world, "second", assignors=assignors))
     world.run(10)
     assert sorted(world.owners().values()) == ["first"] * 3 + ["second"] * 3
     return world, first
@@ -157,7 +157,7 @@ def removed(kind: type[ClassicMember]) -> None:
 
 def released_too_late(kind: type[ClassicMember]) -> None:
     """A release that took too long ends in the next life of the member, while it releases the same partitions again."""
-    world, first = two_members(kind, [EAGER])
+    world, first = two_members(kind, EAGER)
     world.faults = Faults(stuck=1.0)
     first.do(lambda: first.member.rejoin(world.now, "for a test"))
     late = first.drains[-1]
@@ -198,9 +198,9 @@ def lost_sync(kind: type[ClassicMember]) -> None:
 
 def slow_release(kind: type[ClassicMember]) -> None:
     """An eager member takes too long to release its partitions, and the group removes it."""
-    world, first = two_members(kind, [EAGER])
+    world, first = two_members(kind, EAGER)
     world.faults = Faults(stuck=1.0)
-    world.start(Node(world, "third", assignors=(EAGER,)))
+    world.start(Node(world, "third", assignors=EAGER))
     world.run(REBALANCE - 0.5)
     first.freeze(4.0)
 

@@ -41,8 +41,22 @@ from aioshard.kafka.wire.consumer_protocol import (
 )
 from aioshard.kafka.wire.pool import Purpose
 from aioshard.records import TopicPartition
-from tests.unit.kafka.group.classic_world import EAGER, INCREMENTAL, INTERVAL, REBALANCE, SESSION, refusal
+from tests.unit.kafka.group.classic_world import INTERVAL, REBALANCE, SESSION, refusal
 
+
+class Plain:
+    """An assignor without user data."""
+
+    def __init__(self, name: str, *, is_incremental: bool) -> None:
+        self.name = name
+        self.is_incremental = is_incremental
+
+    def user_data(self, partitions: Partitions, generation: int) -> bytes:  # noqa: ARG002 - it has none
+        return b""
+
+
+EAGER = Plain("eager", is_incremental=False)
+INCREMENTAL = Plain("incremental", is_incremental=True)
 RequestT = TypeVar("RequestT", bound=ClassicRequest)
 ORDERS = frozenset({"orders"})
 FATAL = [24, 26, 30, 42, 82]
@@ -676,6 +690,37 @@ def test_answered_heartbeats_do_not_replace_a_missing_sync() -> None:
         talk.beat(0)
 
     assert talk.member.ownership.alive_until <= joined_at + REBALANCE
+
+
+def test_a_join_that_repeats_one_whose_sync_was_lost_begins_no_new_time() -> None:
+    """The coordinator answers it with the generation of before, and removes us as if we had not asked again."""
+    talk = Talk().settle(0, 1)
+    talk.beat(27)
+    joined_at = talk.now
+    talk.accept(5)
+    talk.fail(talk.request(SyncRequest))
+    for _ in range(3):
+        talk.beat(0)
+
+    talk.accept(5)
+
+    assert talk.member.ownership.alive_until <= joined_at + REBALANCE
+
+
+@pytest.mark.parametrize("kind", [SyncRequest, HeartbeatRequest])
+def test_another_rebalance_waits_for_a_join_and_not_for_the_sync_any_more(kind: type[ClassicRequest]) -> None:
+    """It cannot have begun before the last heartbeat that did not find it."""
+    talk = Talk().settle(0, 1)
+    talk.beat(27)
+    talk.accept(5)
+    talk.request(SyncRequest)
+    for _ in range(5):
+        talk.beat(0)
+    quiet_at = talk.now
+
+    talk.answer(talk.request(kind, INTERVAL), 27)
+
+    assert talk.member.ownership.alive_until >= quiet_at + SESSION
 
 
 def test_everything_is_lost_before_the_leave_is_sent() -> None:
