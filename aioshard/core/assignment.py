@@ -67,24 +67,48 @@ def subscribers(members: Members, partitions: Partitions) -> dict[str, tuple[str
     return {topic: tuple(name for name in names if topic in members[name].topics) for topic in sorted(topics)}
 
 
-def _latest_owners(members: Members) -> Holders:
-    latest: Holders = {}
-    for name in sorted(sorted(members, reverse=True), key=lambda member: members[member].generation):
-        latest.update(dict.fromkeys(members[name].owned, name))
-    return latest
+class _Claims:
+    """The partitions that members say they have.
+
+    If members with different generations claim a partition, the later generation counts: the other member was
+    considered dead for a while. If several members with the same generation claim it, nobody has a right to it.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.holders: Holders = {}
+        """The member of each partition."""
+        self.contested: set[TopicPartition] = set()
+        """Partitions with several claims of one generation. None of these members may keep it."""
+        for name in sorted(members, key=lambda member: members[member].generation):
+            for partition in members[name].owned:
+                self._add(partition, name, members)
+
+    def _add(self, partition: TopicPartition, name: str, members: Members) -> None:
+        """Add a claim; those of earlier generations were added before."""
+        other = self.holders.get(partition)
+        self.holders[partition] = name
+        if other is None or other == name:
+            return
+        if members[other].generation == members[name].generation:
+            self.contested.add(partition)
+        else:
+            self.contested.discard(partition)
 
 
 def owners(members: Members, partitions: Partitions) -> Holders:
     """Return the previous owner of each partition, if it may keep the partition.
 
-    If two members claim the same partition, because one was considered dead for a while, the later generation wins;
-    within one generation, which does not happen in a correct group, the first name wins.
+    If members claim the same partition, because one was considered dead for a while, the latest generation wins. Within
+    one generation, none of them keeps it.
     """
     known = {topic: frozenset(numbers) for topic, numbers in partitions.items()}
+    claims = _Claims(members)
     return {
         owned: name
-        for owned, name in _latest_owners(members).items()
-        if owned.topic in members[name].topics and owned.partition in known.get(owned.topic, ())
+        for owned, name in claims.holders.items()
+        if owned not in claims.contested
+        and owned.topic in members[name].topics
+        and owned.partition in known.get(owned.topic, ())
     }
 
 
@@ -221,15 +245,20 @@ def pays(members: Members, partitions: Partitions) -> bool:
 
 
 def without_moves(members: Members, assignment: Assignment) -> Assignment:
-    """Leave out the partitions that another member must release first; the next rebalance assigns them.
+    """Leave out the partitions that other members must release first; the next rebalance assigns them.
+
+    If several members claim a partition, nobody gets it in this one.
 
     Example:
         >>> members = {"a": Member(frozenset({"t"}), [TopicPartition("t", 0)], 1), "b": Member(frozenset({"t"}))}
         >>> without_moves(members, {"a": (), "b": (TopicPartition("t", 0), TopicPartition("t", 1))})
         {'a': (), 'b': (TopicPartition(topic='t', partition=1),)}
     """
-    latest = _latest_owners(members)
-    return {name: tuple(at for at in held if latest.get(at, name) == name) for name, held in assignment.items()}
+    claims = _Claims(members)
+    return {
+        name: tuple(at for at in held if at not in claims.contested and claims.holders.get(at, name) == name)
+        for name, held in assignment.items()
+    }
 
 
 ASSIGNORS: Mapping[str, Callable[[Members, Partitions], Assignment]] = {

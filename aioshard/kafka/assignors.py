@@ -1,6 +1,5 @@
 """Assignors in the form aiokafka calls them: one object per consumer, with the user data it sends to the group."""
 
-import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from aiokafka.cluster import ClusterMetadata
-from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignorUserDataV1
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
 from aioshard.core.assignment import (
@@ -20,13 +18,12 @@ from aioshard.core.assignment import (
     pays,
     without_moves,
 )
+from aioshard.kafka.group.assignors import decoded, lasting_names, user_data
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.assignors")
 
 _VERSION = 0
-_NAMED = frozenset({"range", "roundrobin", "fair"})
-"""The stateless assignors. Members send their `group_instance_id`, so that the whole group sorts by it."""
 
 
 class ConsumerAssignor:
@@ -67,11 +64,15 @@ class ConsumerAssignor:
     def metadata(self, topics: Iterable[str]) -> Any:
         """Build the metadata that the consumer sends when it joins."""
         self.leads = False
-        return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
+        content = user_data(self.name, self._instance, self.owned, self.generation, self.backlogs)
+        return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), content)
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the assignment; called only on the leader of the group."""
-        reports = {name: self._member(metadata) for name, metadata in members.items()}
+        reports = {
+            name: decoded(self.name, frozenset(metadata.subscription), metadata.user_data or b"")
+            for name, metadata in members.items()
+        }
         for partition in self.moving.keys() - {owned for member in reports.values() for owned in member.owned}:
             # Otherwise backlogs that grew meanwhile could move it to yet another member, again and again.
             if (taker := reports.get(self.moving[partition])) is not None:
@@ -85,7 +86,7 @@ class ConsumerAssignor:
             logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
         self.leads = True
-        names = self._lasting_names(members)
+        names = lasting_names(self.name, {name: metadata.user_data or b"" for name, metadata in members.items()})
         computed = ASSIGNORS[self.name](
             {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
@@ -105,14 +106,6 @@ class ConsumerAssignor:
         """Whether a rebalance would pay now, judged by the leader from the current backlogs of all partitions."""
         members, partitions = self._group
         return pays({name: replace(member, backlogs=backlogs) for name, member in members.items()}, partitions)
-
-    def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
-        """Map member ids to the names that members are sorted by: a static member gets a new id at each restart."""
-        names = {
-            name: f"0 {metadata.user_data.hex()}" if self.name in _NAMED and metadata.user_data else f"1 {name}"
-            for name, metadata in members.items()
-        }
-        return names if len(set(names.values())) == len(names) else {name: name for name in members}
 
     def _without_withheld(self, reports: Mapping[str, Member], partitions: Partitions) -> Partitions:
         now = time.monotonic()
@@ -158,46 +151,3 @@ class ConsumerAssignor:
         """Seconds until the consumer, as the leader, must rejoin to assign the withheld partitions; else None."""
         until = self._delayed.until
         return None if until is None else max(until - time.monotonic(), 0.0)
-
-    # User data ----------------------------------------------------------------------------
-
-    def _user_data(self) -> bytes:
-        if self.name in _NAMED:
-            return (self._instance or "").encode()
-        if not self.owned:
-            return b""
-        if self.name == "sticky":
-            return bytes(StickyAssignorUserDataV1(by_topic(self.owned), self.generation).encode())
-        had = {
-            topic: {number: self.backlogs.get(TopicPartition(topic, number)) for number in numbers}
-            for topic, numbers in by_topic(self.owned)
-        }
-        return json.dumps({"generation": self.generation, "had": had}).encode()
-
-    def _member(self, metadata: Any) -> Member:
-        """Decode a member's user data. A member with invalid data counts as new, so that the group can continue."""
-        topics = frozenset(metadata.subscription)
-        if not metadata.user_data or self.name in _NAMED:
-            return Member(topics)
-        try:
-            return _sticky(topics, metadata.user_data) if self.name == "sticky" else _lag(topics, metadata.user_data)
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            logger.warning("a member's user data is invalid for %r; it counts as a new member: %s", self.name, error)
-            return Member(topics)
-
-
-def _sticky(topics: frozenset[str], user_data: bytes) -> Member:
-    decoded = StickyAssignorUserDataV1.decode(user_data)
-    owned = tuple(TopicPartition(topic, number) for topic, numbers in decoded.previous_assignment for number in numbers)
-    return Member(topics, owned, decoded.generation)
-
-
-def _lag(topics: frozenset[str], user_data: bytes) -> Member:
-    decoded = json.loads(user_data)
-    backlogs = {
-        TopicPartition(topic, int(number)): backlog
-        for topic, numbers in decoded["had"].items()
-        for number, backlog in numbers.items()
-    }
-    known = {partition: int(backlog) for partition, backlog in backlogs.items() if backlog is not None}
-    return Member(topics, tuple(backlogs), int(decoded["generation"]), known)

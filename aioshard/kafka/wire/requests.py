@@ -157,6 +157,38 @@ LEAVE_GROUP = Api(
     request="group:s members:[member:s instance:s reason:s@5+]",
     response="throttle_ms:i4 error:i2 members:[member:s instance:s error:i2]",
 )
+JOIN_GROUP = Api(
+    "JoinGroup",
+    11,
+    (5, 9),  # from 9 on, a restarted leader learns that it still leads
+    flexible=6,
+    request="""
+        group:s session_timeout_ms:i4 rebalance_timeout_ms:i4 member:s instance:s kind:s
+        protocols:[name:s metadata:b] reason:s@8+
+    """,
+    response="""
+        throttle_ms:i4 error:i2 generation:i4 kind:s@7+ protocol:s leader:s skip_assignment:bool@9+ member:s
+        members:[member:s instance:s metadata:b]
+    """,
+)
+SYNC_GROUP = Api(
+    "SyncGroup",
+    14,
+    (3, 5),
+    flexible=4,
+    request="""
+        group:s generation:i4 member:s instance:s kind:s@5+ protocol:s@5+ assignments:[member:s assignment:b]
+    """,
+    response="throttle_ms:i4 error:i2 kind:s@5+ protocol:s@5+ assignment:b",
+)
+HEARTBEAT = Api(
+    "Heartbeat",
+    12,
+    (3, 4),
+    flexible=4,
+    request="group:s generation:i4 member:s instance:s",
+    response="throttle_ms:i4 error:i2",
+)
 
 # Offsets of groups ------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from aioshard.kafka.wire import consumer_protocol
 from aioshard.kafka.wire.notation import Api, Field
 from aioshard.kafka.wire.requests import ALL
 from tests.kafka.wire.jars import KAFKAS, libs_of
@@ -52,7 +53,7 @@ NAMES = {
     "finalized_epoch": {"FinalizedFeaturesEpoch"},
     "first": {"FirstOffset"},
     "forgotten": {"ForgottenTopicsData"},
-    "generation": {"GenerationIdOrMemberEpoch"},
+    "generation": {"GenerationId", "GenerationIdOrMemberEpoch"},
     "group": {"GroupId"},
     "groups": {"GroupIds"},
     "highest": {"MaxVersion", "MaxVersionLevel"},
@@ -86,7 +87,7 @@ NAMES = {
     "pattern": {"SubscribedTopicRegex"},
     "preferred": {"PreferredReadReplica"},
     "producer": {"ProducerId"},
-    "protocol": {"ProtocolData"},
+    "protocol": {"ProtocolData", "ProtocolName"},
     "rack": {"RackId"},
     "replica": {"ReplicaId"},
     "replicas": {"ReplicaNodes"},
@@ -135,7 +136,7 @@ class Message:
     """The definition of a request or a response in a jar of Kafka's."""
 
     def __init__(self, content: dict[str, Any]) -> None:
-        self.key: int = content["apiKey"]
+        self.key: int | None = content.get("apiKey")
         self._content = content
         self._structures = {common["name"]: common["fields"] for common in content.get("commonStructs", [])}
 
@@ -226,3 +227,14 @@ def test_each_version_of_our_messages_is_kafkas(api: Api, kafka: str) -> None:
 
     assert not found, "\n".join(found)
     assert compared
+
+
+@pytest.mark.parametrize("kafka", KAFKAS)
+@pytest.mark.parametrize("name", ["Subscription", "Assignment"])
+def test_consumers_tell_each_other_what_kafkas_consumers_do(name: str, kafka: str) -> None:
+    ours: tuple[Field, ...] = getattr(consumer_protocol, name.upper())
+    message = kafkas_message(kafka, f"ConsumerProtocol{name}")
+
+    assert message.has(consumer_protocol.NEWEST)
+    for version in range(consumer_protocol.NEWEST + 1):
+        assert not list(differences(ours, message.fields(version), version, f"version {version}"))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioshard.core.assignment import ASSIGNORS, Assignment, Member, Partitions, backlogs, owners
+from aioshard.core.assignment import ASSIGNORS, Assignment, Member, Partitions, backlogs, owners, without_moves
 from aioshard.records import TopicPartition
 
 T = TypeVar("T")
@@ -328,6 +328,34 @@ def test_of_two_claimants_the_later_generation_owns_a_partition() -> None:
     members = {"a": Member(topic, had, 4), "b": Member(topic, had, 5)}
 
     assert ASSIGNORS["sticky"](members, {"t": range(2)})["b"] == had
+
+
+@pytest.mark.parametrize("name", ["sticky", "cooperative-fair", "lag", "cooperative-lag"])
+def test_several_claimants_of_one_generation_all_release_a_partition(name: str) -> None:
+    """The first by name would keep it otherwise, while the others still work on it."""
+    topic, contested, kept = frozenset({"t"}), TopicPartition("t", 0), TopicPartition("t", 1)
+    members = {
+        "a": Member(topic, (contested,), 4),
+        "b": Member(topic, (contested,), 5),
+        "c": Member(topic, (kept, contested), 5),
+        "d": Member(topic, (contested, contested), 5),
+    }
+    partitions = {"t": range(2)}
+
+    target = ASSIGNORS[name](members, partitions)
+    now = without_moves(members, target)
+
+    assert owners(members, partitions) == {kept: "c"}
+    assert sum(map(len, target.values())) == 2
+    assert now == {"a": (), "b": (), "c": (kept,), "d": ()}
+
+
+def test_a_later_generation_settles_what_earlier_ones_contested() -> None:
+    topic, had = frozenset({"t"}), (TopicPartition("t", 0),)
+    members = {"a": Member(topic, had, 4), "b": Member(topic, had, 4), "c": Member(topic, had, 5)}
+
+    assert owners(members, {"t": range(1)}) == {TopicPartition("t", 0): "c"}
+    assert without_moves(members, {"a": (), "b": (), "c": had})["c"] == had
 
 
 def test_a_partition_with_a_long_backlog_gets_a_member_to_itself() -> None:
