@@ -107,6 +107,9 @@ class ForgetsTheDeadlineAtTheRelease(ConsumerMember):
 
 
 class IgnoresTheDeadlineOfARevocation(ConsumerMember):
+    def _assign(self, assignment: Collection[TopicIdPartition], deadline: float) -> None:
+        super()._assign(assignment, deadline + 1000.0)
+
     def _reconcile(self, epoch: int, deadline: float) -> None:
         super()._reconcile(epoch, deadline + 1000.0)
 
