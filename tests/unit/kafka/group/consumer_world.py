@@ -44,6 +44,8 @@ class Process:
         self.name = name
         self.member = member
         self.held: dict[TopicPartition, int] = {}
+        self.naming: set[uuid.UUID] = set()
+        """Topics whose names are being looked up."""
         self.leaving: set[tuple[int, TopicPartition]] = set()
         self.is_alive = True
         self.is_frozen = False
@@ -74,8 +76,10 @@ class Process:
         requests = self.member.poll(now)
         for event in self.member.take_events():
             self.handle(event)
-        for topic_id in self.member.unnamed:
-            self.world.later(self.world.rng.uniform(0.0, 0.5), functools.partial(self.name_topic, topic_id))
+        for topic_id in self.member.unnamed - self.naming:
+            self.naming.add(topic_id)
+            delay = self.world.rng.choice([0.0, 0.2, 0.5] if self.world.is_calm else [0.0, 0.2, 3.0])
+            self.world.later(delay, functools.partial(self.name_topic, topic_id))
         for request in requests:
             self.world.send(self, request)
         self.wake = wake = next(self.wakes)
@@ -84,6 +88,7 @@ class Process:
 
     def name_topic(self, topic_id: uuid.UUID) -> None:
         """Gives the member the name of a topic."""
+        self.naming.discard(topic_id)
         names = {known: topic for topic, known in self.world.group.ids.items() if known == topic_id}
         self.act(lambda: self.member.name_topics(names, self.world.now))
 
@@ -98,8 +103,8 @@ class Process:
                 self.expect(self.held.get(at) == event.life, f"{at} was revoked, but not assigned")
                 self.expect((event.life, at) not in self.leaving, f"{at} was revoked twice")
                 self.leaving.add((event.life, at))
-            slow = self.world.rng.random() < self.world.fault_rate
-            delay = self.world.rng.uniform(5.0, 15.0) if slow else self.world.rng.uniform(0.0, 1.0)
+            slow = not self.world.is_calm and self.world.rng.random() < 0.3
+            delay = self.world.rng.uniform(2.0, 10.0) if slow else self.world.rng.uniform(0.0, 1.0)
             self.world.later(delay, lambda: self.act(lambda: self.release(event)))
         elif isinstance(event, Lost):
             for at in event.partitions:
@@ -128,12 +133,14 @@ class World:
 
     Attributes:
         fault_rate: How often something goes wrong.
+        is_calm: Whether nothing goes wrong any more.
     """
 
     def __init__(self, seed: int, kind: type[ConsumerMember] = ConsumerMember) -> None:
         self.rng = random.Random(seed)
         self.kind = kind
         self.now = 0.0
+        self.is_calm = False
         self.fault_rate = self.rng.choice([0.02, 0.1, 0.3])
         self.group = ModelConsumerGroup(self.rng, session=SESSION)
         self.group.add_topic("orders", 4)
@@ -321,6 +328,7 @@ class World:
         self.check_calm()
 
     def calm_down(self) -> None:
+        self.is_calm = True
         self.fault_rate = 0.0
         self.start()
 
