@@ -39,6 +39,7 @@ from tests.support.proxies import (
 )
 
 UNKNOWN_MEMBER_ID = 25
+STALE_MEMBER_EPOCH = 113
 FLEXIBLE_COMMITS = 8
 """Version from which on an answer to a commit ends with three empty lists of tags."""
 
@@ -171,10 +172,42 @@ async def test_a_member_gives_up_its_partitions_when_a_commit_finds_it_unknown(
     await one.until_it_gives_up()
 
 
+@on_clients(KIP_848)
+async def test_a_commit_that_a_newer_epoch_overtakes_may_be_sent_again(
+    kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
+) -> None:
+    """The partitions are still ours: the last commit of a drain must not give up (I7)."""
+    await kafka.create_topic(topic)
+    one = join("one")
+    partitions, membership = await one.join(topic)
+    offsets = dict.fromkeys(partitions, Committed(5, ""))
+    overtaken = proxies.answer(_has_a_newer_epoch, api_key=OFFSET_COMMIT, client_id="one")
+
+    with pytest.raises(CommitError):
+        await one.transport.commit(offsets, membership)
+    overtaken.lift()
+
+    heartbeat = proxies.hold(api_key=CONSUMER_GROUP_HEARTBEAT, client_id="one")
+    await heartbeat.met.wait()
+    heartbeat.lift()
+    assert one.transport.membership() == membership
+    await one.transport.commit(offsets, membership)
+    assert await one.stored(partitions) == offsets
+    assert not one.revocations
+
+
+def _has_a_newer_epoch(request: Request, answer: bytes) -> bytes:
+    return _refused(request, answer, STALE_MEMBER_EPOCH)
+
+
 def _does_not_know_the_member(request: Request, answer: bytes) -> bytes:
+    return _refused(request, answer, UNKNOWN_MEMBER_ID)
+
+
+def _refused(request: Request, answer: bytes, code: int) -> bytes:
     """Refuse a commit of one partition."""
     tags = b"\0\0\0" if request.api_version >= FLEXIBLE_COMMITS else b""
-    return answer[: -2 - len(tags)] + UNKNOWN_MEMBER_ID.to_bytes(2, "big") + tags
+    return answer[: -2 - len(tags)] + code.to_bytes(2, "big") + tags
 
 
 @on_clients(AIOKAFKA, CONFLUENT, KIP_848, TRANSACTIONS, in_chaos=[KIP_848_CONFLUENT, KIP_848_TRANSACTIONS])
