@@ -183,9 +183,10 @@ async def test_a_commit_that_a_newer_epoch_overtakes_may_be_sent_again(
     offsets = dict.fromkeys(partitions, Committed(5, ""))
     overtaken = proxies.answer(_has_a_newer_epoch, api_key=OFFSET_COMMIT, client_id="one")
 
-    with pytest.raises(CommitError):
+    with pytest.raises(CommitError) as failed:
         await one.transport.commit(offsets, membership)
     overtaken.lift()
+    assert not isinstance(failed.value, CommitRefusedError)
 
     heartbeat = proxies.hold(api_key=CONSUMER_GROUP_HEARTBEAT, client_id="one")
     await heartbeat.met.wait()
