@@ -133,17 +133,24 @@ class World:
     # Checks -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """A process does not count while it cannot know that an operator, or another process, has taken its place."""
-        newest = {node.instance: node for node in self.nodes}
         owners: dict[TopicPartition, Node] = {}
-        for node in self.nodes:
-            is_displaced = node.instance is not None and newest[node.instance] is not node
-            knows = self.now >= node.unknown_until and not is_displaced
-            if node.is_dead or not knows or self.now >= node.member.ownership.alive_until:
+        for node in self.informed():
+            if self.now >= node.member.ownership.alive_until:
                 continue
             for partition in node.member.ownership.partitions:
                 other = owners.setdefault(partition, node)
                 assert other is node, f"{other.name} and {node.name} own {partition}\n{self.describe()}"
+
+    def informed(self) -> "list[Node]":
+        """Processes that can know that an operator, or another process, has taken their place."""
+        newest = {node.instance: node for node in self.nodes}
+        return [
+            node
+            for node in self.nodes
+            if not node.is_dead
+            and self.now >= node.unknown_until
+            and (node.instance is None or newest[node.instance] is node)
+        ]
 
     def owners(self) -> dict[TopicPartition, str]:
         return {
@@ -371,9 +378,11 @@ class Node:
         if code:
             self.do(lambda: self.member.commit_refused(ownership, code, self.world.now))
         else:
-            owner = self.world.owners().get(partition, self.name)
-            is_late = any(self.world.now < node.unknown_until for node in self.world.nodes)
-            assert owner == self.name or is_late, f"{self.name} commits {partition} of {owner}\n{self.world.describe()}"
+            informed = self.world.informed()
+            owners = [node for node in informed if node.member.ownership.owns(partition, self.world.now)]
+            assert self not in informed or owners in ([], [self]), (
+                f"{self.name} commits {partition} of {owners[0].name}\n{self.world.describe()}"
+            )
 
     # Faults of the process -----------------------------------------------------------------
 
