@@ -200,6 +200,10 @@ when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect
 
 
 CONFLUENT = [pytest.mark.kafka]
+with_a_new_generation_for_each_rebalance = pytest.mark.parametrize(
+    "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
+)
+"""For the classic protocol: in the other one, a member whose partitions stay hears nothing of a rebalance."""
 also_on_confluent = pytest.mark.parametrize(
     "unprepared",
     [
@@ -732,8 +736,7 @@ async def test_after_a_rebalance_a_partition_is_paused_again(harness: Harness) -
     assert await client.poll(unlimited, 0.01) == []
 
 
-@also_on_confluent
-@when_everything_is_taken
+@with_a_new_generation_for_each_rebalance
 async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) -> None:
     client, listener, old = await started(harness)
     await harness.rebalance()
