@@ -68,6 +68,7 @@ _OTHER_PROTOCOL: Final = frozenset({Code.INCONSISTENT_GROUP_PROTOCOL, Code.UNSUP
 """Codes of a first join that say that the group has another protocol."""
 _GONE: Final = frozenset({Code.UNKNOWN_MEMBER_ID, Code.GROUP_ID_NOT_FOUND})
 _SERVER_ERROR = -1
+_NO_ANSWER: Final = "the coordinator did not answer"
 
 Assignments = Mapping[str, Collection[TopicPartition]]
 """The partitions of each member, by member id."""
@@ -191,6 +192,12 @@ class _State(enum.Enum):
     STABLE = "has its assignment"
 
 
+class _Goal(enum.Enum):
+    JOIN = "be a member"
+    STAY_AWAY = "leave, and wait for `resume`"
+    END = "leave, and end"
+
+
 class _Lead:
     """The knowledge and the duties of a leader; empty while another member leads."""
 
@@ -293,7 +300,9 @@ class ClassicMember:
         self._was_described = instance_id is None
 
         self._leave_reason: str | None = None
+        """Why we leave; None once we have left."""
         self._leaves_left = _LEAVES
+        self._goal = _Goal.JOIN
         self._was_accepted = False
         self._troubled: set[Purpose] = set()
         """The purposes of the requests that fail now."""
@@ -311,15 +320,24 @@ class ClassicMember:
         return self._holdings.ownership
 
     @property
+    def session(self) -> float:
+        """Seconds after which the group removes a member without heartbeats."""
+        return self._session.timeout
+
+    @property
     def leads(self) -> bool:
-        """Whether we lead the group, and no further rebalance has begun as far as we know."""
+        """Whether we lead the group, and no further rebalance has begun as far as we know. Any thread may read it."""
         return self._lead.assigned_from is not None
 
     @property
     def watched(self) -> frozenset[str]:
-        """The topics to report to `partitions_changed`: as the leader, those of all members."""
+        """The topics to report to `partitions_changed`: as the leader, those of all members.
+
+        Any thread may read it: each attribute is read once.
+        """
         topics = self._topics.union(self._lead.assigned_from or ())
-        return topics if self._lead.election is None else topics | self._lead.election.topics
+        election = self._lead.election
+        return topics if election is None else topics | election.topics
 
     @property
     def deadline(self) -> float | None:
@@ -374,6 +392,8 @@ class ClassicMember:
         """Return which request other than a heartbeat comes next; None while there is something to wait for."""
         if self._leave_reason is not None:
             return LeaveRequest
+        if self._goal is _Goal.STAY_AWAY:
+            return None
         if self._state is _State.SYNCING:
             return SyncRequest
         wants_to_join = self._state is _State.OUT or (self._state is _State.STABLE and self._rejoin_reason is not None)
@@ -452,7 +472,7 @@ class ClassicMember:
             case _:
                 raise TypeError(f"{type(answer).__name__} is not an answer to {type(request).__name__}")
 
-    def failed(self, request: ClassicRequest, now: float) -> None:
+    def failed(self, request: ClassicRequest, now: float, why: str = _NO_ANSWER) -> None:
         """Accept that a request has no response; the coordinator may have handled it."""
         if self._take(request) is None or self.ended:
             return
@@ -460,11 +480,11 @@ class ClassicMember:
             case DescribeRequest():
                 self._take_description(Described(_SERVER_ERROR), now)
             case LeaveRequest():
-                self._end(0, "the leave was sent")
+                self._left("the leave was sent", now)
             case _ if self._leave_reason is None:
-                self._retry(request, None, now)
+                self._retry(request, None, now, why)
             case JoinRequest():
-                self._end(0, "the group had not accepted us")
+                self._left("the group had not accepted us", now)
             case _:
                 pass
 
@@ -492,7 +512,7 @@ class ClassicMember:
             self._holdings.identify(answer.member_id)
             self._due = now
             if not answer.member_id:
-                self._end(0, "the group had not accepted us")
+                self._left("the group had not accepted us", now)
         elif answer.error == Code.MEMBER_ID_REQUIRED:
             self._holdings.identify(answer.member_id)
             self._state = _State.OUT
@@ -605,9 +625,9 @@ class ClassicMember:
         moved = code in COORDINATOR_MOVED or code == Code.COORDINATOR_LOAD_IN_PROGRESS
         if moved and self._leaves_left:
             self._due = now + self._pauses.next()
-            self._report(code, request.purpose)
+            self._report(code, request.purpose, str(error_for(code)))
         elif not code or code in _GONE or moved:
-            self._end(0, "the member has left")
+            self._left("the member has left", now)
         else:
             self._end(code, str(error_for(code)))
 
@@ -619,11 +639,11 @@ class ClassicMember:
             self._lose(str(error_for(code)))
             self._due = now if isinstance(request, HeartbeatRequest) else now + self._pauses.next()
         elif _is_temporary(code):
-            self._retry(request, code, now)
+            self._retry(request, code, now, str(error_for(code)))
         else:
             self._end(code, str(error_for(code)))
 
-    def _retry(self, request: ClassicRequest, code: int | None, now: float) -> None:
+    def _retry(self, request: ClassicRequest, code: int | None, now: float, why: str) -> None:
         """Send a request again later; a join in place of a sync, because its assignment may be lost."""
         if isinstance(request, HeartbeatRequest):
             self._heartbeat_due = now + self._heartbeat_pauses.next()
@@ -631,7 +651,7 @@ class ClassicMember:
             pauses = self._long_pauses if code == Code.GROUP_MAX_SIZE_REACHED else self._pauses
             self._state = _State.OUT
             self._due = now + pauses.next()
-        self._report(code, request.purpose)
+        self._report(code, request.purpose, why)
 
     # Commands ---------------------------------------------------------------------------
 
@@ -729,16 +749,50 @@ class ClassicMember:
 
         A static member keeps its place for a session: it only ends.
         """
-        if self._leave_reason is not None or self.ended:
+        if self._goal is _Goal.END or self.ended:
             return
-        self._leave_reason = reason[:LONGEST_REASON]
+        self._goal = _Goal.END
+        self._depart(now, reason)
+
+    def suspend(self, now: float, reason: str) -> None:
+        """Leave the group until `resume`. A static member only falls silent."""
+        if self._goal is _Goal.JOIN and not self.ended:
+            self._goal = _Goal.STAY_AWAY
+            self._depart(now, reason)
+
+    def resume(self, now: float) -> None:
+        """Join again after `suspend`, once the leave is answered."""
+        if self._goal is _Goal.STAY_AWAY:
+            self._goal = _Goal.JOIN
+            self._due = max(self._due, now)
+
+    def _depart(self, now: float, reason: str) -> None:
+        """Give up everything, and leave unless a leave is under way."""
+        if self._leave_reason is not None:
+            return
         waits_for_id = not self._member_id and self._in_flight is not None
         self._lose(reason)
         if self._instance_id is not None or not (self._member_id or waits_for_id):
-            self._end(0, "the member has left")
-        elif not waits_for_id:
+            self._left("the member has left", now)
+            return
+        self._leave_reason = reason[:LONGEST_REASON]
+        self._leaves_left = _LEAVES
+        if not waits_for_id:
             self._in_flight = None
             self._due = now
+
+    def _left(self, message: str, now: float) -> None:
+        """Accept that the group does not count us any more, or that a static member has fallen silent."""
+        if self._goal is _Goal.END:
+            self._end(0, message)
+            return
+        self._leave_reason = None
+        self._rejoin_reason = message
+        self._state = _State.OUT
+        self._in_flight = None
+        self._due = now
+        if self._instance_id is None:
+            self._holdings.identify("")
 
     # Changes ----------------------------------------------------------------------------
 
@@ -809,11 +863,10 @@ class ClassicMember:
         self.ended = True
         self._holdings.tell(Refused(code, message) if other_protocol else Ended(code, message))
 
-    def _report(self, code: int | None, purpose: Purpose) -> None:
+    def _report(self, code: int | None, purpose: Purpose, why: str) -> None:
         self._troubled.add(purpose)
         moved = code is None or code in COORDINATOR_MOVED
-        message = "the coordinator did not answer" if code is None else str(error_for(code))
-        self._holdings.tell(Troubled(code, message, moved))
+        self._holdings.tell(Troubled(code, why, moved))
 
     def _recover(self, purpose: Purpose) -> None:
         was_troubled = bool(self._troubled)

@@ -187,6 +187,19 @@ def answer_of(request: ClassicRequest, response: Any, group_id: str) -> ClassicA
             return _left(request, response)
 
 
+def refusal_of(request: ClassicRequest, code: int) -> ClassicAnswer:
+    """Return the answer to a request that is refused with an error code."""
+    match request:
+        case DescribeRequest():
+            return Described(code)
+        case JoinRequest():
+            return Joined(code)
+        case SyncRequest():
+            return Synced(code)
+        case HeartbeatRequest() | LeaveRequest():
+            return Acknowledged(code)
+
+
 def _joined(response: Any) -> Joined:
     if response.error:
         return Joined(response.error, response.member or "")

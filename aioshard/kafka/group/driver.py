@@ -1,9 +1,10 @@
-"""Runs a member of the consumer protocol in a thread, so that a blocked event loop does not cost the membership.
+"""Runs a member of a group in a thread, so that a blocked event loop does not cost the membership.
 
-`MemberLoop` has the clock, the connections and the look-ups of a member, in one event loop. `GroupDriver` gives it a
-thread with an event loop, and is what the engine's event loop uses:
+`MemberLoop` has the clock and the connections of a member, in one event loop. `GroupDriver` gives it a thread with an
+event loop, and is what the engine's event loop uses. A `GroupProtocol` says what differs between the two protocols of
+Kafka; `consumer_driver` and `classic_driver` have one each, and the driver with its commands:
 
-    driver = GroupDriver("billing", member, lambda: new_cluster(settings), on_event)
+    driver = ConsumerDriver(ConsumerProtocol("billing", member), lambda: new_cluster(settings), on_event)
     driver.start()
     driver.ownership.owns(partition, driver.clock())   # before each record and each commit
     driver.released(event.life, event.partitions)      # after a `Revoked`
@@ -13,34 +14,30 @@ thread with an event loop, and is what the engine's event loop uses:
 import asyncio
 import contextlib
 import logging
-import random
 import threading
 import time
-import uuid
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Final
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from aioshard.kafka.group.consumer import ConsumerMember
-from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, heartbeat_answer, heartbeat_request
-from aioshard.kafka.group.member import COORDINATOR_MOVED, Assigned, Backoff, Ended, Event, Ownership
+from aioshard.kafka.group.member import COORDINATOR_MOVED, Ended, GroupMember, Ownership
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
 from aioshard.kafka.wire.errors import BrokerError, UnsupportedVersionError, WireError
+from aioshard.kafka.wire.notation import Request
 from aioshard.kafka.wire.pool import Purpose
-from aioshard.kafka.wire.requests import CONSUMER_GROUP_HEARTBEAT, DESCRIBE_CONFIGS
-from aioshard.kafka.wire.responses import ResourceKind, described_settings
 from aioshard.records import TopicPartition
 
 logger = logging.getLogger("aioshard.kafka.group")
 
 Clock = Callable[[], float]
 
-_SESSION: Final = "consumer.session.timeout.ms"
-_INTERVAL: Final = "consumer.heartbeat.interval.ms"
-_TIMES_MAX_AGE: Final = 300.0
-"""Seconds after which the times of the group are looked up again: an operator may change them."""
+MemberT = TypeVar("MemberT", bound=GroupMember[Any, Any, Any])
+EventT = TypeVar("EventT")
+
 _FLUSH: Final = 0.5
 """Seconds in which the last requests, such as a leave, are sent when the member is stopped."""
-_LEAST_REQUEST_TIMEOUT: Final = 1.0
+_LONGEST_LOOK_UP: Final = 10.0
+"""Seconds in which to find the coordinator and to connect to it. The answer to a join may take far longer."""
 _PULSE: Final = 0.25
 """Seconds between two signs of life of the engine's event loop."""
 _CLOSE_GRACE: Final = 3.0
@@ -53,53 +50,86 @@ def boot_time() -> float:
     return time.clock_gettime(clock)
 
 
+# Protocols --------------------------------------------------------------------------------
+
+
+class GroupProtocol(Protocol[MemberT]):
+    """A member, and how its requests travel: the difference between the protocols of Kafka."""
+
+    @property
+    def group_id(self) -> str:
+        """The group."""
+
+    @property
+    def member(self) -> MemberT:
+        """The member."""
+
+    def purpose(self, request: Any) -> Purpose:
+        """Return which connection a request takes."""
+
+    def timeout(self, request: Any) -> float:
+        """Return the seconds to wait for the answer to a request."""
+
+    def message(self, request: Any) -> Request:
+        """Return the message of a request."""
+
+    def answer(self, request: Any, response: Any) -> Any:
+        """Read the response to a request; the answer has the error code as its `error`.
+
+        Raises:
+            WireError: The response is incomplete.
+        """
+
+    def refusal(self, request: Any, code: int, message: str) -> Any:
+        """Return the answer of a coordinator that refuses a request with an error code."""
+
+    def look_up(self, loop: "MemberLoop[MemberT, Any]") -> None:
+        """Begin the look-ups that the member needs now; called after each of its steps."""
+
+
 # In one event loop ------------------------------------------------------------------------
 
 
-class MemberLoop:
-    """The clock, the connections and the look-ups of a member. All methods are called in one event loop.
+class MemberLoop(Generic[MemberT, EventT]):
+    """The clock and the connections of a member. All methods are called in one event loop.
 
     Invariants:
         * Events are delivered before the requests that follow from them are sent.
-        * Requests are written in the order in which the member makes them.
+        * Requests of one purpose are written in the order in which the member makes them.
+        * A join or sync that the member replaces by another is not waited for: its connection is closed.
     """
 
     def __init__(
         self,
-        group_id: str,
-        member: ConsumerMember,
+        protocol: GroupProtocol[MemberT],
         cluster: Cluster,
-        on_event: Callable[[Event], object],
+        on_event: Callable[[EventT], object],
         clock: Clock = boot_time,
     ) -> None:
         """Do nothing yet; see `run`.
 
         Args:
-            group_id: The group.
-            member: The member; nobody else calls it from now on.
+            protocol: The member; nobody else calls it from now on.
             cluster: For its requests alone.
             on_event: Called with each event, in order.
             clock: Returns the time.
         """
-        self._group_id = group_id
-        self._member = member
-        self._cluster = cluster
+        self.cluster = cluster
+        """For the look-ups of the protocol."""
+        self._protocol = protocol
+        self._member = protocol.member
         self._on_event = on_event
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._woken = asyncio.Event()
-        self._order = asyncio.Lock()
-        """Held from the look-up of the coordinator to the sending of a request."""
-        self._naming: asyncio.Task[None] | None = None
-        self._times_wanted = asyncio.Event()
-        self._life_of_times = 0
-        self._has_warned = False
+        self._orders: defaultdict[Purpose, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Each is held from the look-up of the coordinator to the sending of a request."""
+        self._join: asyncio.Task[None] | None = None
+        """Sends the latest join or sync."""
 
     async def run(self) -> None:
         """Be a member until it has left, or may never join."""
-        self._times_wanted.set()
-        self.spawn(self._watch_times(), "look up the times of a group")
         try:
             while not self._member.ended:
                 self._woken.clear()
@@ -108,6 +138,7 @@ class MemberLoop:
                 if self._failure is not None:
                     raise self._failure
         finally:
+            self._cancel_join()  # nobody would take part in what it begins
             await self._flush()
             for task in self._tasks:
                 task.cancel()
@@ -119,10 +150,11 @@ class MemberLoop:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH):
                 await asyncio.sleep(0)  # their tasks may not have begun
-                async with self._order:
-                    pass
+                for order in list(self._orders.values()):
+                    async with order:
+                        pass
 
-    def command(self, act: Callable[[ConsumerMember, float], None]) -> None:
+    def command(self, act: Callable[[MemberT, float], None]) -> None:
         """Call the member with the time, and do what follows from that. A mistake in it ends `run`."""
         try:
             act(self._member, self._clock())
@@ -141,17 +173,20 @@ class MemberLoop:
     def _act(self) -> None:
         requests = self._member.poll(self._clock())
         for event in self._member.take_events():
-            self._deliver(event)
+            self._on_event(event)
         for request in requests:
-            self.spawn(self._send(request), "heartbeat of a group member")
-        if self._member.unnamed and self._naming is None:
-            self._naming = self.spawn(self._name_topics(), "look up names of topics")
+            is_join = self._protocol.purpose(request) is Purpose.JOIN
+            if is_join:
+                self._cancel_join()
+            task = self.spawn(self._send(request), "request of a group member")
+            if is_join:
+                self._join = task
+        self._protocol.look_up(self)
 
-    def _deliver(self, event: Event) -> None:
-        if isinstance(event, Assigned) and event.life != self._life_of_times:
-            self._life_of_times = event.life
-            self._times_wanted.set()
-        self._on_event(event)
+    def _cancel_join(self) -> None:
+        """Wait no more for the answer to a join or sync; one that has just been answered goes on."""
+        if self._join is not None and self._join is not asyncio.current_task():
+            self._join.cancel()
 
     async def _sleep_until(self, deadline: float | None) -> None:
         seconds = None if deadline is None else max(deadline - self._clock(), 0.0)
@@ -167,42 +202,39 @@ class MemberLoop:
 
     # Requests -------------------------------------------------------------------------
 
-    @property
-    def _request_timeout(self) -> float:
-        """Seconds for a heartbeat: there is time for another one before the session ends."""
-        return max(self._member.session / 3, _LEAST_REQUEST_TIMEOUT)
-
-    async def _send(self, request: Heartbeat) -> None:
+    async def _send(self, request: Any) -> None:
         try:
             answer = await self._ask(request)
         except (WireError, TimeoutError) as error:
-            why = f"no answer to a heartbeat: {error}" if str(error) else "no answer to a heartbeat in time"
+            name = self._protocol.message(request).api.name
+            why = f"no answer to {name}: {error}" if str(error) else f"no answer to {name} in time"
             self.command(lambda member, now: member.failed(request, now, why))
         else:
             self.command(lambda member, now: member.answered(request, answer, now))
 
-    async def _ask(self, request: Heartbeat) -> HeartbeatAnswer:
-        """Send a request to the coordinator.
+    async def _ask(self, request: Any) -> Any:
+        """Send a request to the coordinator, and return its answer.
 
         Raises:
             WireError: It did not answer, or it is unknown.
             TimeoutError: The same, in time.
         """
-        timeout = self._request_timeout
+        protocol = self._protocol
+        message = protocol.message(request)
+        purpose = protocol.purpose(request)
+        timeout = protocol.timeout(request)
         node: int | None = None
         try:
             async with asyncio.timeout(timeout):
-                async with self._order:
-                    node = await self._cluster.coordinator(CoordinatorKind.GROUP, self._group_id)
-                    api = CONSUMER_GROUP_HEARTBEAT
-                    if not await self._cluster.supports(node, api, api.lowest, purpose=Purpose.HEARTBEAT):
-                        return HeartbeatAnswer(UnsupportedVersionError.code, "the broker does not have the protocol")
-                response = await self._cluster.ask(
-                    node, heartbeat_request(self._group_id, request), purpose=Purpose.HEARTBEAT, timeout=timeout
-                )
-            answer = heartbeat_answer(response)
+                async with asyncio.timeout(_LONGEST_LOOK_UP), self._orders[purpose]:
+                    node = await self.cluster.coordinator(CoordinatorKind.GROUP, protocol.group_id)
+                    if not await self.cluster.supports(node, message.api, message.api.lowest, purpose=purpose):
+                        why = "the broker does not have the protocol"
+                        return protocol.refusal(request, UnsupportedVersionError.code, why)
+                response = await self.cluster.ask(node, message, purpose=purpose, timeout=timeout)
+            answer = protocol.answer(request, response)
         except BrokerError as error:  # of the look-up of the coordinator
-            return HeartbeatAnswer(error.code, str(error))
+            return protocol.refusal(request, error.code, str(error))
         except (WireError, TimeoutError):
             self._forget_coordinator(node)
             raise
@@ -212,67 +244,13 @@ class MemberLoop:
 
     def _forget_coordinator(self, node: int | None) -> None:
         if node is not None:
-            self._cluster.forget_coordinator(CoordinatorKind.GROUP, self._group_id, node)
-
-    # Look-ups -------------------------------------------------------------------------
-
-    async def _name_topics(self) -> None:
-        """Look up the names of assigned topics until all are known; a new topic may be unknown to some brokers."""
-        backoff = Backoff(random.Random())  # noqa: S311 - no secret
-        while unnamed := self._member.unnamed:
-            try:
-                names = await self._cluster.names_of(unnamed)
-            except WireError as error:
-                logger.debug("the names of assigned topics are unknown: %s", error)
-                names = {}
-            if names:
-                self._learn_names(names)
-            if self._member.unnamed:
-                await asyncio.sleep(backoff.next())
-        self._naming = None
-
-    def _learn_names(self, names: Mapping[uuid.UUID, str]) -> None:
-        self.command(lambda member, now: member.name_topics(names, now))
-
-    async def _watch_times(self) -> None:
-        """Look up the times of the group after each join, and every few minutes."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TIMES_MAX_AGE):
-                    await self._times_wanted.wait()
-            self._times_wanted.clear()
-            await self._learn_times()
-
-    async def _learn_times(self) -> None:
-        resource = {"kind": ResourceKind.GROUP, "name": self._group_id, "keys": [_SESSION, _INTERVAL]}
-        request = DESCRIBE_CONFIGS(resources=[resource], synonyms=False, documentation=False)
-        try:
-            response = await self._cluster.ask_any(request)
-            values = described_settings(response, ResourceKind.GROUP, self._group_id, [_SESSION, _INTERVAL])
-            session = int(values[_SESSION]) / 1000
-            interval = int(values[_INTERVAL]) / 1000
-        except (WireError, ValueError) as error:
-            self._report_unknown_times(error)
-            return
-        self.command(lambda member, now: member.times(session, interval, now))
-
-    def _report_unknown_times(self, error: Exception) -> None:
-        level = logging.DEBUG if self._has_warned or getattr(error, "retriable", False) else logging.WARNING
-        self._has_warned |= level == logging.WARNING
-        logger.log(
-            level,
-            "the session timeout of group %s cannot be read (%s), so %g s are assumed: grant DESCRIBE_CONFIGS on the "
-            "group, and set consumer.session.timeout.ms of the group to this value",
-            self._group_id,
-            error,
-            self._member.session,
-        )
+            self.cluster.forget_coordinator(CoordinatorKind.GROUP, self._protocol.group_id, node)
 
 
 # In a thread ------------------------------------------------------------------------------
 
 
-class GroupDriver:
+class GroupDriver(Generic[MemberT, EventT]):
     """A member in a thread. All methods are called in the engine's event loop; any thread may read `ownership`.
 
     The thread keeps the membership while the engine's event loop is blocked, but no longer than the rebalance timeout:
@@ -281,10 +259,9 @@ class GroupDriver:
 
     def __init__(
         self,
-        group_id: str,
-        member: ConsumerMember,
+        protocol: GroupProtocol[MemberT],
         new_cluster: Callable[[], Cluster],
-        on_event: Callable[[Event], object],
+        on_event: Callable[[EventT | Ended], object],
         *,
         rebalance_timeout: float = 300.0,
         clock: Clock = boot_time,
@@ -292,16 +269,15 @@ class GroupDriver:
         """Do nothing yet; see `start`.
 
         Args:
-            group_id: The group.
-            member: The member; nobody else calls it from now on.
+            protocol: The member; nobody else calls it from now on.
             new_cluster: Makes the cluster for the thread alone; called in the thread's event loop.
             on_event: Called in the engine's event loop with each event, in order.
             rebalance_timeout: Seconds that the engine's event loop may be blocked.
             clock: Returns the time.
         """
         self.clock = clock
-        self._group_id = group_id
-        self._member = member
+        self._protocol = protocol
+        self._member = protocol.member
         self._new_cluster = new_cluster
         self._on_event = on_event
         self._rebalance_timeout = rebalance_timeout
@@ -311,10 +287,10 @@ class GroupDriver:
         self._pulse_timer: asyncio.TimerHandle | None = None
         self._is_suspended = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"heartbeats of group {group_id}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"heartbeats of group {protocol.group_id}", daemon=True)
         # In the thread:
-        self._members: MemberLoop | None = None
-        self._early: list[Callable[[ConsumerMember, float], None]] = []
+        self._members: MemberLoop[MemberT, EventT] | None = None
+        self._early: list[Callable[[MemberT, float], None]] = []
         self._main: asyncio.Task[None] | None = None
         self._is_over = False
         """Whether the member has ended: a later command must not revive it."""
@@ -344,23 +320,14 @@ class GroupDriver:
         released = frozenset(partitions)
         self._command(lambda member, now: member.released(life, released, now))
 
-    def subscribe(self, topics: Collection[str], patterns: Collection[str]) -> None:
-        """Subscribe to other topics."""
-        self._command(lambda member, now: member.subscribe(topics, patterns, now))
-
-    def heartbeat_now(self) -> None:
-        """Ask for the newest epoch: a commit was refused because of the epoch."""
-        self._command(lambda member, now: member.heartbeat_now(now))
-
-    async def close(self, timeout: float, reason: str, *, for_good: bool = False) -> None:
+    async def close(self, timeout: float, reason: str) -> None:
         """Leave the group, and end the thread.
 
         Args:
             timeout: Seconds in which to leave; the leave is sent also if it is 0. Closing takes at most 3 s more.
             reason: Why, for `Lost`.
-            for_good: Whether a static member gives its partitions to others now, and not after a session.
         """
-        self._command(lambda member, now: member.leave(now, reason, for_good=for_good))
+        self._command(lambda member, now: member.leave(now, reason))
         try:
             await asyncio.wait([self._ended], timeout=timeout)
         finally:
@@ -383,7 +350,7 @@ class GroupDriver:
         if self._pulse_timer is not None:
             self._pulse_timer.cancel()
 
-    def _command(self, act: Callable[[ConsumerMember, float], None]) -> None:
+    def _command(self, act: Callable[[MemberT, float], None]) -> None:
         self._call(lambda: self._accept(act))
 
     def _call(self, act: Callable[[], None]) -> None:
@@ -408,7 +375,7 @@ class GroupDriver:
         cluster = self._new_cluster()
         cluster.start()
         try:
-            self._members = MemberLoop(self._group_id, self._member, cluster, self._deliver, self.clock)
+            self._members = MemberLoop(self._protocol, cluster, self._deliver, self.clock)
             for act in self._early:
                 self._members.command(act)
             self._members.spawn(self._watch_engine(self._members), "watch the engine's event loop")
@@ -416,7 +383,7 @@ class GroupDriver:
         except asyncio.CancelledError:
             self._give_up("the member was stopped before it had left")
         except Exception as error:
-            logger.exception("the heartbeats of group %s have ended", self._group_id)
+            logger.exception("the heartbeats of group %s have ended", self._protocol.group_id)
             self._give_up(f"the heartbeats have ended: {error!r}")
         finally:
             self._is_over = True
@@ -429,7 +396,7 @@ class GroupDriver:
         if not self._member.ended:
             self._deliver(Ended(-1, reason))
 
-    async def _watch_engine(self, members: MemberLoop) -> None:
+    async def _watch_engine(self, members: MemberLoop[MemberT, EventT]) -> None:
         """Leave the group when the engine's event loop has been blocked for too long."""
         while True:
             if self._engine.is_closed():
@@ -448,7 +415,7 @@ class GroupDriver:
             self._is_suspended = False
             self._accept(lambda member, now: member.resume(now))
 
-    def _accept(self, act: Callable[[ConsumerMember, float], None]) -> None:
+    def _accept(self, act: Callable[[MemberT, float], None]) -> None:
         if self._is_over:
             return
         if self._members is None:
@@ -460,7 +427,7 @@ class GroupDriver:
         if self._main is not None:
             self._main.cancel()
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: EventT | Ended) -> None:
         self._post(lambda: self._on_event(event))
 
     def _post(self, act: Callable[[], object]) -> None:

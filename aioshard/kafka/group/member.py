@@ -159,14 +159,19 @@ Event = Assigned | Revoked | Lost | Troubled | Recovered | Refused | Ended
 
 RequestT = TypeVar("RequestT")
 AnswerT_contra = TypeVar("AnswerT_contra", contravariant=True)
+EventT_co = TypeVar("EventT_co", covariant=True)
 
 
-class GroupMember(Protocol[RequestT, AnswerT_contra]):
+class GroupMember(Protocol[RequestT, AnswerT_contra, EventT_co]):
     """A member of a group, as its driver sees it."""
 
     @property
     def ownership(self) -> Ownership:
         """Our partitions now; a new value at each change."""
+
+    @property
+    def session(self) -> float:
+        """Seconds after which the coordinator removes a silent member, as far as we know."""
 
     @property
     def ended(self) -> bool:
@@ -182,7 +187,7 @@ class GroupMember(Protocol[RequestT, AnswerT_contra]):
     def answered(self, request: RequestT, answer: AnswerT_contra, now: float) -> None:
         """Accept the response to a request."""
 
-    def failed(self, request: RequestT, now: float) -> None:
+    def failed(self, request: RequestT, now: float, why: str = ...) -> None:
         """Accept that a request has no response; the coordinator may have handled it."""
 
     def released(self, life: int, partitions: Collection[TopicPartition], now: float) -> None:
@@ -191,7 +196,13 @@ class GroupMember(Protocol[RequestT, AnswerT_contra]):
     def leave(self, now: float, reason: str) -> None:
         """Leave the group. Partitions that were not released are `Lost` before the leave is sent."""
 
-    def take_events(self) -> list[Event]:
+    def suspend(self, now: float, reason: str) -> None:
+        """Leave the group until `resume`. Partitions that were not released are `Lost` at once."""
+
+    def resume(self, now: float) -> None:
+        """Join again after `suspend`."""
+
+    def take_events(self) -> Sequence[EventT_co]:
         """Return the events since the last call, in order."""
 
 

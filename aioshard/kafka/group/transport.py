@@ -11,7 +11,7 @@ from aioshard.errors import ClientLostError, InstanceIdTakenError, TransportErro
 from aioshard.kafka.consumer import ConsumerTransport
 from aioshard.kafka.errors import Cause, commit_error, named
 from aioshard.kafka.group.consumer import ConsumerMember
-from aioshard.kafka.group.driver import GroupDriver
+from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol
 from aioshard.kafka.group.member import (
     Assigned,
     Code,
@@ -44,7 +44,7 @@ _MEMBERSHIP_ENDED: Final = frozenset({Code.UNKNOWN_MEMBER_ID, Code.FENCED_MEMBER
 
 
 class MemberTransport(ConsumerTransport):
-    """A member of a group of the consumer protocol. A thread sends its heartbeats; see `GroupDriver`.
+    """A member of a group of the consumer protocol. A thread sends its heartbeats; see `ConsumerDriver`.
 
     Changes of the assignment reach the engine one after another, in the order in which the group made them. A loss
     does not wait for its turn.
@@ -60,7 +60,7 @@ class MemberTransport(ConsumerTransport):
             SettingsError: TLS and SASL settings cannot work.
         """
         super().__init__(settings, group_id)
-        self._driver: GroupDriver | None = None
+        self._driver: ConsumerDriver | None = None
         """None with manual assignment, and before the start."""
         self._pattern: re.Pattern[str] | None = None
         self._subscribed: frozenset[str] = frozenset()
@@ -100,9 +100,8 @@ class MemberTransport(ConsumerTransport):
             rack=settings.client_options.get("client_rack"),
             assignor=settings.client_options.get("group_remote_assignor"),
         )
-        self._driver = GroupDriver(
-            self._group_id,
-            member,
+        self._driver = ConsumerDriver(
+            ConsumerProtocol(self._group_id, member),
             lambda: new_cluster(settings),
             self._on_event,
             rebalance_timeout=settings.rebalance_timeout,
@@ -157,7 +156,7 @@ class MemberTransport(ConsumerTransport):
         self._cluster.follow(topics)
         return topics
 
-    def _member(self) -> GroupDriver:
+    def _member(self) -> ConsumerDriver:
         if self._driver is None:
             raise ClientLostError("the Kafka client is not a member of the group")
         return self._driver

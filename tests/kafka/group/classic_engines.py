@@ -1,4 +1,4 @@
-"""A classic member with a clock and connections in the test's event loop, and an engine that releases what it must."""
+"""The engine's side of a classic member, as a test drives it: it releases what it must, and assigns as the leader."""
 
 import asyncio
 import random
@@ -7,12 +7,11 @@ from typing import Any
 
 from aioshard.kafka.group.assignors import GroupAssignor
 from aioshard.kafka.group.classic import ClassicEvent, ClassicMember, Elected
-from aioshard.kafka.group.classic_messages import ClassicRequest, answer_of, message_of
-from aioshard.kafka.group.member import Revoked, Troubled
+from aioshard.kafka.group.classic_driver import ClassicDriver, ClassicProtocol
+from aioshard.kafka.group.classic_messages import ClassicAnswer, ClassicRequest
+from aioshard.kafka.group.member import Revoked
 from aioshard.kafka.offsets import GroupOffsets, Member
-from aioshard.kafka.wire.cluster import CoordinatorKind
-from aioshard.kafka.wire.errors import WireError
-from aioshard.kafka.wire.notation import Api
+from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.kafka.wire.start import new_cluster
 from aioshard.records import TopicPartition
@@ -20,6 +19,26 @@ from tests.kafka.client.members import PATIENCE, settings_for
 
 LOOK = 0.02
 """Seconds between two looks at what has no event, such as the end of an ownership."""
+
+
+class Recorded(ClassicProtocol):
+    """Uses older versions of requests, and records the error codes of the answers by kind of request."""
+
+    def __init__(
+        self, group: str, member: ClassicMember, versions: Mapping[Api, int], errors: dict[str, list[int]]
+    ) -> None:
+        super().__init__(group, member)
+        self._versions = versions
+        self._errors = errors
+
+    def message(self, request: ClassicRequest) -> Request:
+        message = super().message(request)
+        return message.up_to(self._versions.get(message.api, message.most))
+
+    def answer(self, request: ClassicRequest, response: Any) -> ClassicAnswer:
+        answer = super().answer(request, response)
+        self._errors.setdefault(type(request).__name__, []).append(answer.error)
+        return answer
 
 
 class ClassicEngine:
@@ -48,7 +67,6 @@ class ClassicEngine:
         self.events: list[ClassicEvent] = []
         self.errors: dict[str, list[int]] = {}
         self.holds = False
-        self.cluster = new_cluster(settings_for(bootstrap))
         self.assignors = {name: GroupAssignor(name, instance_id=instance_id) for name in assignors}
         self.member = ClassicMember(
             [topic],
@@ -59,92 +77,51 @@ class ClassicEngine:
             rebalance_timeout=rebalance_timeout,
             instance_id=instance_id,
         )
-        self._versions = versions or {}
-        self._woken = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._now = asyncio.get_running_loop().time
+        settings = settings_for(bootstrap)
+        self.cluster = new_cluster(settings)
         self.cluster.start()
-        self._run_task = asyncio.create_task(self._run(), name=f"member of {group}")
+        self.driver = ClassicDriver(
+            Recorded(group, self.member, versions or {}, self.errors),
+            lambda: new_cluster(settings),
+            self._handle,
+            rebalance_timeout=rebalance_timeout,
+        )
+        self._elections = asyncio.Queue[Elected]()
+        self._leading = asyncio.create_task(self._lead(), name=f"leader of {group}")
+        self.driver.start()
 
-    async def _run(self) -> None:
-        while not self.member.ended:
-            self._woken.clear()
-            for request in self.member.poll(self._now()):
-                self._spawn(self._send(request))
-            self._take_events()
-            deadline = self.member.deadline
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._woken.wait()
-            except TimeoutError:
-                continue
-        self._take_events()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _send(self, request: ClassicRequest) -> None:
-        message = message_of(request, self.group)
-        message = message.up_to(self._versions.get(message.api, message.most))
-        try:
-            node = await self.cluster.coordinator(CoordinatorKind.GROUP, self.group)
-            response = await self.cluster.ask(node, message, purpose=request.purpose, timeout=request.timeout)
-            answer = answer_of(request, response, self.group)
-        except WireError:
-            self.member.failed(request, self._now())
-        else:
-            self.errors.setdefault(type(request).__name__, []).append(answer.error)
-            self.member.answered(request, answer, self._now())
-        self._woken.set()
-
-    def _take_events(self) -> None:
-        for event in self.member.take_events():
-            self.events.append(event)
-            if isinstance(event, Revoked) and not self.holds:
-                self.release(event)
-            elif isinstance(event, Elected):
-                self._spawn(self._lead(event))
-            elif isinstance(event, Troubled) and event.coordinator_moved:
-                node = self.cluster.known_coordinator(CoordinatorKind.GROUP, self.group)
-                if node is not None:
-                    self.cluster.forget_coordinator(CoordinatorKind.GROUP, self.group, node)
+    def _handle(self, event: ClassicEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, Revoked) and not self.holds:
+            self.release(event)
+        elif isinstance(event, Elected):
+            self._elections.put_nowait(event)
 
     def release(self, event: Revoked) -> None:
-        self.member.released(event.life, event.partitions, self._now())
-        self._woken.set()
+        self.driver.released(event.life, event.partitions)
 
-    async def _lead(self, election: Elected) -> None:
-        numbers = await self.numbers()
-        plan = self.assignors[election.protocol].assign(election, numbers, self._now())
-        self.member.lead(election, plan.assignments, numbers, self._now(), rejoin_at=plan.rejoin_at)
-        self._woken.set()
+    async def _lead(self) -> None:
+        while True:
+            election = await self._elections.get()
+            numbers = await self.numbers()
+            plan = self.assignors[election.protocol].assign(election, numbers, self.driver.clock())
+            self.driver.lead(election, plan.assignments, numbers, rejoin_at=plan.rejoin_at)
 
     async def numbers(self) -> dict[str, list[int]]:
         """Returns the partitions of the topics that the member watches."""
-        described = await self.cluster.describe(self.member.watched)
+        described = await self.cluster.describe(self.driver.watched)
         return {topic: sorted(found.partitions) for topic, found in described.topics.items()}
 
     async def look_at_partitions(self) -> None:
-        self.member.partitions_changed(await self.numbers(), self._now())
-        self._woken.set()
+        self.driver.partitions_changed(await self.numbers())
 
     async def commit(self, generation: int | None = None) -> int:
         """Commits all owned partitions; returns the error code."""
-        own = self.member.ownership
+        own = self.driver.ownership
         member = Member(own.epoch if generation is None else generation, own.member_id, None)
-        try:
-            await GroupOffsets(self.cluster, self.group).commit(
-                {at: CommittedOffset(0, -1, "") for at in own.partitions}, member
-            )
-        except WireError as error:
-            return error.code
-        return 0
-
-    def do(self, act: Callable[[ClassicMember, float], None]) -> None:
-        act(self.member, self._now())
-        self._woken.set()
+        offsets = GroupOffsets(self.cluster, self.group)
+        errors = await offsets.commit({at: CommittedOffset(0, -1, "") for at in own.partitions}, member)
+        return next((error.code for error in errors.values()), 0)
 
     async def until(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Waits until something is true."""
@@ -155,24 +132,16 @@ class ClassicEngine:
     @property
     def owned(self) -> frozenset[TopicPartition]:
         """What a record or a commit may belong to now."""
-        own = self.member.ownership
-        return own.partitions if self._now() < own.alive_until else frozenset()
+        own = self.driver.ownership
+        return own.partitions if self.driver.clock() < own.alive_until else frozenset()
 
     def saw(self, kind: type[Any]) -> list[Any]:
         """Returns the events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    async def stop(self) -> None:
-        """Ends like a process that was killed."""
-        for task in (self._run_task, *self._tasks):
-            task.cancel()
-        await asyncio.gather(self._run_task, *self._tasks, return_exceptions=True)
-        await self.cluster.close()
-
     async def close(self) -> None:
-        """Leaves the group."""
-        if not self._run_task.done():
-            self.do(lambda member, now: member.leave(now, "the test is over"))
-            async with asyncio.timeout(PATIENCE):
-                await self._run_task
-        await self.stop()
+        """Leaves the group; a static member only falls silent."""
+        await self.driver.close(5.0, "the test is over")
+        self._leading.cancel()
+        await asyncio.wait([self._leading])
+        await self.cluster.close()

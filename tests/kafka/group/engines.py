@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioshard.kafka.group.consumer import ConsumerMember
-from aioshard.kafka.group.driver import GroupDriver
+from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol
 from aioshard.kafka.group.member import Event, Revoked
 from aioshard.kafka.wire.start import new_cluster
 from aioshard.records import TopicPartition
@@ -34,8 +34,11 @@ class Engine:
         member = ConsumerMember(random.SystemRandom(), rebalance_timeout=rebalance_timeout, **options)
         self.events: list[Event] = []
         self.holds = False
-        self.driver = GroupDriver(
-            group, member, lambda: new_cluster(settings), self._handle, rebalance_timeout=rebalance_timeout
+        self.driver = ConsumerDriver(
+            ConsumerProtocol(group, member),
+            lambda: new_cluster(settings),
+            self._handle,
+            rebalance_timeout=rebalance_timeout,
         )
         self.driver.start()
 

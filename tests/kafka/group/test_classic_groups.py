@@ -81,7 +81,7 @@ async def test_partitions_are_kept_while_another_member_drains_for_longer_than_a
     one = join(session_timeout=1.5)
     eager = join(*INCREMENTAL, *EAGER, session_timeout=1.5)
     await until_shared(one, eager)
-    kept, generation = one.owned, one.member.ownership.epoch
+    kept, generation = one.owned, one.driver.ownership.epoch
     eager.holds = True
     joins = len(one.errors["JoinRequest"])
 
@@ -90,7 +90,7 @@ async def test_partitions_are_kept_while_another_member_drains_for_longer_than_a
     await asyncio.sleep(3)  # twice the session
 
     assert len(one.errors["JoinRequest"]) == joins, "the group still waits"
-    assert (one.owned, one.member.ownership.epoch) == (kept, generation)
+    assert (one.owned, one.driver.ownership.epoch) == (kept, generation)
     assert await one.commit() == 0
     eager.holds = False
     eager.release(eager.saw(Revoked)[-1])
@@ -102,7 +102,7 @@ async def test_partitions_are_kept_while_another_member_drains_for_longer_than_a
 async def test_commits_are_accepted_under_the_generation_of_the_assignment_only(join: Join) -> None:
     one = join()
     await until_shared(one)
-    generation = one.member.ownership.epoch
+    generation = one.driver.ownership.epoch
 
     assert await one.commit() == 0
     assert await one.commit(generation + 1) == 22
@@ -120,14 +120,13 @@ async def test_a_restarted_static_member_rebalances_nothing_and_a_leader_still_l
     two = join(instance_id="two", **options)
     await until_shared(one, two)
     old, other = (one, two) if leads else (two, one)
-    generation, had = old.member.ownership.epoch, old.owned
+    generation, had = old.driver.ownership.epoch, old.owned
 
-    await old.stop()
-    old.member.ended = True
+    await old.close()
     new = join(instance_id="one" if leads else "two", **options)
     await new.until(lambda: new.owned)
-    assert (new.owned, new.member.ownership.epoch) == (had, generation)
-    assert (new.member.leads, other.member.leads) == (leads, not leads)
+    assert (new.owned, new.driver.ownership.epoch) == (had, generation)
+    assert (new.driver.leads, other.driver.leads) == (leads, not leads)
 
     await kafka.add_partitions(topic, PARTITIONS + 2)
     await new.look_at_partitions()

@@ -19,15 +19,9 @@ from typing import Any
 from aioshard.kafka.group.assignors import GroupAssignor
 from aioshard.kafka.group.classic import ClassicEvent, ClassicMember, Elected
 from aioshard.kafka.group.classic_messages import (
-    Acknowledged,
     ClassicAnswer,
     ClassicRequest,
-    Described,
-    DescribeRequest,
-    Joined,
-    JoinRequest,
-    Synced,
-    SyncRequest,
+    refusal_of,
 )
 from aioshard.kafka.group.member import Assigned, Ended, Lost, Ownership, Refused, Revoked, Troubled
 from aioshard.kafka.wire.pool import Purpose
@@ -41,18 +35,6 @@ CALM = SESSION + 4 * REBALANCE
 
 EAGER = ("sticky",)
 INCREMENTAL = ("cooperative-sticky",)
-
-
-def refusal(request: ClassicRequest, code: int) -> ClassicAnswer:
-    match request:
-        case DescribeRequest():
-            return Described(code)
-        case JoinRequest():
-            return Joined(code)
-        case SyncRequest():
-            return Synced(code)
-        case _:
-            return Acknowledged(code)
 
 
 class Faults:
@@ -458,7 +440,7 @@ class Connection:
                 self.world.at(arrives, lambda: self._answer(request, answer))
 
         if self.broker != self.world.coordinator:
-            reply(refusal(request, 16))
+            reply(refusal_of(request, 16))
         else:
             self.world.group.handle(request, reply, self.world.now)
 

@@ -59,8 +59,8 @@ class JoinsBeforeTheRelease(ClassicMember):
 class ClaimsNothingAfterALostAnswer(ClassicMember):
     _had_no_answer = False
 
-    def _retry(self, request: ClassicRequest, code: int | None, now: float) -> None:
-        super()._retry(request, code, now)
+    def _retry(self, request: ClassicRequest, code: int | None, now: float, why: str) -> None:
+        super()._retry(request, code, now, why)
         self._had_no_answer = not isinstance(request, HeartbeatRequest)
 
     def _subscription(self, assignor: Assignor) -> bytes:

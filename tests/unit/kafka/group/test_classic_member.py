@@ -20,6 +20,7 @@ from aioshard.kafka.group.classic_messages import (
     LeaveRequest,
     Synced,
     SyncRequest,
+    refusal_of,
 )
 from aioshard.kafka.group.member import (
     Assigned,
@@ -41,7 +42,7 @@ from aioshard.kafka.wire.consumer_protocol import (
 )
 from aioshard.kafka.wire.pool import Purpose
 from aioshard.records import TopicPartition
-from tests.unit.kafka.group.classic_world import INTERVAL, REBALANCE, SESSION, refusal
+from tests.unit.kafka.group.classic_world import INTERVAL, REBALANCE, SESSION
 
 
 class Plain:
@@ -99,7 +100,7 @@ class Talk:
 
     def answer(self, request: ClassicRequest, answer: ClassicAnswer | int) -> list[ClassicEvent]:
         self.pending = [other for other in self.pending if other is not request]
-        self.member.answered(request, refusal(request, answer) if isinstance(answer, int) else answer, self.now)
+        self.member.answered(request, refusal_of(request, answer) if isinstance(answer, int) else answer, self.now)
         return self.member.take_events()
 
     def fail(self, request: ClassicRequest) -> list[ClassicEvent]:

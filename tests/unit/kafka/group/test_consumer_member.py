@@ -27,7 +27,7 @@ from tests.support.model_consumer_group import ModelConsumerGroup
 ORDERS, REFUNDS = uuid.UUID(int=1), uuid.UUID(int=2)
 NAMES = {ORDERS: "orders", REFUNDS: "refunds"}
 SESSION, INTERVAL, REBALANCE = 10.0, 3.0, 60.0
-KIND: type[GroupMember[Heartbeat, HeartbeatAnswer]] = ConsumerMember
+KIND: type[GroupMember[Heartbeat, HeartbeatAnswer, Event]] = ConsumerMember
 """For the type checker: a driver may use it as any other member."""
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from aioshard.kafka.group.consumer import ConsumerMember
+from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol
 from aioshard.kafka.group.consumer_messages import Heartbeat, TopicIdPartition
-from aioshard.kafka.group.driver import GroupDriver, MemberLoop
+from aioshard.kafka.group.driver import MemberLoop
 from aioshard.kafka.group.member import Assigned, Ended, Event, Lost, Recovered, Refused, Revoked, Troubled
 from aioshard.kafka.wire.cluster import CoordinatorKind
 from aioshard.kafka.wire.requests import CONSUMER_GROUP_HEARTBEAT, DESCRIBE_CONFIGS, FIND_COORDINATOR, METADATA
@@ -32,6 +33,9 @@ SESSION = 6.0
 ALL = frozenset(TopicPartition("orders", number) for number in range(2))
 
 
+Loop = MemberLoop[ConsumerMember, Event]
+
+
 class Scene:
     """A member in an event loop, the brokers, and the group at its coordinator.
 
@@ -40,7 +44,7 @@ class Scene:
         log: Events, and the epochs of the heartbeats that arrive, in order.
     """
 
-    def __init__(self, model: ModelCluster, member: ConsumerMember, loop_of: Callable[["Scene"], MemberLoop]) -> None:
+    def __init__(self, model: ModelCluster, member: ConsumerMember, loop_of: Callable[["Scene"], Loop]) -> None:
         self.model = model
         self.member = member
         self.coordinator = 1
@@ -142,7 +146,11 @@ def scenario(
         cluster = await connect(model.settings)
         clock = asyncio.get_running_loop().time
         member = ConsumerMember(random.Random(1), topics=["orders"], session=session)
-        scene = Scene(model, member, lambda scene: MemberLoop("billing", member, cluster, scene.log.append, clock))
+        scene = Scene(
+            model,
+            member,
+            lambda scene: MemberLoop(ConsumerProtocol("billing", member), cluster, scene.log.append, clock),
+        )
         setting(scene)
         try:
             async with asyncio.timeout(10_000):
@@ -289,13 +297,13 @@ def test_losses_are_delivered_before_the_leave_is_sent() -> None:
         await scene.until(lambda: scene.owned == ALL)
         held: list[Received] = []
         scene.model.brokers[1].on(CONSUMER_GROUP_HEARTBEAT, hold(held))
-        ask = scene.loop._cluster.ask
+        ask = scene.loop.cluster.ask
 
         async def logged(node: int, request: Any, **options: Any) -> Any:
             scene.log.append(request.values["epoch"])
             return await ask(node, request, **options)
 
-        scene.loop._cluster.ask = logged  # type: ignore[method-assign]
+        scene.loop.cluster.ask = logged  # type: ignore[method-assign]
         await scene.until(lambda: -1 in scene.log)
         (lost,) = scene.saw(Lost)
         assert scene.log.index(lost) < scene.log.index(-1)
@@ -353,7 +361,7 @@ def test_a_leave_is_sent_although_the_loop_is_cancelled_with_it() -> None:
 
     async def test(scene: Scene) -> None:
         await scene.until(lambda: scene.owned == ALL)
-        scene.loop._cluster.forget_coordinator(CoordinatorKind.GROUP, "billing", 1)
+        scene.loop.cluster.forget_coordinator(CoordinatorKind.GROUP, "billing", 1)
         scene.loop.command(lambda member, now: member.leave(now, "closing"))
         scene.running.cancel()
         await asyncio.wait([scene.running])
@@ -396,10 +404,10 @@ def test_a_release_is_heard_at_once() -> None:
 # In a thread ----------------------------------------------------------------------------------
 
 
-def away(member: ConsumerMember, events: list[Event], **options: Any) -> GroupDriver:
+def away(member: ConsumerMember, events: list[Event], **options: Any) -> ConsumerDriver:
     """A driver whose brokers are away."""
     settings = Settings(bootstrap_servers="127.0.0.1:1")
-    return GroupDriver("billing", member, lambda: new_cluster(settings), events.append, **options)
+    return ConsumerDriver(ConsumerProtocol("billing", member), lambda: new_cluster(settings), events.append, **options)
 
 
 async def test_a_command_before_the_start_is_not_lost() -> None:
@@ -436,7 +444,7 @@ async def test_a_mistake_in_the_thread_ends_the_ownership() -> None:
 
 
 def test_the_thread_ends_with_the_event_loop_of_its_engine() -> None:
-    async def start() -> GroupDriver:
+    async def start() -> ConsumerDriver:
         driver = away(ConsumerMember(random.Random(1), session=1.0), [])
         driver.start()
         return driver
