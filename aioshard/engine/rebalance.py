@@ -433,8 +433,10 @@ class Rebalance:
         """Open the assigned partitions, in place or in new epochs; retry until done or until the membership changes."""
         assignment = self._assignment
         membership = self._assigned_under
-        while self._transport.membership() == membership:
+        while True:
             try:
+                if self._transport.membership() != membership:
+                    return
                 self.unresolved = await self._open_assigned(assignment, membership)
             except (AioshardError, TimeoutError) as error:
                 # 1. No retry can help.

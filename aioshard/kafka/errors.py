@@ -25,6 +25,7 @@ GROUP_CHANGED = {
     25: "unknown member id",
     27: "rebalance in progress",
     68: "the group is not empty",
+    69: "the group does not exist any more",
     82: "fenced instance id",
     110: "fenced member epoch",
     113: "stale member epoch",

@@ -213,6 +213,8 @@ class AiokafkaTransport(ConsumerTransport, ConsumerRebalanceListener):  # type: 
         gone = [partition for partition in self._fetcher.partitions if partition not in internals.assignor.owned]
         if gone:
             await self._drain(listener, gone)
+            if self._closed:
+                return
             self._fetcher.remove(gone)
             listener.assigned(self._fetcher.partitions, self._membership)  # the drain stopped the opening of the others
         if internals.assignor.moving:

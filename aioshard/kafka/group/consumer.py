@@ -299,7 +299,9 @@ class ConsumerMember:
     # Answers --------------------------------------------------------------------------
 
     def answered(self, request: Heartbeat, answer: HeartbeatAnswer, now: float) -> None:
-        """Accept the response to a request."""
+        """Accept the response to a request. It cannot bring back an ownership that has ended."""
+        if self._holdings.expired(now):
+            self._abandon(now, self._why_expired(now))
         if request is self._leave_in_flight:
             self._leave_in_flight = None
             self._leave_answered(answer, now)
@@ -595,6 +597,8 @@ class ConsumerMember:
 
     def times(self, session: float, interval: float, now: float) -> None:
         """Use other times of the group: they may change while we are members."""
+        if self._holdings.expired(now):
+            self._abandon(now, self._why_expired(now))
         self._session = session
         if 0 < interval < session:
             self._interval = interval

@@ -372,9 +372,10 @@ class GroupDriver(Generic[MemberT, EventT]):
 
     async def _be_member(self) -> None:
         self._main = asyncio.current_task()
-        cluster = self._new_cluster()
-        cluster.start()
+        cluster: Cluster | None = None
         try:
+            cluster = self._new_cluster()
+            cluster.start()
             self._members = MemberLoop(self._protocol, cluster, self._deliver, self.clock)
             for act in self._early:
                 self._members.command(act)
@@ -387,7 +388,8 @@ class GroupDriver(Generic[MemberT, EventT]):
             self._give_up(f"the heartbeats have ended: {error!r}")
         finally:
             self._is_over = True
-            await cluster.close()
+            if cluster is not None:
+                await cluster.close()
 
     def _give_up(self, reason: str) -> None:
         self._member.suspend(self.clock(), reason)
@@ -424,7 +426,8 @@ class GroupDriver(Generic[MemberT, EventT]):
             self._members.command(act)
 
     def _stop(self) -> None:
-        if self._main is not None:
+        """End the member; once, because its last request may be on its way already."""
+        if self._main is not None and not self._main.cancelling():
             self._main.cancel()
 
     def _deliver(self, event: EventT | Ended) -> None:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from aioshard.errors import ClientLostError, InstanceIdTakenError, TransportError
+import anyio
+
+from aioshard.errors import ClientLostError, CommitRefusedError, InstanceIdTakenError, TransportError
 from aioshard.kafka.consumer import ConsumerTransport
 from aioshard.kafka.errors import Cause, commit_error, named
 from aioshard.kafka.group.consumer import ConsumerMember
@@ -25,6 +27,7 @@ from aioshard.kafka.group.member import (
     Troubled,
 )
 from aioshard.kafka.offsets import Member
+from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.start import new_cluster
 from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
@@ -33,13 +36,15 @@ from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.group")
 
-_NO_TOPIC: Final = "^aioshard has found no topic$"
-"""A name that no topic can have: brokers refuse a subscription without any."""
+_NO_TOPIC: Final = "aioshard has found no topic"
+"""A pattern that no topic can match: brokers refuse an empty subscription."""
 _STATE_INTERVAL: Final = 0.5
 """Seconds between two looks at the state of the group while others have our partitions."""
 _LEAVE_TIMEOUT: Final = 3.0
 """Seconds for the coordinator to answer a leave."""
-_MEMBERSHIP_ENDED: Final = frozenset({Code.UNKNOWN_MEMBER_ID, Code.FENCED_MEMBER_EPOCH, Code.FENCED_INSTANCE_ID})
+_MEMBERSHIP_ENDED: Final = frozenset(
+    {Code.UNKNOWN_MEMBER_ID, Code.GROUP_ID_NOT_FOUND, Code.FENCED_MEMBER_EPOCH, Code.FENCED_INSTANCE_ID}
+)
 """Error codes of commits that say that the group does not know us any more."""
 
 
@@ -68,6 +73,8 @@ class MemberTransport(ConsumerTransport):
         self._subscription_changed = asyncio.Event()
         self._changes: asyncio.Queue[Assigned | Revoked] = asyncio.Queue()
         """What the engine has not heard of yet."""
+        self._news = asyncio.Event()
+        """Set when a change arrives."""
         self._troubled: Troubled | None = None
         """The latest trouble with the group; None once it has answered again."""
         self._failure: TransportError | None = None
@@ -77,9 +84,12 @@ class MemberTransport(ConsumerTransport):
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""
         trouble = super().trouble
-        if trouble is None and self._troubled is not None and not self._closed:
-            return f"group {self._group_id!r} does not accept our heartbeats now: {self._troubled.message}"
-        return trouble
+        troubled = self._troubled
+        if trouble is not None or troubled is None or self._closed:
+            return trouble
+        if troubled.code is None:
+            return f"group {self._group_id!r} does not answer our heartbeats now: {troubled.message}"
+        return f"group {self._group_id!r} does not accept our heartbeats now: {_text_of(troubled)}"
 
     @property
     def inherits_within(self) -> float:
@@ -92,9 +102,11 @@ class MemberTransport(ConsumerTransport):
         self._pattern = None if pattern is None else re.compile(pattern)
         settings = self._settings
         self._subscribed = await self._wanted_topics()
+        self._check_running()
         member = ConsumerMember(
             random.SystemRandom(),
-            topics=self._subscribed or (_NO_TOPIC,),
+            topics=self._subscribed,
+            patterns=_patterns_beside(self._subscribed),
             rebalance_timeout=settings.rebalance_timeout,
             instance_id=settings.group_instance_id,
             rack=settings.client_options.get("client_rack"),
@@ -127,11 +139,12 @@ class MemberTransport(ConsumerTransport):
         Patterns are those of Python, which the engine uses too; the brokers have another language.
         """
         while True:
+            has_to_look = self._pattern is not None or not self._topics <= self._subscribed
             try:
-                async with asyncio.timeout(None if self._pattern is None else self._settings.metadata_max_age):
+                async with asyncio.timeout(self._settings.metadata_max_age if has_to_look else None):
                     await self._subscription_changed.wait()
             except TimeoutError:
-                logger.debug("looking for topics that match the pattern")
+                logger.debug("looking for topics that match the pattern, or are allowed by now")
             self._subscription_changed.clear()
             try:
                 wanted = await self._wanted_topics()
@@ -142,10 +155,12 @@ class MemberTransport(ConsumerTransport):
                 continue
             if wanted != self._subscribed:
                 self._subscribed = wanted
-                self._member().subscribe(wanted or (_NO_TOPIC,), ())
+                self._member().subscribe(wanted, _patterns_beside(wanted))
 
     async def _wanted_topics(self) -> frozenset[str]:
         """Look up the topics to subscribe to, and follow them.
+
+        Brokers refuse all heartbeats of a member that names a topic which it may not see, so those are left out.
 
         Raises:
             TransportError: The brokers did not list the topics.
@@ -154,7 +169,7 @@ class MemberTransport(ConsumerTransport):
         if self._pattern is not None:
             topics |= {name for name in await self.topics() if self._pattern.fullmatch(name)}
         self._cluster.follow(topics)
-        return topics
+        return topics - self._cluster.metadata.denied
 
     def _member(self) -> ConsumerDriver:
         if self._driver is None:
@@ -166,14 +181,19 @@ class MemberTransport(ConsumerTransport):
             await self._driver.close(_LEAVE_TIMEOUT, "the app closes its client")
 
     async def _tear_down(self) -> None:
-        if self._driver is not None and self._driver.is_alive:
-            await self._driver.close(0.0, "the app closes its client")
-        await super()._tear_down()
+        try:
+            if self._driver is not None and self._driver.is_alive:
+                await self._driver.close(0.0, "the app closes its client")
+        finally:
+            await super()._tear_down()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """Let `poll` raise what has ended a task."""
-        if not task.cancelled() and task.exception() is not None:
-            self._listener_failure = ClientLostError(f"{task.get_name()} ended: {task.exception()!r}")
+        """Let `poll` raise that a task has ended, without which nothing works."""
+        if self._closed:
+            return
+        error = None if task.cancelled() else task.exception()
+        if self._failure is None:
+            self._failure = ClientLostError(f"the task for {task.get_name()} has ended ({error!r})")
         self._check_again()
 
     def _raise_group_loss(self) -> None:
@@ -185,9 +205,11 @@ class MemberTransport(ConsumerTransport):
     def membership(self) -> Membership:
         """See `Transport.membership`. It ends with our time, also before the engine has heard of that."""
         driver = self._driver
-        if driver is not None and driver.clock() >= driver.ownership.alive_until:
-            return NOT_A_MEMBER
-        return self._membership
+        if driver is None:
+            return self._membership
+        own = driver.ownership
+        is_another_life = own.member_id != self._membership.member_id
+        return NOT_A_MEMBER if is_another_life or driver.clock() >= own.alive_until else self._membership
 
     @property
     def _session(self) -> str:
@@ -202,9 +224,11 @@ class MemberTransport(ConsumerTransport):
         membership: Membership,
         messages: Sequence[Message] | None,  # noqa: ARG002
     ) -> None:
-        self._check_commit(offsets, membership)
         driver = self._member()
-        own = driver.ownership
+        own = driver.ownership  # the thread may replace it at any time
+        self._check_commit(offsets, membership)
+        if own.member_id != membership.member_id or not own.partitions.issuperset(offsets):
+            raise _not_ours(self._group_id, offsets)
         try:
             await self._send_commit(offsets, Member(own.epoch, own.member_id, self._settings.group_instance_id))
         except WireError as error:
@@ -226,6 +250,7 @@ class MemberTransport(ConsumerTransport):
         match event:
             case Assigned() | Revoked():
                 self._changes.put_nowait(event)
+                self._news.set()
             case Lost():
                 self._lose(event)
             case Troubled():
@@ -236,15 +261,29 @@ class MemberTransport(ConsumerTransport):
                 self._fail(event)
 
     def _fail(self, event: Refused | Ended) -> None:
-        instance = self._settings.group_instance_id
-        session = self._settings.session_timeout
-        if event.code in (Code.FENCED_INSTANCE_ID, Code.UNRELEASED_INSTANCE_ID):
-            killed = "; a killed process keeps the id until its session has timed out"
-            why = f" ({event.message}{killed if event.code == Code.UNRELEASED_INSTANCE_ID else ''})"
-            self._failure = InstanceIdTakenError(self._group_id, str(instance), session, why)
-        else:
-            self._failure = self._group_error(Cause(event.code, event.message, topics=tuple(sorted(self._topics))))
+        """Let `poll` raise that the group does not accept us; the first cause counts."""
+        if self._failure is None:
+            self._failure = self._failure_of(event)
         self._check_again()
+
+    def _failure_of(self, event: Refused | Ended) -> TransportError:
+        why = _text_of(event)
+        # 1. Another process is the static member; after more than a session it is alive.
+        if event.code in (Code.FENCED_INSTANCE_ID, Code.UNRELEASED_INSTANCE_ID):
+            instance = str(self._settings.group_instance_id)
+            persists = event.code == Code.UNRELEASED_INSTANCE_ID
+            return InstanceIdTakenError(
+                self._group_id, instance, self._member().session, f" ({why})", persists=persists
+            )
+        # 2. The brokers, or this group, have only the other protocol.
+        if isinstance(event, Refused) or event.code == Code.UNSUPPORTED_VERSION:
+            return TransportError(
+                f"group {self._group_id!r} accepts no members of group_protocol='consumer' ({why}): use "
+                "group_protocol='classic', or brokers from Kafka 4.0 that enable it",
+                retriable=event.code != Code.UNSUPPORTED_VERSION,
+            )
+        # 3. Anything else.
+        return self._group_error(Cause(event.code, why, topics=tuple(sorted(self._topics))))
 
     def _lose(self, event: Lost) -> None:
         """Report to the engine that other members may own partitions by now."""
@@ -267,10 +306,12 @@ class MemberTransport(ConsumerTransport):
         while True:
             change = await self._changes.get()
             listener = self._listener
-            if listener is None or change.life != self._member().ownership.life:
-                continue  # it was lost since
+            if listener is None or not self._lasts(change):
+                continue
             if isinstance(change, Assigned) and not change.ownership.partitions and await self._others_release():
                 continue  # the group has other news for us
+            if not self._lasts(change):
+                continue
             if isinstance(change, Assigned):
                 own = change.ownership
                 self._membership = Membership(own.member_id, own.epoch)
@@ -279,29 +320,59 @@ class MemberTransport(ConsumerTransport):
             else:
                 await self._release(change, listener)
 
+    def _lasts(self, change: Assigned | Revoked) -> bool:
+        """Whether a change still counts: the membership has not been lost since."""
+        return not self._closed and change.life == self._member().ownership.life
+
     async def _others_release(self) -> bool:
         """Wait while the group moves partitions and has none for us; return whether it has news for us now.
 
         An empty assignment means only then that there is nothing to do: what is meant for us may still be with a
-        member that has to release it, or has died.
+        member that has to release it, or has died. It takes at most a session: a dead member counts until then.
         """
-        while self._changes.empty():
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._member().session
+        while self._changes.empty() and loop.time() < give_up:
             self._joining_with = await self._look_up_others()
             if not self._joining_with:
-                return not self._changes.empty()
-            await asyncio.sleep(_STATE_INTERVAL)
+                break
+            self._news.clear()
+            with anyio.move_on_after(_STATE_INTERVAL):
+                await self._news.wait()
         self._joining_with = ()
-        return True
+        return not self._changes.empty()
 
     async def _release(self, change: Revoked, listener: GroupListener) -> None:
         """Let the engine release partitions, and then the group."""
         driver = self._member()
         await self._drain(listener, change.partitions)
-        if change.life != driver.ownership.life:
+        if not self._lasts(change) or self._listener_failure is not None:
             return
         self._remove(change.partitions)
         driver.released(change.life, change.partitions)
+        if not self._fetcher.partitions and await self._others_release():
+            return
+        if not self._lasts(change):
+            return
         listener.assigned(self._fetcher.partitions, self._membership)  # the drain stopped the opening of the others
+
+
+def _patterns_beside(topics: Collection[str]) -> tuple[str, ...]:
+    """Return the patterns to subscribe to beside *topics*."""
+    return () if topics else (_NO_TOPIC,)
+
+
+def _text_of(event: Troubled | Refused | Ended) -> str:
+    """Return the message of the brokers, or what their code means."""
+    known = ERROR_CODES.get(event.code or 0)
+    return (event.message or (known.text if known is not None else f"error {event.code}")).rstrip(".")
+
+
+def _not_ours(group_id: str, partitions: Collection[TopicPartition]) -> CommitRefusedError:
+    return CommitRefusedError(
+        f"a commit of group {group_id!r} was not sent: the membership that it was made for has ended, or "
+        f"{named(partitions)} was released"
+    )
 
 
 def _overtaken(group_id: str, partitions: Collection[TopicPartition]) -> TransportError:
