@@ -83,10 +83,14 @@ class MemberTransport(ConsumerTransport):
     @property
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""
-        trouble = super().trouble
+        return super().trouble or self._group_trouble
+
+    @property
+    def _group_trouble(self) -> str | None:
+        """What is wrong with our heartbeats; None if they are answered."""
         troubled = self._troubled
-        if trouble is not None or troubled is None or self._closed:
-            return trouble
+        if troubled is None or self._closed:
+            return None
         if troubled.code is None:
             return f"group {self._group_id!r} does not answer our heartbeats now: {troubled.message}"
         return f"group {self._group_id!r} does not accept our heartbeats now: {_text_of(troubled)}"

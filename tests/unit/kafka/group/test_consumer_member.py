@@ -289,6 +289,23 @@ def test_a_session_without_an_answer_ends_ownership_before_anything_is_sent() ->
     assert (join.epoch, join.life) == (0, 2)
 
 
+@pytest.mark.parametrize("news", ["answer", "times"])
+def test_an_ownership_that_has_ended_is_never_revived(news: str) -> None:
+    """After a pause of the machine, the answer may be read before the clock; readers have seen the end already."""
+    bench = Bench().join()
+    bench.taken()
+    late = bench.request()
+    bench.now = SESSION
+    if news == "answer":
+        bench.answer(late, *by_id(0, 1))
+    else:
+        bench.member.times(2 * SESSION, 1.0, bench.now)
+    assert not bench.owned
+    bench.poll()
+    (lost,) = bench.taken()
+    assert isinstance(lost, Lost)
+
+
 def test_ownership_has_ended_for_a_reader_before_the_member_runs_again() -> None:
     bench = Bench().join()
     assert not bench.member.ownership.owns(TopicPartition("orders", 0), SESSION + 1000)
