@@ -16,10 +16,7 @@ from typing import Any
 from aioshard.kafka.wire.notation import Api, Field, Structure, parse
 from aioshard.kafka.wire.requests import ALL, API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
 
-JOIN_GROUP = Api("JoinGroup", 11, (5, 5), flexible=6, request="group:s", response="throttle_ms:i4 error:i2")
-"""As much of a join as tests of connections need."""
-
-APIS = {api.key: api for api in (*ALL, JOIN_GROUP)}
+APIS = {api.key: api for api in ALL}
 Rule = Callable[["Received"], object]
 
 _HEADER = Structure("Header", parse("key:i2 version:i2 correlation:i4 client:s")).codec(0, flexible=False)

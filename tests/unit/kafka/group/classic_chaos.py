@@ -57,7 +57,7 @@ class Chaos:
                 stuck=chance.choice([0, 0, 0.1]),
             )
         changes = [self.start, self.stop, self.kill, self.freeze, self.freeze, self.evict, self.evict, self.move]
-        changes += [self.grow, self.subscribe, self.restart, self.rejoin]
+        changes += [self.grow, self.subscribe, self.restart, self.rejoin, self.suspend]
         end = world.now + TURMOIL
         while world.now < end:
             for _ in range(chance.randint(0, 4)):
@@ -168,3 +168,11 @@ class Chaos:
         node = self.some()
         if node is not None:
             node.do(lambda: node.member.rejoin(self.world.now, "for a test"))
+
+    def suspend(self) -> None:
+        """The event loop of an engine is blocked for too long; then it runs again."""
+        node = self.some()
+        if node is not None:
+            member, world = node.member, self.world
+            node.do(lambda: member.suspend(world.now, "the engine is blocked"))
+            world.after(self.chance.uniform(0, 5), lambda: node.do(lambda: member.resume(world.now)))

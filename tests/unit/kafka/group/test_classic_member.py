@@ -122,6 +122,13 @@ class Talk:
     def assign(self, *numbers: int) -> list[ClassicEvent]:
         return self.answer(self.request(SyncRequest), Synced(0, orders(*numbers)))
 
+    def settle_static(self, *numbers: int) -> "Talk":
+        """Join as a static member of a group that has none yet."""
+        self.answer(self.request(DescribeRequest), Described(-1))
+        self.settle(*numbers)
+        self.settle(*numbers)  # it does not know what a predecessor left
+        return self
+
     def settle(self, *numbers: int, generation: int = 4) -> "Talk":
         """Join as a follower."""
         self.accept(generation)
@@ -778,6 +785,89 @@ def test_a_heartbeat_that_fails_during_the_end_does_not_replace_the_leave() -> N
     assert talk.fail(heartbeat) == [Lost(1, orders(0), "closing")]
 
     assert talk.request(LeaveRequest).member_id == "me"
+
+
+@pytest.mark.parametrize("code", [0, 25, None])
+def test_a_suspended_member_leaves_and_joins_as_a_new_one_when_it_resumes(code: int | None) -> None:
+    talk = Talk().settle(0)
+    talk.member.suspend(talk.now, "blocked")
+    assert talk.member.take_events() == [Lost(1, orders(0), "blocked")]
+    leave = talk.request(LeaveRequest)
+    events = talk.fail(leave) if code is None else talk.answer(leave, code)
+
+    assert events == []
+    assert talk.wait(2 * SESSION) == []
+    assert talk.member.deadline is None
+    talk.member.resume(talk.now)
+
+    join = talk.request(JoinRequest)
+    assert join.member_id == ""
+    talk.settle(1, generation=9)
+    assert talk.member.ownership.partitions == orders(1)
+
+
+def test_a_member_that_resumes_joins_after_its_leave() -> None:
+    talk = Talk().settle(0)
+    talk.member.suspend(talk.now, "blocked")
+    leave = talk.request(LeaveRequest)
+
+    talk.member.resume(talk.now)
+
+    assert talk.wait(1) == []
+    talk.answer(leave, 0)
+    assert talk.request(JoinRequest).member_id == ""
+
+
+def test_a_leave_of_each_suspension_is_sent_once_more_to_the_next_coordinator() -> None:
+    talk = Talk()
+    for _ in range(2):
+        talk.settle(0)
+        talk.member.suspend(talk.now, "blocked")
+        talk.answer(talk.request(LeaveRequest), 16)
+        talk.answer(talk.request(LeaveRequest, 1), 0)
+        talk.member.resume(talk.now)
+
+
+def test_a_suspended_member_without_an_id_leaves_with_the_one_that_it_gets() -> None:
+    talk = Talk()
+    first = talk.request(JoinRequest)
+    talk.member.suspend(talk.now, "blocked")
+    assert talk.wait() == []
+
+    talk.answer(first, Joined(79, "me"))
+
+    assert talk.request(LeaveRequest).member_id == "me"
+
+
+def test_a_suspended_static_member_is_silent_and_keeps_its_id() -> None:
+    talk = Talk(instance_id="one").settle_static(0)
+    talk.beat(27)
+    join = talk.request(JoinRequest)
+    talk.member.suspend(talk.now, "blocked")
+
+    assert talk.answer(join, Joined(0, "me", 5, "incremental", "other")) == [Lost(1, orders(0), "blocked")]
+    assert talk.wait(2 * SESSION) == []
+    talk.member.resume(talk.now)
+
+    assert talk.request(JoinRequest).member_id == "me"
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_suspended_member_can_leave(has_left: bool) -> None:
+    talk = Talk().settle(0)
+    talk.member.suspend(talk.now, "blocked")
+    leave = talk.request(LeaveRequest)
+    if has_left:
+        talk.answer(leave, 0)
+
+    talk.member.leave(talk.now, "closing")
+    if not has_left:
+        assert talk.wait() == []
+        talk.answer(leave, 0)
+
+    assert talk.member.ended
+    talk.member.resume(talk.now)
+    assert talk.wait(SESSION) == []
 
 
 def test_nothing_revives_an_ended_member() -> None:

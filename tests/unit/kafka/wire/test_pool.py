@@ -21,6 +21,7 @@ from aioshard.kafka.wire.requests import (
     API_VERSIONS,
     FETCH,
     FIND_COORDINATOR,
+    JOIN_GROUP,
     LEAVE_GROUP,
     LIST_OFFSETS,
     METADATA,
@@ -29,10 +30,19 @@ from aioshard.kafka.wire.requests import (
     SASL_AUTHENTICATE,
 )
 from tests.support.memory_network import MemoryNetwork, run_on_network
-from tests.support.model_broker import JOIN_GROUP, ModelBroker, Received, hold
+from tests.support.model_broker import ModelBroker, Received, hold
 
 FIND = FIND_COORDINATOR(key="billing", kind=0)
-JOIN = JOIN_GROUP(group="billing")
+JOIN = JOIN_GROUP(
+    group="billing",
+    session_timeout_ms=6_000,
+    rebalance_timeout_ms=60_000,
+    member="",
+    instance=None,
+    kind="consumer",
+    protocols=[],
+    reason="",
+)
 LOGIN = ConnectionOptions(
     security_protocol="SASL_PLAINTEXT", sasl_mechanism="PLAIN", sasl_username="bob", sasl_password="secret"
 )
