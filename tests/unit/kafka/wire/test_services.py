@@ -5,7 +5,15 @@ import pytest
 from aioshard.errors import ConnectError
 from aioshard.kafka.fetcher import Fetcher
 from aioshard.kafka.offsets import READ_COMMITTED, log_ranges
-from aioshard.kafka.wire.requests import ALL, CONSUMER_GROUP_DESCRIBE, METADATA
+from aioshard.kafka.wire.requests import (
+    ALL,
+    CONSUMER_GROUP_DESCRIBE,
+    CONSUMER_GROUP_HEARTBEAT,
+    HEARTBEAT,
+    JOIN_GROUP,
+    METADATA,
+    SYNC_GROUP,
+)
 from aioshard.kafka.wire.start import connect
 from aioshard.ports import Allowance, FetchedBatch
 from aioshard.records import TopicPartition
@@ -14,8 +22,8 @@ from tests.support.model_cluster import ModelCluster
 from tests.unit.kafka.wire.services import EVENT_HUBS, USABLE, Ranges
 
 ORDERS = TopicPartition("orders", 0)
-OPTIONAL = {CONSUMER_GROUP_DESCRIBE}
-"""Requests for one group protocol, which not every broker has."""
+OPTIONAL = {CONSUMER_GROUP_DESCRIBE, CONSUMER_GROUP_HEARTBEAT, JOIN_GROUP, SYNC_GROUP, HEARTBEAT}
+"""Requests for one group protocol, which not every broker has, or which aiokafka sends for members of the other one."""
 
 each_usable = pytest.mark.parametrize("ranges", USABLE.values(), ids=USABLE)
 
