@@ -623,7 +623,7 @@ class ClassicMember:
 
     def _take_leave(self, request: LeaveRequest, code: int, now: float) -> None:
         moved = code in COORDINATOR_MOVED or code == Code.COORDINATOR_LOAD_IN_PROGRESS
-        if moved and self._leaves_left:
+        if moved and self._leaves_left > 0:
             self._due = now + self._pauses.next()
             self._report(code, request.purpose, str(error_for(code)))
         elif not code or code in _GONE or moved:

@@ -1,4 +1,4 @@
-"""Drives a member of the consumer protocol (KIP-848): its heartbeats, and what it has to look up."""
+"""Drives a member of the consumer protocol (KIP-848): its heartbeats and its look-ups."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """Runs a member of a group in a thread, so that a blocked event loop does not cost the membership.
 
 `MemberLoop` has the clock and the connections of a member, in one event loop. `GroupDriver` gives it a thread with an
-event loop, and is what the engine's event loop uses. A `GroupProtocol` says what differs between the two protocols of
+event loop, and the engine calls it from its own. A `GroupProtocol` says what differs between the two protocols of
 Kafka; `consumer_driver` and `classic_driver` have one each, and the driver with its commands:
 
     driver = ConsumerDriver(ConsumerProtocol("billing", member), lambda: new_cluster(settings), on_event)
@@ -138,7 +138,7 @@ class MemberLoop(Generic[MemberT, EventT]):
                 if self._failure is not None:
                     raise self._failure
         finally:
-            self._cancel_join()  # nobody would take part in what it begins
+            self._cancel_join()  # we would not take part in its rebalance
             await self._flush()
             for task in self._tasks:
                 task.cancel()
@@ -184,7 +184,7 @@ class MemberLoop(Generic[MemberT, EventT]):
         self._protocol.look_up(self)
 
     def _cancel_join(self) -> None:
-        """Wait no more for the answer to a join or sync; one that has just been answered goes on."""
+        """Give up an unanswered join or sync. The task of one that was just answered is the caller, and continues."""
         if self._join is not None and self._join is not asyncio.current_task():
             self._join.cancel()
 

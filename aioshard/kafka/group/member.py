@@ -197,7 +197,7 @@ class GroupMember(Protocol[RequestT, AnswerT_contra, EventT_co]):
         """Leave the group. Partitions that were not released are `Lost` before the leave is sent."""
 
     def suspend(self, now: float, reason: str) -> None:
-        """Leave the group until `resume`. Partitions that were not released are `Lost` at once."""
+        """Leave the group until `resume`. Partitions that were not released are `Lost` before the leave is sent."""
 
     def resume(self, now: float) -> None:
         """Join again after `suspend`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from confluent_kafka import Consumer
 from aioshard.kafka.group.member import Assigned, Ended, Lost, Revoked
 from aioshard.kafka.wire.requests import JOIN_GROUP
 from aioshard.records import TopicPartition
-from tests.kafka.group.classic_engines import ClassicEngine
+from tests.kafka.group.classic_engines import LOOK, ClassicEngine
 from tests.support.brokers import SharedKafka
 
 pytestmark = pytest.mark.kafka
@@ -107,6 +108,20 @@ async def test_commits_are_accepted_under_the_generation_of_the_assignment_only(
     assert await one.commit() == 0
     assert await one.commit(generation + 1) == 22
     assert await one.commit(generation - 1) == 22
+
+
+async def test_a_member_leaves_while_its_engine_is_blocked_and_joins_again_afterwards(join: Join) -> None:
+    one = join(rebalance_timeout=1.5)
+    await until_shared(one)
+
+    while "LeaveRequest" not in one.errors:
+        time.sleep(LOOK)  # noqa: ASYNC251 - it blocks the event loop
+
+    assert one.owned == frozenset()
+    await until_shared(one)
+    (lost,) = one.saw(Lost)
+    assert len(lost.partitions) == PARTITIONS
+    assert one.errors["LeaveRequest"] == [0]
 
 
 @pytest.mark.parametrize("version", [5, 9])

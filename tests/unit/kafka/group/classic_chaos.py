@@ -138,7 +138,7 @@ class Chaos:
     def evict(self) -> None:
         """An operator removes a member from the group."""
         group = self.world.group
-        if group.members:
+        if group.members and self.world.now >= group.loading_until:
             member = self.chance.choice(list(group.members.values()))
             self.world.note(f"{member.member_id} is removed")
             for node in self.world.nodes:
