@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,25 @@ async def burning(core: int) -> AsyncIterator[None]:
 async def starve(member: Member, core: int, condition: Callable[[Report], bool]) -> Report:
     """Take the core away from a member, by more processes each time, until a report fulfills a condition.
 
-    In between the member has the core for itself, so that it can report; on a busy machine it shares it with others.
+    In between the member may use every core, so that it can report although others use this one.
     """
     for processes, patience in ((3, STARVED), (6, STARVED), (12, STARVED), (24, PATIENCE)):
+        _pin(member, {core})
         async with contextlib.AsyncExitStack() as load:
             for _ in range(processes):
                 await load.enter_async_context(burning(core))
             await asyncio.sleep(STARVED)  # that is how long it is starved
+        _pin(member, os.sched_getaffinity(0))
         with contextlib.suppress(TimeoutError):
             return await member.until(condition, patience=patience)
     raise AssertionError(member.reports)
+
+
+def _pin(member: Member, cores: Collection[int]) -> None:
+    """Let all threads of a member use only these cores."""
+    for thread in Path(f"/proc/{member.process.pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def line_of(comment: str) -> str:
