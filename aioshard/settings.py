@@ -370,7 +370,7 @@ class Settings(BaseSettings):
     move."""
     group_protocol: Literal["classic", "consumer"] = "classic"
     """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0. Heartbeats then
-    come from a thread, so a handler that blocks the event loop does not cost the partitions."""
+    come from a thread, so a handler may block the event loop for up to `rebalance_timeout`."""
     assignor: Assignor = "cooperative-fair"
     """Assigns partitions to members; all members of a group need the same. With a cooperative assignor, a rebalance
     stops only the partitions that move; with any other, it stops all. `client="confluent"` supports only `sticky`, its

@@ -26,7 +26,8 @@ class LateCommits:
     partition is released. All times are loop time.
 
     Invariants:
-        * A commit that is sent after the late one cannot arrive any more ends the doubt; an earlier one does not.
+        * The doubt about a partition ends with an acknowledged commit that was sent when the late one could not arrive
+          any more. An earlier commit does not end it.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class TopicView(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """What the brokers said of partitions; those whose leader is away are left out."""
+    """The answers of the brokers about partitions; those whose leader is away are left out."""
 
     views: Mapping[TopicPartition, BrokerView]
     refused: Mapping[str, AuthorizationError]

@@ -19,7 +19,7 @@ from aioshard.settings import Settings
 
 
 class ConsumerTransport(KafkaTransport):
-    """What all members on our own client have in common; with manual assignment there is nothing else.
+    """The common part of all members on our own client, and the whole client of a manual assignment.
 
     Invariants:
         * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while the engine
@@ -45,7 +45,7 @@ class ConsumerTransport(KafkaTransport):
             rack=settings.client_options.get("client_rack") or "",
         )
         self._listener_failure: Exception | None = None
-        """What the engine has raised during a rebalance."""
+        """The error that the engine has raised during a rebalance."""
 
     @property
     def trouble(self) -> str | None:

@@ -6,7 +6,7 @@ Kafka; `consumer_driver` and `classic_driver` have one each, and the driver with
 
     driver = ConsumerDriver(ConsumerProtocol("billing", member), lambda: new_cluster(settings), on_event)
     driver.start()
-    driver.ownership.owns(partition, driver.clock())   # before each record and each commit
+    driver.ownership.owns(partition, driver.clock())   # before each commit
     driver.released(event.life, event.partitions)      # after a `Revoked`
     await driver.close(timeout=5.0, reason="closing")
 """

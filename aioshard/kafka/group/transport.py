@@ -40,6 +40,8 @@ _NO_TOPIC: Final = "aioshard has found no topic"
 """A pattern that no topic can match: brokers refuse an empty subscription."""
 _STATE_INTERVAL: Final = 0.5
 """Seconds between two looks at the state of the group while others have our partitions."""
+_RETRY_PAUSE: Final = 1.0
+"""Seconds between two look-ups of topics while the brokers do not list them."""
 _LEAVE_TIMEOUT: Final = 3.0
 """Seconds for the coordinator to answer a leave."""
 _MEMBERSHIP_ENDED: Final = frozenset(
@@ -72,7 +74,7 @@ class MemberTransport(ConsumerTransport):
         """The topics that the group knows from us."""
         self._subscription_changed = asyncio.Event()
         self._changes: asyncio.Queue[Assigned | Revoked] = asyncio.Queue()
-        """What the engine has not heard of yet."""
+        """Changes of which the engine has not heard yet."""
         self._news = asyncio.Event()
         """Set when a change arrives."""
         self._troubled: Troubled | None = None
@@ -87,7 +89,7 @@ class MemberTransport(ConsumerTransport):
 
     @property
     def _group_trouble(self) -> str | None:
-        """What is wrong with our heartbeats; None if they are answered."""
+        """The reason why our heartbeats fail now, as a sentence; None if they are answered."""
         troubled = self._troubled
         if troubled is None or self._closed:
             return None
@@ -154,7 +156,7 @@ class MemberTransport(ConsumerTransport):
                 wanted = await self._wanted_topics()
             except TransportError as error:
                 logger.info("the topics to subscribe to are unknown, and are looked up again: %s", error)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(_RETRY_PAUSE)
                 self._subscription_changed.set()
                 continue
             if wanted != self._subscribed:
@@ -231,24 +233,27 @@ class MemberTransport(ConsumerTransport):
         driver = self._member()
         own = driver.ownership  # the thread may replace it at any time
         self._check_commit(offsets, membership)
-        if own.member_id != membership.member_id or not own.partitions.issuperset(offsets):
+        if not self._covers(own, membership, offsets):
             raise _not_ours(self._group_id, offsets)
         try:
             await self._send_commit(offsets, Member(own.epoch, own.member_id, self._settings.group_instance_id))
         except WireError as error:
             if error.code == Code.STALE_MEMBER_EPOCH or error.code in _MEMBERSHIP_ENDED:
                 driver.heartbeat_now()
-            if error.code == Code.STALE_MEMBER_EPOCH and self._is_ours(own, offsets):
+            if error.code == Code.STALE_MEMBER_EPOCH and self._covers(driver.ownership, membership, offsets):
                 raise _overtaken(self._group_id, offsets) from error
             raise commit_error(error.cause, offsets, self._group_id) from error
 
-    def _is_ours(self, before: Ownership, partitions: Collection[TopicPartition]) -> bool:
-        """Whether partitions are still ours, in the same life as before."""
-        own = self._member().ownership
-        return own.life == before.life and own.partitions.issuperset(partitions)
+    def _covers(self, own: Ownership, membership: Membership, partitions: Collection[TopicPartition]) -> bool:
+        """Whether partitions are ours now, by an ownership of the life in which we got a membership.
+
+        Each life has a member id of its own.
+        """
+        now = self._member().clock()
+        return own.member_id == membership.member_id and all(own.owns(partition, now) for partition in partitions)
 
     def _on_event(self, event: Event) -> None:
-        """Take note of what the thread reports."""
+        """Accept an event of the thread."""
         if self._closed:
             return
         match event:
@@ -368,11 +373,14 @@ def _patterns_beside(topics: Collection[str]) -> tuple[str, ...]:
 
 def _text_of(event: Troubled | Refused | Ended) -> str:
     """Return the message of the brokers, or what their code means."""
+    if event.message:
+        return event.message.rstrip(".")
     known = ERROR_CODES.get(event.code or 0)
-    return (event.message or (known.text if known is not None else f"error {event.code}")).rstrip(".")
+    return f"error {event.code}" if known is None else known.text
 
 
 def _not_ours(group_id: str, partitions: Collection[TopicPartition]) -> CommitRefusedError:
+    """Return the error of a commit for a membership that has ended, or for partitions that were released."""
     return CommitRefusedError(
         f"a commit of group {group_id!r} was not sent: the membership that it was made for has ended, or "
         f"{named(partitions)} was released"

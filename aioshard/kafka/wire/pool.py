@@ -55,7 +55,7 @@ class Purpose(Enum):
     COMMIT = "commit"
     """Commits, which wait for replicas. Send one at a time."""
     GROUP = "group"
-    """What a coordinator knows of a group: committed offsets, which wait for replicas, and members."""
+    """Queries of a coordinator about a group: its committed offsets, which wait for replicas, and its members."""
     JOIN = "join"
     """Joins and syncs, which wait for other members. A cancelled one closes the connection."""
     HEARTBEAT = "heartbeat"
