@@ -1,7 +1,7 @@
 """The transport of members of the consumer protocol, with a driver that only says what the test tells it."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import pytest
@@ -21,6 +21,7 @@ from aioshard.kafka.group.member import (
 )
 from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.groups import GroupMember
+from aioshard.kafka.offsets import Member
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.ports import NOT_A_MEMBER, Committed, Membership
 from aioshard.records import TopicPartition
@@ -93,6 +94,9 @@ class Alone(MemberTransport):
 
     async def _look_up_others(self) -> list[GroupMember]:
         return self.others
+
+    async def _send_commit(self, offsets: Mapping[TopicPartition, Committed], member: Member) -> None:
+        raise AssertionError(f"{member} commits {offsets}")
 
     async def tell(self, *events: Event) -> None:
         for event in events:
