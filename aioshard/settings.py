@@ -60,8 +60,10 @@ _OWNED_OF_BOTH = {
 }
 OWNED_OPTIONS: Mapping[str, str] = {
     **_OWNED_OF_BOTH,
+    "api_version": "aioshard uses the newest version of each request that a broker knows",
     "check_crcs": "aioshard checks the checksum of every batch",
     "consumer_timeout_ms": "aioshard polls the client itself",
+    "exclude_internal_topics": "a pattern never matches the topics of Kafka itself",
     "fetch_max_wait_ms": "use fetch_max_wait, in seconds",
     "key_deserializer": "decode record.key in the handler",
     "loop": "the app runs in the event loop that starts it",
@@ -69,29 +71,18 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "max_poll_records": "use max_buffered_records",
     "metadata_max_age_ms": "use metadata_max_age, in seconds",
     "rebalance_timeout_ms": "use rebalance_timeout, in seconds",
+    "request_timeout_ms": "each kind of request has its own limit; use commit_timeout for commits",
+    "retry_backoff_ms": "the pauses between attempts grow by themselves",
     "sasl_plain_password": "use sasl_password",
     "sasl_plain_username": "use sasl_username",
     "topics": "topics belong to handlers: @app.consume",
     "value_deserializer": "decode record.value in the handler",
 }
 """Options of aiokafka that aioshard controls, each with the alternative."""
-CLIENT_OPTIONS = frozenset(
-    {
-        "api_version",
-        "client_rack",
-        "connections_max_idle_ms",
-        "exclude_internal_topics",
-        "fetch_min_bytes",
-        "group_remote_assignor",
-        "request_timeout_ms",
-        "retry_backoff_ms",
-        "sasl_kerberos_domain_name",
-        "sasl_kerberos_service_name",
-        "sasl_oauth_token_provider",
-        "ssl_context",
-    }
-)
-"""Options of aiokafka that `client_options` accepts."""
+_NUMBERS = frozenset({"connections_max_idle_ms", "fetch_min_bytes"})
+_TEXTS = frozenset({"client_rack", "group_remote_assignor", "sasl_kerberos_domain_name", "sasl_kerberos_service_name"})
+CLIENT_OPTIONS = _NUMBERS | _TEXTS | {"sasl_oauth_token_provider", "ssl_context"}
+"""Options that `client_options` accepts, under the names of aiokafka."""
 CONFLUENT_OWNED_OPTIONS: Mapping[str, str] = {
     **_OWNED_OF_BOTH,
     "auto_commit_enable": _COMMITS,
@@ -821,15 +812,27 @@ def _listed(timeouts: Mapping[str, float]) -> str:
 def _check_client_options(settings: Settings) -> Iterator[str]:
     confluent = settings.client == "confluent"
     owned = CONFLUENT_OWNED_OPTIONS if confluent else OWNED_OPTIONS
+    if not confluent:  # confluent-kafka checks the values itself
+        yield from _check_values(settings.client_options)
     for name in settings.client_options:
         option = name.replace(".", "_")
         if option in owned:
             yield f"client_options has {name!r}, which is refused: {owned[option]}"
-        elif not confluent and name not in CLIENT_OPTIONS:  # confluent-kafka checks the rest itself
+        elif not confluent and name not in CLIENT_OPTIONS:
             yield (
                 f"client_options has {name!r}, which the client does not know: "
                 f"it takes {', '.join(sorted(CLIENT_OPTIONS))}"
             )
+
+
+def _check_values(options: Mapping[str, Any]) -> Iterator[str]:
+    """Refuse values of options that the client cannot use; it checks objects itself."""
+    for name, value in options.items():
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if name in _NUMBERS and not is_number:
+            yield f"client_options[{name!r}]={value!r} is refused: it should be a whole number above 0"
+        if name in _TEXTS and not (value is None or isinstance(value, str)):
+            yield f"client_options[{name!r}]={value!r} is refused: it should be text"
 
 
 def _check_remote_assignor(settings: Settings) -> Iterator[str]:

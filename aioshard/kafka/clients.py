@@ -25,14 +25,10 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
     from aioshard.kafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
 
     client: Callable[[Settings, str], Transport]
-    if settings.client == "aiokafka" and settings.group_protocol == "consumer":
+    if settings.client == "aiokafka":
         from aioshard.kafka.group.transport import MemberTransport  # noqa: PLC0415 - imported on use
 
         client = MemberTransport
-    elif settings.client == "aiokafka":
-        from aioshard.kafka.aiokafka.transport import AiokafkaTransport  # noqa: PLC0415 - imported on use
-
-        client = AiokafkaTransport
     elif importlib.util.find_spec("confluent_kafka") is None:
         raise MissingExtraError("client='confluent'", "confluent")
     else:

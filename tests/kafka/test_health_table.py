@@ -125,7 +125,7 @@ def consumes(app: App, scene: Scene, *, topic: str = "orders", attempts: int = 1
 
 @contextlib.asynccontextmanager
 async def _blocked(scene: Scene, at_least: float) -> AsyncIterator[None]:
-    app = scene.app(session_timeout=1.5)
+    app = scene.app(rebalance_timeout=1.5)
     over = threading.Event()
 
     @app.consume("orders")
@@ -153,7 +153,7 @@ async def _blocked(scene: Scene, at_least: float) -> AsyncIterator[None]:
         yield
 
 
-def a_loop_that_is_blocked_for_longer_than_the_session(scene: Scene) -> AbstractAsyncContextManager[None]:
+def a_loop_that_is_blocked_for_longer_than_a_rebalance(scene: Scene) -> AbstractAsyncContextManager[None]:
     return _blocked(scene, 1.6)
 
 
@@ -420,13 +420,13 @@ NO_BROKER = "the in-memory broker is not available"
 
 ROWS = [
     Row(
-        a_loop_that_is_blocked_for_longer_than_the_session,
+        a_loop_that_is_blocked_for_longer_than_a_rebalance,
         live=503,
         ready=200,
         log=f"the event loop has been blocked for .* s: {HANDLER}",
         sample=TROUBLE,
         finding=f"the event loop has been blocked for .* s: {HANDLER}",
-        why_not_live=f"{HANDLER}.*that is longer than session_timeout=1.5 s",
+        why_not_live=f"{HANDLER}.*that is longer than rebalance_timeout=1.5 s",
         in_real_time=True,
     ),
     Row(

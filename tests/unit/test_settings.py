@@ -101,9 +101,9 @@ def test_the_text_none_is_none_and_an_empty_variable_is_unset(monkeypatch: pytes
 
 
 def test_client_options_are_json_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", '{"exclude_internal_topics": false}')
-    assert Settings().client_options == {"exclude_internal_topics": False}
-    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", "exclude_internal_topics=false")
+    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", '{"fetch_min_bytes": 9}')
+    assert Settings().client_options == {"fetch_min_bytes": 9}
+    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", "fetch_min_bytes=9")
     assert "AIOSHARD_CLIENT_OPTIONS=*** is refused: it is not a JSON object" in refusal()
 
 
@@ -424,7 +424,15 @@ def test_an_option_that_aioshard_owns_names_the_setting_to_use(option: str) -> N
 
 
 def test_an_unknown_client_option_suggests_the_nearest_name() -> None:
-    assert "it takes api_version, client_rack, " in refusal(client_options={"client_rak": "here"})
+    assert "it takes client_rack, connections_max_idle_ms, " in refusal(client_options={"client_rak": "here"})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("fetch_min_bytes", "soon"), ("fetch_min_bytes", 0), ("connections_max_idle_ms", True), ("client_rack", 7)],
+)
+def test_a_value_that_the_client_cannot_use_is_refused(option: str, value: object) -> None:
+    assert f"client_options[{option!r}]={value!r} is refused" in refusal(client_options={option: value})
 
 
 def test_every_option_of_the_client_is_either_passed_or_owned() -> None:

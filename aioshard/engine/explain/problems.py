@@ -64,11 +64,11 @@ def restart_cures(watch: Watch) -> Iterator[str]:
     after a restart.
     """
     engine = watch.engine
-    session_timeout = engine.settings.session_timeout
-    if watch.loop is not None and watch.loop.standing() > session_timeout:
+    limit = engine.settings.rebalance_timeout  # until then, heartbeats keep the membership
+    if watch.loop is not None and watch.loop.standing() > limit:
         blocked = watch.blocked
         if blocked is not None and blocked.restart_helps:
-            yield f"{blocked}; that is longer than session_timeout={session_timeout:g} s"
+            yield f"{blocked}; that is longer than rebalance_timeout={limit:g} s"
     failure = _failure_of(engine)
     if failure is not None:
         yield failure

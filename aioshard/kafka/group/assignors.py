@@ -130,9 +130,22 @@ class GroupAssignor:
             rejoin_at = now
         return Plan(assignments, rejoin_at, withheld)
 
+    @property
+    def knows_group(self) -> bool:
+        """Whether the members and their partitions are known here: not after a static leader was restarted."""
+        members, _ = self._group
+        return bool(members)
+
+    def take_over(self, members: Mapping[str, Member]) -> None:
+        """Accept the members of a group with the partitions that a predecessor has assigned to them."""
+        assigned = sorted(partition for member in members.values() for partition in member.owned)
+        self._group = {name: replace(member, generation=1) for name, member in members.items()}, dict(by_topic(assigned))
+
     def would_pay(self, backlogs: Mapping[TopicPartition, int]) -> bool:
         """Whether a rebalance would pay now, judged by the leader from the current backlogs of all partitions."""
         members, partitions = self._group
+        if not members:
+            return False
         return pays({name: replace(member, backlogs=backlogs) for name, member in members.items()}, partitions)
 
     def _waits_for_us(self, name: str, subscriptions: Mapping[str, Subscription]) -> bool:

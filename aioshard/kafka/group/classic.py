@@ -130,7 +130,7 @@ class _Session:
         """Give up the membership."""
         self.end = -math.inf
         """When it ends without another answer."""
-        self._heard_at = -math.inf
+        self.heard_at = -math.inf
         """Sending of the latest heartbeat that was answered."""
         self._quiet_at = -math.inf
         """Sending of the latest one that found the group not rebalancing, in the current generation."""
@@ -154,7 +154,7 @@ class _Session:
 
         It may have begun before this join was sent, if the answer to an earlier one was lost.
         """
-        self._calm_at = max(self._calm_at, self._heard_at)
+        self._calm_at = max(self._calm_at, self.heard_at)
         self._quiet_at = self._calm_at
         self._has_synced = False
 
@@ -181,7 +181,7 @@ class _Session:
 
     def _renew(self, sent: float) -> None:
         self.end = max(self.end, sent + self.timeout)
-        self._heard_at = max(self._heard_at, sent)
+        self.heard_at = max(self.heard_at, sent)
 
 
 class _State(enum.Enum):
@@ -325,6 +325,11 @@ class ClassicMember:
         return self._session.timeout
 
     @property
+    def answered_at(self) -> float:
+        """When the latest heartbeat was sent that the coordinator answered; minus infinity outside the group."""
+        return self._session.heard_at
+
+    @property
     def leads(self) -> bool:
         """Whether we lead the group, and no further rebalance has begun as far as we know. Any thread may read it."""
         return self._lead.assigned_from is not None
@@ -427,6 +432,8 @@ class ClassicMember:
         self._claimed = self._holdings.owned
         self._was_described = self._instance_id is None
         self._lead.end()
+        if not self.is_incremental:
+            self._holdings.await_assignment()
         return JoinRequest(
             member_id=self._member_id,
             instance_id=self._instance_id,

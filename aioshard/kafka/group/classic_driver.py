@@ -50,6 +50,16 @@ class ClassicDriver(GroupDriver[ClassicMember, ClassicEvent]):
     Answer each `Elected` with `lead`: the group waits for the assignment of its leader.
     """
 
+    protocol = "classic"
+    session_setting = "session_timeout"
+    inherits_within = 0.0
+    """The joins of all members end a rebalance together: nobody joins while a dead one counts."""
+
+    @property
+    def is_incremental(self) -> bool:
+        """See `GroupDriver.is_incremental`: whether all assignors are."""
+        return self._member.is_incremental
+
     @property
     def leads(self) -> bool:
         """Whether we lead the group, and no further rebalance has begun as far as we know."""
@@ -83,7 +93,7 @@ class ClassicDriver(GroupDriver[ClassicMember, ClassicEvent]):
         self._command(lambda member, now: member.partitions_changed(partitions, now))
 
     def subscribe(self, topics: Collection[str]) -> None:
-        """Subscribe to other topics. Partitions of topics that are not among them have to be released first."""
+        """See `GroupDriver.subscribe`."""
         self._command(lambda member, now: member.subscribe(topics, now))
 
     def rejoin(self, reason: str) -> None:
@@ -91,5 +101,5 @@ class ClassicDriver(GroupDriver[ClassicMember, ClassicEvent]):
         self._command(lambda member, now: member.rejoin(now, reason))
 
     def commit_refused(self, ownership: Ownership, code: int) -> None:
-        """Report that the coordinator refused a commit that was judged with this ownership."""
+        """See `GroupDriver.commit_refused`."""
         self._command(lambda member, now: member.commit_refused(ownership, code, now))

@@ -12,6 +12,7 @@ the coordinator may still know after its life is a *ghost*: it has to leave befo
 """
 
 import enum
+import math
 import random
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -217,6 +218,11 @@ class ConsumerMember:
     def session(self) -> float:
         """Seconds after which the coordinator removes a silent member, as far as we know."""
         return self._session
+
+    @property
+    def answered_at(self) -> float:
+        """When the latest heartbeat was sent that the coordinator answered; minus infinity outside the group."""
+        return self._answered_at if self._holdings.is_member else -math.inf
 
     @property
     def unnamed(self) -> frozenset[uuid.UUID]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from aioshard.kafka.group.consumer import ConsumerMember
 from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, heartbeat_answer, heartbeat_request
 from aioshard.kafka.group.driver import GroupDriver, MemberLoop
-from aioshard.kafka.group.member import NOT_A_MEMBER, Backoff, Event
+from aioshard.kafka.group.member import NOT_A_MEMBER, Backoff, Code, Event, Ownership
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.notation import Request
 from aioshard.kafka.wire.pool import Purpose
@@ -25,6 +25,23 @@ _INTERVAL: Final = "consumer.heartbeat.interval.ms"
 _TIMES_MAX_AGE: Final = 300.0
 """Seconds after which the times of the group are looked up again: an operator may change them."""
 _LEAST_REQUEST_TIMEOUT: Final = 1.0
+_NO_TOPIC: Final = "aioshard has found no topic"
+"""A pattern that no topic can match: brokers refuse an empty subscription."""
+_MEMBERSHIP_ENDED: Final = frozenset(
+    {
+        Code.UNKNOWN_MEMBER_ID,
+        Code.GROUP_ID_NOT_FOUND,
+        Code.FENCED_MEMBER_EPOCH,
+        Code.FENCED_INSTANCE_ID,
+        Code.STALE_MEMBER_EPOCH,
+    }
+)
+"""Error codes of commits that say that the group does not know us, or our epoch, any more."""
+
+
+def patterns_beside(topics: Collection[str]) -> tuple[str, ...]:
+    """Return the patterns to subscribe to beside *topics*."""
+    return () if topics else (_NO_TOPIC,)
 
 
 class ConsumerProtocol:
@@ -137,13 +154,25 @@ class ConsumerProtocol:
 class ConsumerDriver(GroupDriver[ConsumerMember, Event]):
     """The driver of a member of the consumer protocol."""
 
-    def subscribe(self, topics: Collection[str], patterns: Collection[str]) -> None:
-        """Subscribe to other topics."""
-        self._command(lambda member, now: member.subscribe(topics, patterns, now))
+    protocol = "consumer"
+    session_setting = f"{_SESSION} of the group"
+    is_incremental = True
+    watched = frozenset[str]()
+    """The brokers watch the topics."""
 
-    def heartbeat_now(self) -> None:
-        """Ask for the newest epoch: a commit was refused because of the epoch."""
-        self._command(lambda member, now: member.heartbeat_now(now))
+    @property
+    def inherits_within(self) -> float:
+        """See `Transport.inherits_within`. Members join while the group still counts dead ones."""
+        return self.session
+
+    def subscribe(self, topics: Collection[str]) -> None:
+        """See `GroupDriver.subscribe`."""
+        self._command(lambda member, now: member.subscribe(topics, patterns_beside(topics), now))
+
+    def commit_refused(self, ownership: Ownership, code: int) -> None:  # noqa: ARG002 - a heartbeat does no harm
+        """See `GroupDriver.commit_refused`. A heartbeat asks for the newest epoch, or learns that there is none."""
+        if code in _MEMBERSHIP_ENDED:
+            self._command(lambda member, now: member.heartbeat_now(now))
 
     async def close(self, timeout: float, reason: str, *, for_good: bool = False) -> None:
         """See `GroupDriver.close`.

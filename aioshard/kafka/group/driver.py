@@ -14,11 +14,13 @@ Kafka; `consumer_driver` and `classic_driver` have one each, and the driver with
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from aioshard.kafka.group.member import COORDINATOR_MOVED, Ended, GroupMember, Ownership
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
@@ -250,12 +252,45 @@ class MemberLoop(Generic[MemberT, EventT]):
 # In a thread ------------------------------------------------------------------------------
 
 
-class GroupDriver(Generic[MemberT, EventT]):
+class GroupDriver(ABC, Generic[MemberT, EventT]):
     """A member in a thread. All methods are called in the engine's event loop; any thread may read `ownership`.
 
     The thread keeps the membership while the engine's event loop is blocked, but no longer than the rebalance timeout:
     then the member leaves, and joins again when the event loop runs.
     """
+
+    @property
+    @abstractmethod
+    def protocol(self) -> Literal["classic", "consumer"]:
+        """The group protocol of the member."""
+
+    @property
+    @abstractmethod
+    def is_incremental(self) -> bool:
+        """Whether the member keeps its partitions while the group rebalances."""
+
+    @property
+    @abstractmethod
+    def session_setting(self) -> str:
+        """The setting that `session` comes from, for messages."""
+
+    @property
+    @abstractmethod
+    def inherits_within(self) -> float:
+        """See `Transport.inherits_within`."""
+
+    @property
+    @abstractmethod
+    def watched(self) -> frozenset[str]:
+        """The topics whose partitions the member has to know."""
+
+    @abstractmethod
+    def subscribe(self, topics: Collection[str]) -> None:
+        """Subscribe to other topics. Partitions of topics that are not among them have to be released first."""
+
+    @abstractmethod
+    def commit_refused(self, ownership: Ownership, code: int) -> None:
+        """Report that the coordinator refused a commit that was judged with this ownership."""
 
     def __init__(
         self,
@@ -304,6 +339,12 @@ class GroupDriver(Generic[MemberT, EventT]):
     def session(self) -> float:
         """Seconds after which the coordinator removes a silent member, as far as we know."""
         return self._member.session
+
+    @property
+    def last_heartbeat(self) -> float | None:
+        """See `Transport.last_heartbeat`. Any thread may read it."""
+        age = self.clock() - self._member.answered_at
+        return None if age == math.inf else self._engine.time() - age
 
     @property
     def is_alive(self) -> bool:

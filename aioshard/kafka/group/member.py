@@ -174,6 +174,10 @@ class GroupMember(Protocol[RequestT, AnswerT_contra, EventT_co]):
         """Seconds after which the coordinator removes a silent member, as far as we know."""
 
     @property
+    def answered_at(self) -> float:
+        """When the latest heartbeat was sent that the coordinator answered; minus infinity outside the group."""
+
+    @property
     def ended(self) -> bool:
         """Whether it has left, or may never join: there is nothing more to send."""
 
@@ -281,6 +285,10 @@ class Holdings:
         if gained or (assigned is not None and not self._has_assignment):
             self._has_assignment = True
             self._events.append(Assigned(self.ownership.life, gained, self.ownership))
+
+    def await_assignment(self) -> None:
+        """Report the next assignment also if it brings nothing: it replaces what an eager member has released."""
+        self._has_assignment = False
 
     def release(self, life: int, partitions: Collection[TopicPartition]) -> Partitions:
         """Give up revoked partitions, and return those that are given up: none of an earlier life."""

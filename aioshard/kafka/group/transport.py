@@ -1,24 +1,27 @@
-"""A member of a group of the consumer protocol (KIP-848), in which the brokers assign partitions."""
+"""A member of a consumer group, of either protocol, as the engine sees it."""
 
 import asyncio
 import logging
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 import anyio
 
 from aioshard.errors import ClientLostError, CommitRefusedError, InstanceIdTakenError, TransportError
 from aioshard.kafka.consumer import ConsumerTransport
 from aioshard.kafka.errors import Cause, commit_error, named
+from aioshard.kafka.group.assignors import GroupAssignor
+from aioshard.kafka.group.classic import ClassicEvent, ClassicMember, Elected
+from aioshard.kafka.group.classic_driver import ClassicDriver, ClassicProtocol
 from aioshard.kafka.group.consumer import ConsumerMember
-from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol
+from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol, patterns_beside
+from aioshard.kafka.group.leader import Leader
 from aioshard.kafka.group.member import (
     Assigned,
     Code,
     Ended,
-    Event,
     Lost,
     Ownership,
     Recovered,
@@ -36,28 +39,27 @@ from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.group")
 
-_NO_TOPIC: Final = "aioshard has found no topic"
-"""A pattern that no topic can match: brokers refuse an empty subscription."""
 _STATE_INTERVAL: Final = 0.5
 """Seconds between two looks at the state of the group while others have our partitions."""
 _RETRY_PAUSE: Final = 1.0
 """Seconds between two look-ups of topics while the brokers do not list them."""
 _LEAVE_TIMEOUT: Final = 3.0
 """Seconds for the coordinator to answer a leave."""
-_MEMBERSHIP_ENDED: Final = frozenset(
-    {Code.UNKNOWN_MEMBER_ID, Code.GROUP_ID_NOT_FOUND, Code.FENCED_MEMBER_EPOCH, Code.FENCED_INSTANCE_ID}
-)
-"""Error codes of commits that say that the group does not know us any more."""
+_OVERTAKEN: Final = frozenset({Code.ILLEGAL_GENERATION, Code.REBALANCE_IN_PROGRESS, Code.STALE_MEMBER_EPOCH})
+"""Error codes of commits that say only that the group is in another generation or epoch by now."""
 
 
 class MemberTransport(ConsumerTransport):
-    """A member of a group of the consumer protocol. A thread sends its heartbeats; see `ConsumerDriver`.
+    """A member of a group, and the whole client of a manual assignment. A thread sends its heartbeats.
+
+    What differs between the protocols is in the drivers; see `GroupDriver`. In the classic protocol, a member may lead
+    the group; see `Leader`.
 
     Changes of the assignment reach the engine one after another, in the order in which the group made them. A loss
     does not wait for its turn.
 
-    The brokers raise the member epoch whenever the group changes, also if our partitions stay: commits always carry the
-    newest one. The engine knows a membership by the epoch of its latest assignment.
+    The brokers raise the epoch or generation whenever the group changes, also if our partitions stay: commits always
+    carry the newest one. The engine knows a membership by the epoch of its latest assignment.
     """
 
     def __init__(self, settings: Settings, group_id: str) -> None:
@@ -67,8 +69,12 @@ class MemberTransport(ConsumerTransport):
             SettingsError: TLS and SASL settings cannot work.
         """
         super().__init__(settings, group_id)
-        self._driver: ConsumerDriver | None = None
+        self._driver: ClassicDriver | ConsumerDriver | None = None
         """None with manual assignment, and before the start."""
+        self._leader: Leader | None = None
+        """None unless the protocol is the classic one."""
+        self._life = 0
+        """The life of the member in which `_membership` was assigned."""
         self._pattern: re.Pattern[str] | None = None
         self._subscribed: frozenset[str] = frozenset()
         """The topics that the group knows from us."""
@@ -94,43 +100,90 @@ class MemberTransport(ConsumerTransport):
         if troubled is None or self._closed:
             return None
         if troubled.code is None:
-            return f"group {self._group_id!r} does not answer our heartbeats now: {troubled.message}"
-        return f"group {self._group_id!r} does not accept our heartbeats now: {_text_of(troubled)}"
+            return f"group {self._group_id!r} does not answer us now: {troubled.message}"
+        return f"group {self._group_id!r} refuses our requests now: {_text_of(troubled)}"
 
     @property
     def inherits_within(self) -> float:
-        """See `Transport.inherits_within`. Members join while the group still counts dead ones."""
-        return 0.0 if self._driver is None else self._driver.session
+        """See `Transport.inherits_within`."""
+        return 0.0 if self._driver is None else self._driver.inherits_within
+
+    @property
+    def last_heartbeat(self) -> float | None:  # type: ignore[override]
+        """See `Transport.last_heartbeat`."""
+        return None if self._driver is None else self._driver.last_heartbeat
 
     # Lifecycle ------------------------------------------------------------------------
 
     async def _join_group(self, pattern: str | None) -> None:
         self._pattern = None if pattern is None else re.compile(pattern)
-        settings = self._settings
         self._subscribed = await self._wanted_topics()
         self._check_running()
+        if self._settings.group_protocol == "consumer":
+            driver = self._driver = self._consumer_driver()
+        else:
+            driver = self._driver = self._classic_driver()
+        self._begin(self._pass_on_changes(), "assignments")
+        self._begin(self._watch_topics(), "topics")
+        driver.start()
+
+    def _consumer_driver(self) -> ConsumerDriver:
+        settings = self._settings
         member = ConsumerMember(
             random.SystemRandom(),
             topics=self._subscribed,
-            patterns=_patterns_beside(self._subscribed),
+            patterns=patterns_beside(self._subscribed),
             rebalance_timeout=settings.rebalance_timeout,
             instance_id=settings.group_instance_id,
             rack=settings.client_options.get("client_rack"),
             assignor=settings.client_options.get("group_remote_assignor"),
         )
-        self._driver = ConsumerDriver(
+        return ConsumerDriver(
             ConsumerProtocol(self._group_id, member),
             lambda: new_cluster(settings),
             self._on_event,
             rebalance_timeout=settings.rebalance_timeout,
         )
-        self._tasks += [
-            asyncio.create_task(self._pass_on_changes(), name=f"assignments of {self._group_id}"),
-            asyncio.create_task(self._watch_topics(), name=f"topics of {self._group_id}"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._note_end)
-        self._driver.start()
+
+    def _classic_driver(self) -> ClassicDriver:
+        settings = self._settings
+        assignor = GroupAssignor(
+            settings.assignor, delay=settings.reassignment_delay, instance_id=settings.group_instance_id
+        )
+        member = ClassicMember(
+            self._subscribed,
+            [assignor],
+            random.SystemRandom(),
+            session_timeout=settings.session_timeout,
+            heartbeat_interval=settings.heartbeat_interval,
+            rebalance_timeout=settings.rebalance_timeout,
+            instance_id=settings.group_instance_id,
+        )
+        driver = ClassicDriver(
+            ClassicProtocol(self._group_id, member),
+            lambda: new_cluster(settings),
+            self._on_event,
+            rebalance_timeout=settings.rebalance_timeout,
+        )
+        self._leader = Leader(
+            driver,
+            assignor,
+            self._group_id,
+            self._cluster,
+            self._offsets,
+            self._fetcher,
+            settings,
+            self._isolation,
+        )
+        self._begin(self._leader.run(), "leadership")
+        self._begin(self._watch_joins(), "joins")
+        return driver
+
+    def _begin(self, work: Coroutine[Any, Any, None], purpose: str) -> None:
+        """Begin a task without which the client does not work."""
+        task = asyncio.create_task(work, name=f"{purpose} of {self._group_id}")
+        self._tasks.append(task)
+        task.add_done_callback(self._note_end)
 
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:  # noqa: ARG002 - that of the start
         """See `Transport.subscribe`."""
@@ -161,7 +214,7 @@ class MemberTransport(ConsumerTransport):
                 continue
             if wanted != self._subscribed:
                 self._subscribed = wanted
-                self._member().subscribe(wanted, _patterns_beside(wanted))
+                self._member().subscribe(wanted)
 
     async def _wanted_topics(self) -> frozenset[str]:
         """Look up the topics to subscribe to, and follow them.
@@ -174,10 +227,12 @@ class MemberTransport(ConsumerTransport):
         topics = self._topics
         if self._pattern is not None:
             topics |= {name for name in await self.topics() if self._pattern.fullmatch(name)}
-        self._cluster.follow(topics)
+        assigned = {partition.topic for partition in self._fetcher.partitions}
+        watched = frozenset[str]() if self._driver is None else self._driver.watched
+        self._cluster.follow_only(topics | assigned | watched)
         return topics - self._cluster.metadata.denied
 
-    def _member(self) -> ConsumerDriver:
+    def _member(self) -> ClassicDriver | ConsumerDriver:
         if self._driver is None:
             raise ClientLostError("the Kafka client is not a member of the group")
         return self._driver
@@ -214,12 +269,13 @@ class MemberTransport(ConsumerTransport):
         if driver is None:
             return self._membership
         own = driver.ownership
-        is_another_life = own.member_id != self._membership.member_id
-        return NOT_A_MEMBER if is_another_life or driver.clock() >= own.alive_until else self._membership
+        lasts = own.life == self._life and driver.clock() < own.alive_until
+        return self._membership if lasts else NOT_A_MEMBER
 
     @property
     def _session(self) -> str:
-        return f"{self._member().session:g} s (consumer.session.timeout.ms of the group)"
+        driver = self._member()
+        return f"{driver.session:g} s ({driver.session_setting})"
 
     async def _own_member_id(self) -> str:
         return self._member().ownership.member_id
@@ -231,29 +287,28 @@ class MemberTransport(ConsumerTransport):
         messages: Sequence[Message] | None,  # noqa: ARG002
     ) -> None:
         driver = self._member()
+        life = self._life
         own = driver.ownership  # the thread may replace it at any time
         self._check_commit(offsets, membership)
-        if not self._covers(own, membership, offsets):
+        if not self._covers(own, life, offsets):
             raise _not_ours(self._group_id, offsets)
         try:
             await self._send_commit(offsets, Member(own.epoch, own.member_id, self._settings.group_instance_id))
         except WireError as error:
-            if error.code == Code.STALE_MEMBER_EPOCH or error.code in _MEMBERSHIP_ENDED:
-                driver.heartbeat_now()
-            if error.code == Code.STALE_MEMBER_EPOCH and self._covers(driver.ownership, membership, offsets):
+            driver.commit_refused(own, error.code)
+            if error.code in _OVERTAKEN and self._covers(driver.ownership, life, offsets):
                 raise _overtaken(self._group_id, offsets) from error
             raise commit_error(error.cause, offsets, self._group_id) from error
 
-    def _covers(self, own: Ownership, membership: Membership, partitions: Collection[TopicPartition]) -> bool:
-        """Whether partitions are ours now, by an ownership of the life in which we got a membership.
-
-        Each life has a member id of its own.
-        """
+    def _covers(self, own: Ownership, life: int, partitions: Collection[TopicPartition]) -> bool:
+        """Whether partitions are ours now, by an ownership of this life: a later one may have the same member id."""
         now = self._member().clock()
-        return own.member_id == membership.member_id and all(own.owns(partition, now) for partition in partitions)
+        return own.life == life and all(own.owns(partition, now) for partition in partitions)
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, event: ClassicEvent) -> None:
         """Accept an event of the thread."""
+        if isinstance(event, Elected) and self._leader is not None:
+            self._leader.elect(event)  # also during a final drain: the others wait for it
         if self._closed:
             return
         match event:
@@ -284,8 +339,9 @@ class MemberTransport(ConsumerTransport):
             return InstanceIdTakenError(
                 self._group_id, instance, self._member().session, f" ({why})", persists=persists
             )
-        # 2. The brokers, or this group, have only the other protocol.
-        if isinstance(event, Refused) or event.code == Code.UNSUPPORTED_VERSION:
+        # 2. The brokers, or this group, have only the classic protocol.
+        is_other_protocol = isinstance(event, Refused) or event.code == Code.UNSUPPORTED_VERSION
+        if is_other_protocol and self._member().protocol == "consumer":
             return TransportError(
                 f"group {self._group_id!r} accepts no members of group_protocol='consumer' ({why}): use "
                 "group_protocol='classic', or brokers from Kafka 4.0 that enable it",
@@ -323,6 +379,7 @@ class MemberTransport(ConsumerTransport):
                 continue
             if isinstance(change, Assigned):
                 own = change.ownership
+                self._life = own.life
                 self._membership = Membership(own.member_id, own.epoch)
                 self._fetcher.add(change.partitions)
                 listener.assigned(self._fetcher.partitions, self._membership)
@@ -340,7 +397,7 @@ class MemberTransport(ConsumerTransport):
         member that has to release it, or has died. It takes at most a session: a dead member counts until then.
         """
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._member().session
+        give_up = loop.time() + self.inherits_within
         while self._changes.empty() and loop.time() < give_up:
             self._joining_with = await self._look_up_others()
             if not self._joining_with:
@@ -358,17 +415,16 @@ class MemberTransport(ConsumerTransport):
         if not self._lasts(change) or self._listener_failure is not None:
             return
         self._remove(change.partitions)
+        if not driver.is_incremental and not self._fetcher.partitions:
+            self._membership = NOT_A_MEMBER  # until the group has assigned everything anew
+            driver.released(change.life, change.partitions)
+            return
         driver.released(change.life, change.partitions)
         if not self._fetcher.partitions and await self._others_release():
             return
         if not self._lasts(change):
             return
         listener.assigned(self._fetcher.partitions, self._membership)  # the drain stopped the opening of the others
-
-
-def _patterns_beside(topics: Collection[str]) -> tuple[str, ...]:
-    """Return the patterns to subscribe to beside *topics*."""
-    return () if topics else (_NO_TOPIC,)
 
 
 def _text_of(event: Troubled | Refused | Ended) -> str:
@@ -389,5 +445,5 @@ def _not_ours(group_id: str, partitions: Collection[TopicPartition]) -> CommitRe
 
 def _overtaken(group_id: str, partitions: Collection[TopicPartition]) -> TransportError:
     """Return the error of a commit with an epoch that was raised while it was on its way."""
-    cause = Cause(-1, "the group has a newer member epoch, which the next heartbeat brings")
+    cause = Cause(-1, "the group is in another epoch by now, which the next answer brings")
     return commit_error(cause, partitions, group_id)

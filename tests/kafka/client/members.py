@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple, cast
 
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.clients import kafka_clients
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, Membership, Oversized, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
@@ -53,8 +53,8 @@ class Member:
     """One transport, and the listener that an engine would give it. Starts each partition at *start*."""
 
     def __init__(self, settings: Settings, group: str, start: int = 0) -> None:
-        # Any client of the settings; tests of aiokafka alone use its specific attributes.
-        self.transport = cast("AiokafkaTransport", kafka_clients(settings, group).transport())
+        # Any client of the settings; tests of our own client alone use its specific attributes.
+        self.transport = cast("MemberTransport", kafka_clients(settings, group).transport())
         self.start = start
         self.at_revoke: Callable[[Collection[TopicPartition], bool], Awaitable[None]] | None = None
         self.at_assign: Callable[[Collection[TopicPartition], Membership], None] | None = None
@@ -145,12 +145,24 @@ def buffered(member: Member) -> set[TopicPartition]:
 
 def background_tasks(transport: Any) -> dict[str, asyncio.Task[Any]]:
     """The tasks of a client without which nothing works, by their purpose."""
-    internals = transport._internals
-    tasks: dict[str, asyncio.Task[Any]] = {} if internals is None else internals.background_tasks()
+    tasks = {task.get_name().partition(" of ")[0]: task for task in transport._tasks}
     tasks["metadata"] = transport._cluster._refreshing
     for task in transport._fetcher._tasks:
         tasks["fetching" if task.get_name().startswith("fetches from") else "leaders"] = task
     return tasks
+
+
+def rejoin(transport: Any) -> None:
+    """Have the group of a classic member rebalance."""
+    transport._driver.rejoin("the test wants it")
+
+
+async def vanish(transport: Any) -> None:
+    """End a member without a word to its group."""
+    driver = transport._driver
+    driver._call(driver._stop)
+    await asyncio.wait([driver._ended], timeout=PATIENCE)
+    await transport.close()
 
 
 def held(member: Member) -> set[TopicPartition]:

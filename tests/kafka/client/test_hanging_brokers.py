@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.client import CoordinationType
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.structs import BrokerMetadata
 
@@ -15,8 +14,6 @@ from aioshard.kafka.aiokafka import connections
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, START_TIMEOUT, find_broker, why_unreachable
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.aiokafka.producer import KafkaProducer
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
-from aioshard.kafka.wire.start import reach
 from aioshard.ports import Message
 from aioshard.settings import Settings
 from tests.support.brokers import SharedKafka
@@ -57,25 +54,6 @@ async def test_a_hanging_bootstrap_server_delays_nothing(kafka: SharedKafka, han
     settings, options = options_of(f"{hanging},{kafka.bootstrap},{hanging}")
     async with asyncio.timeout(CONNECT_TIMEOUT - 1.0):
         assert await find_broker(settings, options) == kafka.bootstrap.split(",")[0]
-
-
-@pytest.mark.usefixtures("advertised")
-async def test_a_consumer_starts_despite_a_hanging_advertised_broker(
-    kafka: SharedKafka, hanging: str, group: str, topic: str
-) -> None:
-    settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
-    transport = AiokafkaTransport(settings, group)
-    transport._topics = frozenset({topic})
-    try:
-        await reach(transport._cluster, settings, [topic])
-        async with asyncio.timeout(START_TIMEOUT + 1.0):
-            internals = await transport._connect_member()
-        transport._internals = internals
-        assert HANGING in {broker.nodeId for broker in internals.client.cluster.brokers()}
-        async with asyncio.timeout(1.0):  # of a broker to which a connection is open
-            await internals.client.coordinator_lookup(CoordinationType.GROUP, group)
-    finally:
-        await transport.close()
 
 
 @pytest.mark.chaos

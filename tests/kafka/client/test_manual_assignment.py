@@ -17,7 +17,7 @@ from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import ClientLostError, GroupHasMembersError, StartError
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import Committed
 from aioshard.settings import Settings
@@ -290,7 +290,7 @@ async def test_after_a_kill_only_unfinished_records_run_again(
 
 def lose(transport: object) -> None:
     """As when the background work of the client ends."""
-    if isinstance(transport, AiokafkaTransport):
+    if isinstance(transport, MemberTransport):
         background_tasks(transport)["metadata"].cancel()
     else:
         assert isinstance(transport, ConfluentTransport)

@@ -63,12 +63,12 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         with anyio.move_on_after(within):
             await member.transport.close()
         assert time.monotonic() - started < within + 3
-        internals = member.transport._internals
-        assert internals is not None
-        assert not internals.client._conns
+        driver = member.transport._driver
+        assert driver is not None
+        assert not driver.is_alive
         assert all(task.done() for task in background_tasks(member.transport).values()), "not only cancelled"
         assert not member.transport._cluster.is_connected
-        del internals, member.transport._internals
+        del driver, member.transport._driver
         for _ in range(3):
             await asyncio.sleep(0)
         gc.collect()

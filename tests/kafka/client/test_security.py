@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka.admin import AclOperation
 
 from aioshard.errors import AuthenticationError, AuthorizationError, ConnectError, SettingsError, TopicsRefusedError
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import Member, settings_for
@@ -239,7 +239,7 @@ async def test_permissions_revoked_later_are_reported(
 
 def refused(**overrides: Any) -> str:
     with pytest.raises(SettingsError) as raised:
-        AiokafkaTransport(settings_for("localhost:1", **overrides), "g")
+        MemberTransport(settings_for("localhost:1", **overrides), "g")
     return str(raised.value)
 
 
@@ -272,7 +272,7 @@ def test_an_encrypted_key_needs_the_right_password(tmp_path: Path) -> None:
 
     assert "ssl_password must open the key" in refused(**own)
     assert "ssl_password must open the key" in refused(**own, ssl_password="another")
-    AiokafkaTransport(settings_for("localhost:1", **own, ssl_password=WRONG), "g")
+    MemberTransport(settings_for("localhost:1", **own, ssl_password=WRONG), "g")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gssapi") is not None, reason="it is installed here")
@@ -283,28 +283,19 @@ def test_kerberos_needs_its_package() -> None:
 def test_a_custom_ssl_context_is_used_unchanged() -> None:
     context = ssl.create_default_context()
     settings = settings_for("localhost:1", security_protocol="SSL", client_options={"ssl_context": context})
-    transport = AiokafkaTransport(settings, "g")
-    assert transport._options["ssl_context"] is context
+    transport = MemberTransport(settings, "g")
     assert transport._cluster._pool._options.ssl_context is context
 
 
 def test_host_name_verification_can_be_disabled() -> None:
     settings = settings_for("localhost:1", security_protocol="SSL", ssl_check_hostname=False)
-    transport = AiokafkaTransport(settings, "g")
-    assert transport._options["ssl_context"].check_hostname is False
+    transport = MemberTransport(settings, "g")
     tls = transport._cluster._pool._options.ssl_context
     assert tls is not None
     assert tls.check_hostname is False
 
 
-async def test_a_value_the_client_refuses_is_reported(kafka: SharedKafka, group: str) -> None:
-    member = Member(settings_for(kafka.bootstrap, client_options={"retry_backoff_ms": "soon"}), group)
-    with pytest.raises(SettingsError, match="refused an option"):
-        await member.transport.start(["t"], None, member)
-
-
 def test_a_client_option_reaches_the_client() -> None:
-    options = {"retry_backoff_ms": 77, "fetch_min_bytes": 78, "client_rack": "here"}
-    transport = AiokafkaTransport(settings_for("localhost:1", client_options=options), "g")
-    assert transport._options["retry_backoff_ms"] == 77
+    options = {"fetch_min_bytes": 78, "client_rack": "here"}
+    transport = MemberTransport(settings_for("localhost:1", client_options=options), "g")
     assert (transport._fetcher._min_bytes, transport._fetcher._rack) == (78, "here")

@@ -3,12 +3,9 @@
 import asyncio
 from typing import cast
 
-import pytest
-
-from aioshard.core.assignment import ASSIGNORS
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import NOT_A_MEMBER
-from tests.kafka.client.members import Member, settings_for
+from tests.kafka.client.members import Member, settings_for, vanish
 from tests.support.brokers import SharedKafka
 
 SESSION = 30.0
@@ -16,16 +13,14 @@ SESSION = 30.0
 
 
 async def test_the_group_does_not_wait_for_the_session_of_a_stale_member(
-    kafka: SharedKafka, topic: str, group: str, monkeypatch: pytest.MonkeyPatch
+    kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, 1)
     same = {"session_timeout": SESSION, "rebalance_timeout": SESSION}
-    monkeypatch.setitem(ASSIGNORS, "cooperative-sticky", ASSIGNORS["range"])  # both must name the same assignor
-    was = Member(settings_for(kafka.bootstrap, **same), group)
-    was.transport._options["partition_assignment_strategy"][0].name = "cooperative-sticky"
-    (before,) = [(await was.join(topic)).membership]
-    assert was.transport._internals is not None
-    await was.transport._internals.tear_down()  # without a word to the group
+    settings = settings_for(kafka.bootstrap, **same)
+    was = Member(settings.model_copy(update={"assignor": "cooperative-sticky"}), group)  # that of librdkafka
+    before = (await was.join(topic)).membership
+    await vanish(was.transport)
 
     one = Member(settings_for(kafka.bootstrap, client="confluent", **same), group)
     transport = cast("ConfluentTransport", one.transport)

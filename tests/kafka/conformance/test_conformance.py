@@ -18,7 +18,7 @@ from aioshard.errors import (
     StateError,
     TopicRecreatedError,
 )
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import (
@@ -122,7 +122,7 @@ class KafkaHarness:
         await self.kafka.create_topic(self.topic, 2)
 
     def client(self) -> Transport:
-        self.clients.append(AiokafkaTransport(settings_for(self.kafka.bootstrap), self.group))
+        self.clients.append(MemberTransport(settings_for(self.kafka.bootstrap), self.group))
         return self.clients[-1]
 
     async def publish(self, partition: TopicPartition, *values: bytes) -> None:
@@ -169,7 +169,7 @@ class IncrementalHarness(KafkaHarness):
 
     def client(self) -> Transport:
         settings = settings_for(self.kafka.bootstrap, assignor="cooperative-fair")
-        self.clients.append(AiokafkaTransport(settings, self.group))
+        self.clients.append(MemberTransport(settings, self.group))
         return self.clients[-1]
 
 

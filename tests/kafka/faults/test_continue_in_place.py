@@ -11,6 +11,7 @@ from aioshard.errors import CommitError
 from aioshard.ports import Committed, TransportFactory
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
+from tests.kafka.client.members import rejoin
 from tests.kafka.faults.intercepting import InterceptedTransport, Interceptor
 from tests.kafka.faults.support import (
     Ledger,
@@ -114,7 +115,7 @@ async def test_a_partition_with_unknown_offsets_is_named_and_continues_in_place(
         await ledger.until_more_than(10)
 
         interceptor.questions.clear()
-        interceptor.transport._internals.coordinator.request_rejoin()
+        rejoin(interceptor.transport)
         await until(lambda: f"{topic}/0" in str(app.statistics().trouble), app.explain)
         assert "do not answer" in app.explain()
         assert "rebalancing" in str(partition_of(app, 0).paused)
@@ -147,7 +148,7 @@ async def test_a_lost_commit_response_starts_a_new_epoch_and_repeats_nothing(
         await kafka.produce(topic, sent)
         await ledger.until_more_than(38)
 
-        interceptor.transport._internals.coordinator.request_rejoin()
+        rejoin(interceptor.transport)
         await until(lambda: app.statistics().rebalances == 2, app.explain)
         interceptor.lose_answers.clear()
         ledger.release()
@@ -194,7 +195,7 @@ class RealPlace:
         return (await self.kafka.committed(self.group, self.topic)).get(0)
 
     def rebalance(self, transport: InterceptedTransport) -> None:
-        transport._internals.coordinator.request_rejoin()
+        rejoin(transport)
 
 
 class MemoryPlace:

@@ -5,8 +5,7 @@ import logging
 import pytest
 
 from aioshard import App, Record
-from aioshard.core.assignment import ASSIGNORS
-from tests.kafka.client.members import Member, settings_for
+from tests.kafka.client.members import Member, settings_for, vanish
 from tests.kafka.faults.support import on_aiokafka_at_least, quick_app, until
 from tests.support.brokers import SharedKafka
 
@@ -17,17 +16,13 @@ PROTOCOLS = {"aiokafka": "cooperative-fair", "confluent": "cooperative-sticky"}
 
 
 @pytest.fixture
-async def dead(kafka: SharedKafka, topic: str, group: str, client: str, monkeypatch: pytest.MonkeyPatch) -> str:
+async def dead(kafka: SharedKafka, topic: str, group: str, client: str) -> str:
     """The id of a member that has ended without a word to the group."""
     await kafka.create_topic(topic, 2)
-    name = PROTOCOLS[client]
-    monkeypatch.setitem(ASSIGNORS, name, ASSIGNORS["sticky"])  # librdkafka's exists for it only
-    settings = settings_for(kafka.bootstrap, client="aiokafka", assignor="cooperative-fair", session_timeout=SESSION)
-    member = Member(settings, group)
-    member.transport._options["partition_assignment_strategy"][0].name = name
+    settings = settings_for(kafka.bootstrap, client="aiokafka", session_timeout=SESSION)
+    member = Member(settings.model_copy(update={"assignor": PROTOCOLS[client]}), group)
     membership = (await member.join(topic)).membership
-    assert member.transport._internals is not None
-    await member.transport._internals.tear_down()
+    await vanish(member.transport)
     return membership.member_id
 
 

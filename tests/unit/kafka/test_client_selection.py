@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioshard.errors import MissingExtraError
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.clients import kafka_clients
 from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
 from aioshard.kafka.confluent.transport import ConfluentTransport
@@ -21,7 +21,7 @@ def settings(**overrides: Any) -> Settings:
 
 
 def test_the_setting_chooses_the_client() -> None:
-    assert isinstance(kafka_clients(settings(), "g").transport(), AiokafkaTransport)
+    assert isinstance(kafka_clients(settings(), "g").transport(), MemberTransport)
     assert isinstance(kafka_clients(settings(client="confluent"), "g").transport(), ConfluentTransport)
 
 

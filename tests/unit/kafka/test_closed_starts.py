@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioshard.errors import ClientLostError
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.wire.requests import FIND_COORDINATOR
 from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_broker import Received, hold
@@ -20,7 +20,7 @@ def test_a_client_that_is_closed_while_it_looks_for_its_group_does_not_join() ->
         held: list[Received] = []
         model.brokers[1].on(FIND_COORDINATOR, hold(held))
         settings = model.settings.model_copy(update={"assign": {"orders": [0]}})
-        transport: Any = AiokafkaTransport(settings, "billing")
+        transport: Any = MemberTransport(settings, "billing")
         starting = asyncio.create_task(transport.start(["orders"], None, Listener()))
         await model.brokers[1].arrival(FIND_COORDINATOR)
         await transport.close()

@@ -12,7 +12,7 @@ from aioshard.errors import (
     MetadataRefusedError,
     TopicsRefusedError,
 )
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.offsets import Member
 from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.errors import ConnectionLostError, WireError
@@ -43,7 +43,7 @@ class Answering:
 
 async def commit(answering: Answering) -> None:
     settings = Settings(bootstrap_servers="127.0.0.1:9", assign={"orders": [0, 1]})
-    transport: Any = AiokafkaTransport(settings, "billing")
+    transport: Any = MemberTransport(settings, "billing")
     transport._offsets = answering
     await transport._commit_without_member(OFFSETS)
 

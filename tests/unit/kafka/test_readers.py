@@ -5,12 +5,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka import errors as kafka
 from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.protocol.produce import ProduceResponse_v7
 
 from aioshard.kafka.aiokafka.client import BareClient
-from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
@@ -66,28 +64,6 @@ async def test_only_producer_lookups_create_topics(creates_topics: bool) -> None
     assert [(request._topics, request._allow_auto_topic_creation) for request in asked] == [
         (["orders"], creates_topics)
     ]
-
-
-# Members ----------------------------------------------------------------------------------
-
-
-async def test_a_refused_leave_request_is_reported() -> None:
-    one: Any = object.__new__(Internals)
-    one.group_id = "billing"
-    one.client = Client(LeaveGroupRequest=SimpleNamespace(error_code=16))
-    coordinator = SimpleNamespace(
-        coordinator_id=1,
-        member_id="me",
-        _closing=asyncio.get_running_loop().create_future(),
-        _performed_join_prepare=False,
-        _coordination_task=None,
-        _heartbeat_task=None,
-        _group_instance_id=None,
-    )
-    one.consumer = SimpleNamespace(_coordinator=coordinator)
-
-    with pytest.raises(kafka.NotCoordinatorForGroupError):
-        await one.leave()
 
 
 # Publishing -------------------------------------------------------------------------------

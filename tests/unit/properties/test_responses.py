@@ -5,16 +5,14 @@ The error fields are those of the answers' schemas, so that none is forgotten.
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from io import BytesIO
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.api import Request, Response
 from aiokafka.protocol.coordination import FindCoordinatorRequest
-from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.protocol.types import Array, CompactArray, Schema
@@ -23,7 +21,6 @@ from hypothesis import strategies as st
 
 from aioshard.errors import AioshardError
 from aioshard.kafka.aiokafka import answers
-from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.producer import producer_identity
 from aioshard.records import TopicPartition
 
@@ -135,24 +132,6 @@ Asked = Collection[TopicPartition]
 Read = Callable[[Any, Asked], Awaitable[Collection[TopicPartition]]]
 
 
-async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    internals: Any = object.__new__(Internals)
-    internals.group_id, internals.client = "billing", Client(answer)
-    done = SimpleNamespace(done=lambda: True)
-    coordinator = SimpleNamespace(
-        _closing=done,
-        _performed_join_prepare=False,
-        _coordination_task=None,
-        _heartbeat_task=None,
-        _group_instance_id=None,
-        coordinator_id=1,
-        member_id="me",
-    )
-    internals.consumer = SimpleNamespace(_coordinator=coordinator)
-    await internals.leave()
-    return asked
-
-
 async def produced(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     found = answers.produced(answer)
     refusals = {partition: error for partition, (_, error) in found.items() if error is not None and error.errno != 46}
@@ -171,13 +150,6 @@ async def coordinator(answer: Any, asked: Asked) -> Collection[TopicPartition]:
 async def producer_id(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     await producer_identity(Client(answer))
     return asked
-
-
-async def heartbeat(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    member: Any = Client(answer)
-    member.group_id, member.generation, member.member_id, member.coordinator_id = "billing", 1, "me", 1
-    member.coordinator_dead = member.request_rejoin = member.reset_generation = lambda: None
-    return asked if await GroupCoordinator._do_heartbeat(member) else ()
 
 
 class Question(NamedTuple):
@@ -200,11 +172,9 @@ class Question(NamedTuple):
 ALL = frozenset(CODES)
 IN_PARTITION = ("topics", "partitions", "error_code")
 QUESTIONS = [
-    Question(LeaveGroupRequest, left_group, single=True, missing=False),
     Question(ProduceRequest, produced, {IN_PARTITION: frozenset({46})}),
     Question(FindCoordinatorRequest, coordinator, single=True, theirs=True, missing=False),
     Question(InitProducerIdRequest, producer_id, single=True, missing=False),
-    Question(HeartbeatRequest, heartbeat, {("error_code",): frozenset({27})}, single=True, theirs=True, missing=False),
 ]
 VERSIONS = [
     (question, struct.RESPONSE_TYPE)

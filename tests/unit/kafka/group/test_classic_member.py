@@ -1,5 +1,6 @@
 """A classic member, answer by answer: which codes do what, what joins claim, and when partitions are lost."""
 
+import math
 import random
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -510,6 +511,33 @@ def test_an_eager_member_releases_everything_before_it_joins() -> None:
     assert talk.claims() == (frozenset(), 4)
     talk.accept(5)
     assert only(talk.assign(1, 2), Assigned).partitions == orders(1, 2)
+
+
+def test_an_eager_member_reports_also_that_it_gets_nothing_back() -> None:
+    talk = Talk(assignors=[EAGER]).settle(0)
+    talk.beat(27)
+    talk.release(0)
+    talk.accept(5)
+
+    assert only(talk.assign(), Assigned).partitions == frozenset()
+
+
+def test_an_incremental_member_reports_nothing_when_nothing_has_changed() -> None:
+    talk = Talk().settle(0)
+    talk.beat(27)
+    talk.accept(5)
+
+    assert talk.assign(0) == []
+
+
+def test_the_latest_answered_heartbeat_is_known_while_we_are_a_member() -> None:
+    talk = Talk()
+    assert talk.member.answered_at == -math.inf
+    talk.settle(0)
+    talk.beat()
+    assert talk.member.answered_at == talk.now
+    talk.beat(25)
+    assert talk.member.answered_at == -math.inf
 
 
 def test_a_member_is_eager_if_one_of_its_assignors_is() -> None:

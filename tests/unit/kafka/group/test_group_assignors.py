@@ -9,7 +9,6 @@ import pytest
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 
 from aioshard.core.assignment import ASSIGNORS, Member, Partitions
-from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.group.assignors import GroupAssignor, Plan, claimed, reported
 from aioshard.kafka.group.classic import Assignor, ClassicMember, Elected
 from aioshard.kafka.group.member import NO_PARTITIONS
@@ -18,6 +17,7 @@ from aioshard.records import TopicPartition
 from tests.simulation.seeds import with_seeds
 from tests.unit.kafka.group.classic_chaos import Chaos, Release
 from tests.unit.kafka.group.classic_world import Node, World
+from tests.unit.kafka.group.former_assignor import ConsumerAssignor
 
 ORDERS = frozenset({"orders"})
 EVERY_NAME = [*ASSIGNORS, "cooperative-sticky"]

@@ -1,13 +1,16 @@
-"""The transport of members of the consumer protocol, with a driver that only says what the test tells it."""
+"""The transport of group members, with a driver that only says what the test tells it."""
 
 import asyncio
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from aioshard.errors import CommitRefusedError, InstanceIdTakenError, TransportError
+from aioshard.errors import CommitError, CommitRefusedError, InstanceIdTakenError, TransportError
+from aioshard.kafka.group.classic import ClassicEvent, Elected
 from aioshard.kafka.group.consumer_driver import ConsumerDriver
+from aioshard.kafka.group.leader import Leader
 from aioshard.kafka.group.member import (
     NO_PARTITIONS,
     Assigned,
@@ -22,7 +25,7 @@ from aioshard.kafka.group.member import (
 from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.groups import GroupMember
 from aioshard.kafka.offsets import Member
-from aioshard.kafka.wire.codes import ERROR_CODES
+from aioshard.kafka.wire.codes import ERROR_CODES, error_for
 from aioshard.ports import NOT_A_MEMBER, Committed, Membership
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -36,8 +39,15 @@ class Driver:
 
     session = 6.0
     is_alive = False
+    watched = frozenset[str]()
+    session_setting = "session_timeout"
+    last_heartbeat = None
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: str, *, is_incremental: bool = True) -> None:
+        self.protocol = protocol
+        self.is_incremental = is_incremental
+        self.inherits_within = self.session if protocol == "consumer" else 0.0
+        self.refused: list[int] = []
         self.now = 0.0
         self.ownership = Ownership(1, "one", 5, BOTH, 10.0)
         self.let_go: list[tuple[int, Collection[TopicPartition]]] = []
@@ -48,8 +58,9 @@ class Driver:
     def released(self, life: int, partitions: Collection[TopicPartition]) -> None:
         self.let_go.append((life, partitions))
 
-    def heartbeat_now(self) -> None:
-        raise AssertionError("nothing was sent, so nothing was refused")
+    def commit_refused(self, ownership: Ownership, code: int) -> None:
+        assert ownership.epoch == self.ownership.epoch
+        self.refused.append(code)
 
     async def close(self, timeout: float, reason: str) -> None:
         """Nothing runs."""
@@ -82,10 +93,12 @@ class Engine:
 class Alone(MemberTransport):
     """Without brokers; nobody else is in its group, unless *others* are."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(Settings(bootstrap_servers="127.0.0.1:1", group_protocol="consumer", **settings), "billing")
-        self.driver = Driver()
+    def __init__(self, protocol: Any = "consumer", *, is_incremental: bool = True, **settings: Any) -> None:
+        super().__init__(Settings(bootstrap_servers="127.0.0.1:1", group_protocol=protocol, **settings), "billing")
+        self.driver = Driver(protocol, is_incremental=is_incremental)
         self._driver = cast("ConsumerDriver", self.driver)
+        self.refusal: int | None = None
+        """The error code that answers commits."""
         self.engine = Engine()
         self._listener = self.engine
         self._is_started = True
@@ -96,9 +109,11 @@ class Alone(MemberTransport):
         return self.others
 
     async def _send_commit(self, offsets: Mapping[TopicPartition, Committed], member: Member) -> None:
-        raise AssertionError(f"{member} commits {offsets}")
+        if self.refusal is None:
+            raise AssertionError(f"{member} commits {offsets}")
+        raise error_for(self.refusal)
 
-    async def tell(self, *events: Event) -> None:
+    async def tell(self, *events: ClassicEvent) -> None:
         for event in events:
             self._on_event(event)
         for _ in range(5):
@@ -132,6 +147,40 @@ async def test_a_commit_is_not_sent_under_the_identity_of_a_later_life() -> None
     assert transport.membership() == NOT_A_MEMBER
     with pytest.raises(CommitRefusedError):
         await transport.commit({FIRST: Committed(7, "")}, membership)
+    await transport.close()
+
+
+async def test_a_commit_is_not_sent_for_an_earlier_life_with_the_same_member_id() -> None:
+    """A classic member keeps its id when it was only too late; another member may have had the partition meanwhile."""
+    transport = Alone("classic")
+    membership = await transport.assign()
+    transport.driver.ownership = Ownership(2, "one", 7, BOTH, 20.0)
+    assert transport.membership() == NOT_A_MEMBER
+    with pytest.raises(CommitRefusedError):
+        await transport.commit({FIRST: Committed(7, "")}, membership)
+    await transport.close()
+
+
+@pytest.mark.parametrize("code", [22, 27, 113])
+async def test_a_commit_that_another_generation_overtook_may_be_sent_again(code: int) -> None:
+    transport = Alone("classic")
+    membership = await transport.assign()
+    transport.refusal = code
+    with pytest.raises(CommitError) as raised:
+        await transport.commit({FIRST: Committed(7, "")}, membership)
+    assert not isinstance(raised.value, CommitRefusedError)
+    assert transport.driver.refused == [code]
+    await transport.close()
+
+
+@pytest.mark.parametrize("code", [25, 82, 110])
+async def test_a_commit_of_a_member_that_the_group_does_not_know_is_not_sent_again(code: int) -> None:
+    transport = Alone("classic")
+    membership = await transport.assign()
+    transport.refusal = code
+    with pytest.raises(CommitRefusedError):
+        await transport.commit({FIRST: Committed(7, "")}, membership)
+    assert transport.driver.refused == [code]
     await transport.close()
 
 
@@ -184,6 +233,39 @@ async def test_partitions_are_released_once_the_engine_has_drained_them() -> Non
     await transport.close()
 
 
+async def test_an_eager_member_is_none_until_the_group_has_assigned_everything_anew() -> None:
+    transport = Alone("classic", is_incremental=False)
+    transport.engine.drained.set()
+    await transport.assign()
+    await transport.tell(Revoked(1, BOTH, 9.0))
+    assert transport.driver.let_go == [(1, BOTH)]
+    assert transport.membership() == NOT_A_MEMBER
+    assert transport.engine.told[-1] == ("revoked", BOTH), "it has no assignment, not an empty one"
+
+    nothing = Ownership(1, "one", 6, NO_PARTITIONS, 10.0)
+    transport.driver.ownership = nothing
+    await transport.tell(Assigned(1, NO_PARTITIONS, nothing))
+    assert transport.engine.told[-1] == ("assigned", NO_PARTITIONS)
+    assert transport.membership() == Membership("one", 6)
+    await transport.close()
+
+
+async def test_the_others_get_their_partitions_from_a_leader_that_drains_for_the_last_time() -> None:
+    transport = Alone("classic")
+    elected: list[Elected] = []
+    transport._leader = cast("Leader", SimpleNamespace(elect=elected.append))
+    await transport.assign()
+    await transport.tell(Revoked(1, frozenset({FIRST}), 9.0))
+    await transport.engine.draining.wait()
+    closing = asyncio.create_task(transport.close(), name="close")
+    await asyncio.sleep(0)
+    election = Elected(7, "fair", {})
+    await transport.tell(election)
+    assert elected == [election]
+    transport.engine.drained.set()
+    await closing
+
+
 async def test_an_empty_assignment_counts_only_when_no_member_has_to_release_anything() -> None:
     transport = Alone()
     transport.others = [GroupMember("dead", "aioshard", "/127.0.0.1", None)]
@@ -208,6 +290,18 @@ async def test_a_group_without_the_protocol_says_which_one_to_use(event: Event, 
     error = await transport.failure()
     assert error.retriable is not permanent
     assert "group_protocol='classic'" in str(error)
+    await transport.close()
+
+
+@pytest.mark.parametrize(("code", "permanent"), [(23, False), (35, True)])
+async def test_a_group_that_accepts_no_classic_member_is_not_told_to_use_the_classic_protocol(
+    code: int, permanent: bool
+) -> None:
+    transport = Alone("classic")
+    await transport.tell(Refused(code, ""))
+    error = await transport.failure()
+    assert error.retriable is not permanent
+    assert "classic" not in str(error)
     await transport.close()
 
 

@@ -1,4 +1,4 @@
-"""Assignors in the form aiokafka calls them: one object per consumer, with the user data it sends to the group."""
+"""The assignor of members that ran on aiokafka: what they say to a group, and what they assign as its leader."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ from aioshard.core.assignment import (
 from aioshard.kafka.group.assignors import decoded, lasting_names, user_data
 from aioshard.records import TopicPartition, by_topic
 
-logger = logging.getLogger("aioshard.kafka.assignors")
+logger = logging.getLogger("tests.former_assignor")
 
 _VERSION = 0
 
@@ -133,18 +133,6 @@ class ConsumerAssignor:
         )
 
     # For the transport --------------------------------------------------------------------
-
-    def lead(self, members: Mapping[str, Member], partitions: Partitions) -> None:
-        """Take over a complete assignment that this consumer computed before it was restarted.
-
-        Args:
-            members: The members, with the partitions that each got.
-            partitions: The assigned partitions.
-        """
-        self.leads = True
-        self.moving = {}
-        self._delayed.forget()
-        self._group = {name: replace(member, generation=1) for name, member in members.items()}, partitions
 
     @property
     def joins_again_in(self) -> float | None:
