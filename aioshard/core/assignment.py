@@ -563,7 +563,11 @@ class DelayedReassignment:
         )
         return missing
 
-    def forget(self) -> None:
-        """Reset: another member has led the group in the meantime."""
-        self._previous = None
+    def forget(self, previous: Collection[TopicPartition] | None = None) -> None:
+        """Begin anew, because another member has led since, or a predecessor.
+
+        Args:
+            previous: The previously assigned partitions; None if unknown. Others count as new.
+        """
+        self._previous = None if previous is None else frozenset(previous)
         self.until = None

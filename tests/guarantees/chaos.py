@@ -8,10 +8,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from tests.guarantees.checks import Apart
+from tests.guarantees.checks import SAFE, Apart, OnlyUncommittedAgain
 from tests.guarantees.observations import Kind
 from tests.guarantees.process import Member
-from tests.guarantees.scenario import Scenario
+from tests.guarantees.scenario import SHORT, Scenario, even_keys
+
+PARTITIONS = 48
+NAMES = "abcdef"
+SESSION = 6.0
+SETTINGS = {"session_timeout": SESSION, "start_timeout": 100}
+WITHOUT_PROGRESS = SESSION + SHORT["rebalance_timeout"] + 5.0
+"""Seconds for which nothing may finish at most, while a member lives that long."""
 
 
 class Fleet:
@@ -120,3 +127,32 @@ class Fleet:
             if any(since <= before and after <= until for since, until in self.lives)
         )
         return max(gaps, default=0) / 1e9
+
+
+async def chaos(scenario: Scenario, *, seed: int, seconds: float, records: int) -> None:
+    """Six processes share 48 partitions; something happens to one of them every 0.5 to 10 s, while records come in."""
+    chance = random.Random(seed)
+    fleet = Fleet(scenario, chance, NAMES, SESSION, lambda _: SETTINGS, base=0.002, spread=0.02)
+    await scenario.create(partitions=PARTITIONS)
+    for name in NAMES:
+        fleet.start(name)
+    await scenario.until_settled(*NAMES, timeout=90)
+    scenario.start_feeding(even_keys(seed, keys=2_000), backlog=3_000, chunk=500, least=records)
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        await asyncio.sleep(min(chance.uniform(0.5, 10.0), max(end - time.monotonic(), 0.0)))
+        await fleet.something_happens((fleet.kill, fleet.kill, fleet.stop, fleet.freeze))
+    await fleet.come_to_rest()
+    await scenario.stop_feeding()
+    await scenario.until_finished(len(scenario.produced), timeout=120)
+    fleet.over()
+
+    longest = fleet.without_progress
+    scenario.notes["longest without progress"] = round(longest, 1)
+    await scenario.verify(
+        *(guarantee for guarantee in SAFE if not isinstance(guarantee, OnlyUncommittedAgain)),
+        OnlyUncommittedAgain(apart=fleet.apart),
+    )
+    assert longest <= WITHOUT_PROGRESS
+    assert scenario.kills + len(fleet.apart) > 0, "nothing happened"

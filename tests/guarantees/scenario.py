@@ -37,14 +37,16 @@ READ_INTERVAL = 0.5
 
 Policy = Literal["halt", "skip", "dead-letters", "parked"]
 
-Client = Literal["aiokafka", "eager", "cooperative", "KIP-848"]
+Client = Literal["aiokafka", "eager", "cooperative", "KIP-848", "mixed"]
 
 _CLIENTS: Mapping[Client, Mapping[str, Any]] = {
     "aiokafka": {},
     "eager": {"assignor": "sticky"},
     "cooperative": {"client": "confluent"},
     "KIP-848": {"group_protocol": "consumer"},
+    "mixed": {},
 }
+"""Of a mixed group, every second member is one of KIP-848."""
 CLIENTS = list(_CLIENTS)
 _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
 """Settings that belong to the broker under KIP-848; the tests' broker has much the same ones."""
@@ -207,6 +209,8 @@ class Scenario:
         self._starts[name] = self._starts.get(name, 0) + 1
         process = f"{name}.{self._starts[name]}"
         everything = {**SHORT, "bootstrap_servers": self.kafka.bootstrap, **_CLIENTS[self.client], **(settings or {})}
+        if self.client == "mixed" and ord(name[-1]) % 2:
+            everything |= _CLIENTS["KIP-848"]
         if everything.get("group_protocol") == "consumer":
             everything = {name: value for name, value in everything.items() if name not in _OF_THE_BROKER}
             everything["rebalance_timeout"] += 4  # the heartbeat that is counted is the default one, 3 s

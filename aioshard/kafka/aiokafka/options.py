@@ -9,6 +9,7 @@ from aiokafka.client import AIOKafkaClient
 from aioshard.kafka.wire.options import connection_options
 from aioshard.settings import Settings
 
+
 def client_options(settings: Settings, *, request_timeout: float) -> dict[str, Any]:
     """Build all options of aiokafka's bare client.
 

@@ -10,7 +10,7 @@ further rebalance.
 | `range`, `roundrobin`, `fair` | the group instance id, by which the leader sorts static members |
 | `sticky` | the partitions that the member had last, as in Java's and aiokafka's `sticky` |
 | `cooperative-sticky` | the generation, as in Java's `cooperative-sticky` |
-| `lag`, `cooperative-fair`, `cooperative-lag` | partitions and their backlogs, as JSON |
+| `lag`, `cooperative-fair`, `cooperative-lag` | the partitions that the member had last, as JSON |
 """
 
 import json
@@ -80,8 +80,6 @@ class GroupAssignor:
         self.name = name
         self.is_incremental = name.startswith(COOPERATIVE)
         """Whether members keep their partitions during a rebalance, and release only those that move."""
-        self.backlogs: Mapping[TopicPartition, int] = {}
-        """Known backlogs, in records, of all subscribed partitions; the driver sets them before a join."""
         self._instance_id = instance_id
         self._delayed = DelayedReassignment(delay)
         self._moving: Mapping[TopicPartition, str] = {}
@@ -93,23 +91,31 @@ class GroupAssignor:
 
     def user_data(self, partitions: Collection[TopicPartition], generation: int) -> bytes:
         """Return the user data of a subscription; see `aioshard.kafka.group.classic.Assignor`."""
-        return user_data(self.name, self._instance_id, partitions, generation, self.backlogs)
+        return user_data(self.name, self._instance_id, partitions, generation)
 
-    def assign(self, election: Elected, partitions: Partitions, now: float) -> Plan:
+    def assign(
+        self,
+        election: Elected,
+        partitions: Partitions,
+        now: float,
+        backlogs: Mapping[TopicPartition, int] | None = None,
+    ) -> Plan:
         """Compute the assignment of the group.
 
         Args:
             election: The election, for this assignor.
             partitions: The existing partitions of the members' topics.
             now: The time, as the member counts it.
+            backlogs: The uncommitted records of partitions, where they are known. They count for more than what
+                members report.
         """
         if election.generation != self._generation + 1:  # another member has led the group since, or nobody
-            self._delayed.forget()
+            self._delayed.forget(_partitions(election.before))
             self._moving = {}
         self._generation = election.generation
         subscriptions = election.members
         known = {topic: sorted(numbers) for topic, numbers in partitions.items() if numbers}
-        reports = self._reports(subscriptions)
+        reports = self._reports(subscriptions, backlogs or {})
         withheld = self._delayed.withheld(reports, known, now)
         available = {
             topic: [number for number in numbers if TopicPartition(topic, number) not in withheld]
@@ -139,7 +145,10 @@ class GroupAssignor:
     def take_over(self, members: Mapping[str, Member]) -> None:
         """Accept the members of a group with the partitions that a predecessor has assigned to them."""
         assigned = sorted(partition for member in members.values() for partition in member.owned)
-        self._group = {name: replace(member, generation=1) for name, member in members.items()}, dict(by_topic(assigned))
+        self._group = (
+            {name: replace(member, generation=1) for name, member in members.items()},
+            dict(by_topic(assigned)),
+        )
 
     def would_pay(self, backlogs: Mapping[TopicPartition, int]) -> bool:
         """Whether a rebalance would pay now, judged by the leader from the current backlogs of all partitions."""
@@ -152,19 +161,26 @@ class GroupAssignor:
         """Whether a member releases partitions but leaves the next rebalance to the leader, as old versions do."""
         return subscriptions[name].owned is None
 
-    def _reports(self, subscriptions: Mapping[str, Subscription]) -> dict[str, Member]:
-        """Return the members with the partitions that they had last, and with their backlogs."""
+    def _reports(
+        self, subscriptions: Mapping[str, Subscription], backlogs: Mapping[TopicPartition, int]
+    ) -> dict[str, Member]:
+        """Return the members with the partitions that they had last, and with the backlogs of all."""
         reports = {name: reported(self.name, each) for name, each in subscriptions.items()}
         owned = {partition for member in reports.values() for partition in member.owned}
+        known = dict(backlogs)
         for partition in self._moving.keys() - owned:
             # Otherwise backlogs that grew meanwhile could move it to yet another member, again and again.
             taker = self._moving[partition]
             if taker in reports:
                 reports[taker] = replace(reports[taker], owned=(*reports[taker].owned, partition))
-        # No member reports unowned partitions. For those, use the backlogs that the leader fetched.
-        first = min(reports)
-        reports[first] = replace(reports[first], backlogs={**self.backlogs, **reports[first].backlogs})
-        return reports
+                known.pop(partition, None)
+        return {name: replace(report, backlogs={**report.backlogs, **known}) for name, report in reports.items()}
+
+
+def _partitions(numbers: Mapping[str, Collection[int]] | None) -> list[TopicPartition] | None:
+    if numbers is None:
+        return None
+    return [TopicPartition(topic, number) for topic in numbers for number in numbers[topic]]
 
 
 # Members ----------------------------------------------------------------------------------
@@ -216,7 +232,6 @@ def user_data(
     instance_id: str | None,
     partitions: Collection[TopicPartition],
     generation: int,
-    backlogs: Mapping[TopicPartition, int],
 ) -> bytes:
     """Return the user data that a member sends; `decoded` reads them.
 
@@ -225,7 +240,6 @@ def user_data(
         instance_id: The name of a static member.
         partitions: The partitions that the member has, or had last.
         generation: The generation that assigned them.
-        backlogs: The backlogs, where they are known, at least those of *partitions*.
     """
     if name in _NAMED:
         return (instance_id or "").encode()
@@ -239,7 +253,7 @@ def user_data(
         _STICKY.encode(out, {"previous": parts, "generation": generation})
         return bytes(out)
     had = {
-        topic: {number: backlogs.get(TopicPartition(topic, number)) for number in numbers}
+        topic: dict.fromkeys(numbers)  # members on aiokafka named a backlog here
         for topic, numbers in by_topic(sorted(partitions))
     }
     return json.dumps({"generation": generation, "had": had}).encode()

@@ -104,6 +104,9 @@ class Elected:
     protocol: str
     """The name of the assignor that all members have."""
     members: Mapping[str, Subscription]
+    before: Mapping[str, frozenset[int]] | None = None
+    """The partitions in the assignment before this election, by topic, if it was ours, or that of a predecessor with
+    our instance id; None if another member led."""
 
     @property
     def topics(self) -> frozenset[str]:
@@ -211,6 +214,8 @@ class _Lead:
         """The assignments that our sync brings, by member id."""
         self.assigned_from: Mapping[str, frozenset[int]] | None = None
         """The partitions that existed when we assigned them; None if another member leads."""
+        self.before: Mapping[str, frozenset[int]] | None = None
+        """`assigned_from` until the next election."""
         self.known: dict[str, frozenset[int]] = {}
         """The partitions of topics, as far as they were reported."""
         self.rejoin_at = math.inf
@@ -223,8 +228,15 @@ class _Lead:
         self.assigned_from = None
         self.rejoin_at = math.inf
 
+    def join(self) -> None:
+        """Give up the lead until the next election, and remember what was assigned."""
+        if self.assigned_from is not None:
+            self.before = self.assigned_from
+        self.end()
+
     def elect(self, election: Elected) -> None:
         """Wait for an assignment."""
+        self.before = None
         self.election = election
         self.elections.append(election)
 
@@ -431,7 +443,7 @@ class ClassicMember:
         self._rejoin_reason = None
         self._claimed = self._holdings.owned
         self._was_described = self._instance_id is None
-        self._lead.end()
+        self._lead.join()
         if not self.is_incremental:
             self._holdings.await_assignment()
         return JoinRequest(
@@ -549,9 +561,11 @@ class ClassicMember:
         self._state = _State.SYNCING
         if answer.leader == answer.member_id and not answer.skips_assignment:
             members = {member_id: read_subscription(content) for member_id, content in answer.members.items()}
-            self._lead.elect(Elected(answer.generation, answer.protocol, members))
+            self._lead.elect(Elected(answer.generation, answer.protocol, members, self._lead.before))
             self._state = _State.LEADING
-        elif self._instance_id is not None and not request.member_id:
+            return
+        self._lead.before = None
+        if self._instance_id is not None and not request.member_id:
             self._replace_predecessor(self._instance_id, answer)
 
     def _replace_predecessor(self, instance_id: str, answer: Joined) -> None:
@@ -585,25 +599,34 @@ class ClassicMember:
         self._session.sync(sent)
         self._previous = answer.assignment, self._generation
         fits = all(partition.topic in self._topics for partition in answer.assignment)
-        if fits and (self.is_incremental or self._rejoin_reason is None):
-            self._pauses.reset()
+        if not fits:
+            self._rejoin_reason = self._rejoin_reason or "the assignment does not fit the subscription"
+        if self.is_incremental or self._rejoin_reason is None:
             self._reconcile(answer.assignment, now)
         else:
             self._renew()
             self._state = _State.OUT
+        if fits:
+            self._pauses.reset()
+        else:
             self._due = now + self._pauses.next()
-            self._rejoin_reason = self._rejoin_reason or "the assignment does not fit the subscription"
 
     def _reconcile(self, target: Partitions, now: float) -> None:
-        """Take an assignment: what is new is ours, what is missing has to be released, then we join again."""
+        """Take an assignment: what is new is ours, what is missing has to be released, then we join again.
+
+        What is new and not subscribed to any more is not taken. What we have of it is released under this generation:
+        the group accepts commits under no other one.
+        """
+        wanted = frozenset(partition for partition in target if partition.topic in self._topics)
         gone = self._holdings.owned - target
+        is_complete = wanted == target or bool(wanted - self._holdings.owned)
         self._state = _State.STABLE
         if self._claimed - target:
             self._rejoin_reason = self._rejoin_reason or "partitions were released"
         self._holdings.renew(
             self._generation,
             self._session.limit,
-            assigned=target,
+            assigned=wanted if is_complete else None,
             revoked=gone,
             deadline=self._session.removal,
         )
@@ -851,6 +874,7 @@ class ClassicMember:
         self._holdings.lose(reason)
         self._session.forget()
         self._lead.end()
+        self._lead.before = None
         self._generation = NOT_A_MEMBER
         if self._state is not _State.JOINING:
             self._state = _State.OUT

@@ -1,4 +1,4 @@
-"""What the leader of a classic group does besides being a member: it assigns partitions, and sees when to do it again."""
+"""The leader of a classic group: it assigns partitions, and sees when to do that again."""
 
 import asyncio
 import logging
@@ -36,6 +36,7 @@ class Leader:
         self,
         driver: ClassicDriver,
         assignor: GroupAssignor,
+        *,
         group_id: str,
         cluster: Cluster,
         offsets: GroupOffsets,
@@ -64,8 +65,6 @@ class Leader:
         self._settings = settings
         self._isolation = isolation
         self._elections: asyncio.Queue[Elected] = asyncio.Queue()
-        self._balances = assignor.name.endswith("lag")
-        """Whether the assignor needs backlogs."""
 
     def elect(self, election: Elected) -> None:
         """Accept that the group waits for our assignment."""
@@ -90,12 +89,13 @@ class Leader:
         partitions = await self._partitions_of(election)
         if partitions is None:
             return
-        if self._balances:
-            self._assignor.backlogs = await self._backlogs(
-                [TopicPartition(topic, number) for topic, numbers in partitions.items() for number in numbers]
-            )
-        plan = self._assignor.assign(election, partitions, self._driver.clock())
-        self._report(plan, partitions)
+        backlogs: Mapping[TopicPartition, int] = {}
+        if self._assignor.name.endswith("lag"):
+            everything = [TopicPartition(topic, number) for topic in partitions for number in partitions[topic]]
+            backlogs = await self._backlogs(everything)
+        now = self._driver.clock()
+        plan = self._assignor.assign(election, partitions, now, backlogs)
+        self._report(plan, partitions, now)
         self._driver.lead(election, plan.assignments, partitions, rejoin_at=plan.rejoin_at)
 
     async def _partitions_of(self, election: Elected) -> dict[str, list[int]] | None:
@@ -116,7 +116,7 @@ class Leader:
             return {topic: sorted(self._cluster.metadata.partitions(topic)) for topic in sorted(topics)}
         return None
 
-    def _report(self, plan: Plan, partitions: Mapping[str, Collection[int]]) -> None:
+    def _report(self, plan: Plan, partitions: Mapping[str, Collection[int]], now: float) -> None:
         absent = [topic for topic, numbers in partitions.items() if not numbers]
         if absent:
             logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(absent))
@@ -124,7 +124,7 @@ class Leader:
             logger.warning(
                 "%d partitions of a lost member stay unassigned for %.3g s, until a replacement joins: %s",
                 len(plan.withheld),
-                plan.rejoin_at - self._driver.clock(),
+                plan.rejoin_at - now,
                 named(sorted(plan.withheld)),
             )
 
@@ -189,7 +189,9 @@ class Leader:
                 commits = await self._offsets.committed(partitions)
                 ranges = await log_ranges(self._cluster, partitions, self._isolation, _BACKLOG_TIMEOUT)
         except (WireError, TimeoutError) as error:
-            logger.info("could not query the remaining records of the partitions: %s", str(error) or "no answer in time")
+            logger.info(
+                "could not query the remaining records of the partitions: %s", str(error) or "no answer in time"
+            )
         else:
             for partition, (start, end, _) in ranges.items():
                 ends[partition] = end

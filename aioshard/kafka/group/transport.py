@@ -119,13 +119,11 @@ class MemberTransport(ConsumerTransport):
         self._pattern = None if pattern is None else re.compile(pattern)
         self._subscribed = await self._wanted_topics()
         self._check_running()
-        if self._settings.group_protocol == "consumer":
-            driver = self._driver = self._consumer_driver()
-        else:
-            driver = self._driver = self._classic_driver()
+        is_consumer = self._settings.group_protocol == "consumer"
+        self._driver = self._consumer_driver() if is_consumer else self._classic_driver()
         self._begin(self._pass_on_changes(), "assignments")
         self._begin(self._watch_topics(), "topics")
-        driver.start()
+        self._driver.start()
 
     def _consumer_driver(self) -> ConsumerDriver:
         settings = self._settings
@@ -168,12 +166,12 @@ class MemberTransport(ConsumerTransport):
         self._leader = Leader(
             driver,
             assignor,
-            self._group_id,
-            self._cluster,
-            self._offsets,
-            self._fetcher,
-            settings,
-            self._isolation,
+            group_id=self._group_id,
+            cluster=self._cluster,
+            offsets=self._offsets,
+            fetcher=self._fetcher,
+            settings=settings,
+            isolation=self._isolation,
         )
         self._begin(self._leader.run(), "leadership")
         self._begin(self._watch_joins(), "joins")

@@ -157,17 +157,28 @@ def rejoin(transport: Any) -> None:
     transport._driver.rejoin("the test wants it")
 
 
-async def vanish(transport: Any) -> None:
-    """End a member without a word to its group."""
+async def silence(transport: Any) -> None:
+    """End a membership without a word to the group."""
     driver = transport._driver
     driver._call(driver._stop)
     await asyncio.wait([driver._ended], timeout=PATIENCE)
+
+
+async def vanish(transport: Any) -> None:
+    """End a member without a word to its group."""
+    await silence(transport)
     await transport.close()
 
 
 def held(member: Member) -> set[TopicPartition]:
     """The partitions of a member's latest assignment."""
     return set(member.assignments[-1].partitions) if member.assignments else set()
+
+
+def generation_of(transport: Any) -> int:
+    """The generation of a member, which rises also when its assignment stays."""
+    driver = getattr(transport, "_driver", None)
+    return int(transport.membership().generation if driver is None else driver.ownership.epoch)
 
 
 async def until_assigned(*members: Member, partitions: int, some_idle: bool = False) -> None:
@@ -180,7 +191,7 @@ async def until_assigned(*members: Member, partitions: int, some_idle: bool = Fa
     """
     async with asyncio.timeout(PATIENCE):
         while True:
-            generations = {member.transport.membership().generation for member in members}
+            generations = {generation_of(member.transport) for member in members}
             everything = [at for member in members for at in held(member)]
             is_complete = len(everything) == len(set(everything)) == partitions
             all_assigned = all(member.assignments for member in members)

@@ -3,36 +3,23 @@
 Each private attribute that `aioshard.kafka.aiokafka` uses stands in the table below with the object that has it.
 """
 
-import asyncio
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaProducer
 from aiokafka import errors as kafka_errors
-from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.client import AIOKafkaClient
-from aiokafka.cluster import ClusterMetadata
-from aiokafka.consumer.fetcher import Fetcher
-from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.partitioner import murmur2
-from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from aioshard.errors import AuthorizationError, ClientLostError
 from aioshard.kafka import aiokafka
 from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected
 from aioshard.kafka.aiokafka.options import client_options
-from aioshard.kafka.aiokafka.transport import AiokafkaTransport
-from aioshard.kafka.assignors import ConsumerAssignor
-from aioshard.ports import Committed
-from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member
 from tests.support.brokers import SharedKafka
@@ -55,6 +42,7 @@ INHERITED = {
     "BareClient": {"_get_conn", "_metadata_update", "_sync_task", "_topics"},
 }
 """Attributes that our subclasses use of themselves."""
+
 
 def test_the_client_version_is_the_reviewed_one() -> None:
     assert importlib.metadata.version("aiokafka").startswith("0.14.")

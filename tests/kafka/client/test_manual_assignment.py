@@ -17,8 +17,8 @@ from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import ClientLostError, GroupHasMembersError, StartError
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import Committed
 from aioshard.settings import Settings
 from tests.kafka.client.members import background_tasks

@@ -204,9 +204,9 @@ async def test_a_dropped_member_learns_that_it_lost_its_partitions(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    one = member(session_timeout=1, heartbeat_interval=0.2)
+    one = member(rebalance_timeout=2, drain_timeout=0.5, commit_timeout=0.5, heartbeat_interval=0.2)
     before = await one.join(topic)
-    time.sleep(2)  # noqa: ASYNC251 - a loop that is blocked sends no heartbeats
+    time.sleep(4)  # noqa: ASYNC251 - a loop that is blocked for longer than a rebalance costs the membership
     await one.poll_until(lambda: len(one.assignments) == 2)
 
     assert one.revocations == [(before.partitions, True)]

@@ -79,16 +79,6 @@ async def test_every_mechanism_reads_and_commits(
     assert await kafka.committed(group, topic) == {0: 3}
 
 
-async def test_the_debug_log_would_show_the_password(
-    kafka: SharedKafka, topic: str, guarded: Guarded, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards the test above: the client does log the exchange, with its bytes left out."""
-    await kafka.create_topic(topic)
-    member = guarded()
-    await member.join(topic)
-    assert any("SaslAuthenticateRequest" in record.getMessage() for record in caplog.records)
-
-
 @pytest.mark.parametrize(("user", "mechanism"), [(PLAIN_USER, "PLAIN"), (SCRAM_USER, "SCRAM-SHA-512")])
 async def test_a_wrong_password_names_the_user_and_the_mechanism(
     guarded: Guarded, user: Credentials, mechanism: str

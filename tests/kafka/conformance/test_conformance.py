@@ -18,7 +18,6 @@ from aioshard.errors import (
     StateError,
     TopicRecreatedError,
 )
-from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import (

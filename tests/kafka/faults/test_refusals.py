@@ -10,8 +10,8 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StartError
-from aioshard.records import TopicPartition
 from aioshard.kafka.group.classic_messages import Acknowledged, ClassicAnswer, ClassicRequest, HeartbeatRequest
+from aioshard.records import TopicPartition
 from tests.kafka.client.members import background_tasks
 from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (

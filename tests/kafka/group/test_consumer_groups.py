@@ -242,7 +242,7 @@ async def test_a_changed_subscription_is_followed(kafka: SharedKafka, topic: str
     await kafka.create_topic(second, 1)
     one = join(kafka.bootstrap, group, topics=[topic])
     await until_shared(topic, one)
-    one.driver.subscribe([second], [])
+    one.driver.subscribe([second])
     await one.until(lambda: one.owned == all_of(second, 1))
     assert one.saw(Revoked)[0].partitions == all_of(topic)
 
@@ -264,7 +264,7 @@ async def test_a_requested_heartbeat_brings_the_newest_epoch(
     two = join(kafka.bootstrap, group, topics=["another-topic"])
     await two.until(lambda: two.saw(Assigned))
     epoch = two.driver.ownership.epoch
-    one.driver.heartbeat_now()
+    one.driver.commit_refused(one.driver.ownership, 113)
     await one.until(lambda: one.driver.ownership.epoch >= epoch)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from aioshard.errors import MissingExtraError
-from aioshard.kafka.group.transport import MemberTransport
 from aioshard.kafka.clients import kafka_clients
 from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
 from aioshard.kafka.confluent.transport import ConfluentTransport
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.settings import Settings
 
 SERVERS = "localhost:9092"

@@ -1,5 +1,6 @@
 """The assignor of members that ran on aiokafka: what they say to a group, and what they assign as its leader."""
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,8 +65,17 @@ class ConsumerAssignor:
     def metadata(self, topics: Iterable[str]) -> Any:
         """Build the metadata that the consumer sends when it joins."""
         self.leads = False
-        content = user_data(self.name, self._instance, self.owned, self.generation, self.backlogs)
+        content = self._with_backlogs(user_data(self.name, self._instance, self.owned, self.generation))
         return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), content)
+
+    def _with_backlogs(self, content: bytes) -> bytes:
+        if not content.startswith(b"{"):
+            return content
+        values = json.loads(content)
+        for topic, numbers in values["had"].items():
+            for number in numbers:
+                numbers[number] = self.backlogs.get(TopicPartition(topic, int(number)))
+        return json.dumps(values).encode()
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the assignment; called only on the leader of the group."""

@@ -602,6 +602,26 @@ def test_an_eager_member_takes_no_assignment_that_it_would_have_to_release_at_on
     assert talk.claims(1) == (frozenset(), 4)
 
 
+def test_what_is_released_during_a_join_is_committed_under_the_generation_that_the_join_brings() -> None:
+    """The group accepts commits under no other one, and the next join waits for the release."""
+    talk = Talk(topics=["orders", "refunds"])
+    talk.accept(4)
+    refund, new_refund = TopicPartition("refunds", 0), TopicPartition("refunds", 1)
+    talk.answer(talk.request(SyncRequest), Synced(0, orders(0) | {refund}))
+    talk.beat(27)
+    join = talk.request(JoinRequest)
+    talk.member.subscribe(["orders"], talk.now)
+    assert only(talk.member.take_events(), Revoked).partitions == {refund}
+    talk.answer(join, Joined(0, "me", 5, "incremental", "other"))
+
+    talk.answer(talk.request(SyncRequest), Synced(0, orders(0, 1) | {refund, new_refund}))
+
+    assert talk.member.ownership.epoch == 5
+    assert talk.owned == orders(0, 1) | {refund}
+    talk.member.released(1, [refund], talk.now)
+    assert talk.claims(1) == (orders(0, 1), 5)
+
+
 def test_the_same_subscription_again_changes_nothing() -> None:
     talk = Talk().settle(0)
 

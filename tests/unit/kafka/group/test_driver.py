@@ -433,10 +433,10 @@ async def test_a_mistake_in_the_thread_ends_the_ownership() -> None:
     driver = away(Broken(random.Random(1)), events)
     driver.start()
     async with asyncio.timeout(30.0):
-        driver.heartbeat_now()
+        driver.commit_refused(driver.ownership, 113)
         while not any(isinstance(event, Ended) for event in events):  # noqa: ASYNC110 - the list tells nobody
             await asyncio.sleep(0.01)
-        driver.heartbeat_now()
+        driver.commit_refused(driver.ownership, 113)
         await driver.close(60.0, "closing")
     assert driver.ownership.partitions == frozenset()
     assert [type(event) for event in events if isinstance(event, Lost | Ended)] == [Lost, Ended]

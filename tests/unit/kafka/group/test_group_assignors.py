@@ -28,11 +28,9 @@ def orders(*numbers: int) -> frozenset[TopicPartition]:
     return frozenset(TopicPartition("orders", number) for number in numbers)
 
 
-def member(name: str, *owned: int, generation: int = 4, backlog: int | None = None) -> Subscription:
+def member(name: str, *owned: int, generation: int = 4) -> Subscription:
     """A member that has partitions; it claims them if its assignor is incremental."""
     assignor = GroupAssignor(name)
-    if backlog is not None:
-        assignor.backlogs = dict.fromkeys(orders(*owned), backlog)
     content = assignor.user_data(orders(*owned), generation)
     claims = orders(*owned) if assignor.is_incremental else NO_PARTITIONS
     return read_subscription(write_subscription(Subscription(ORDERS, content, claims, generation)))
@@ -43,9 +41,16 @@ def of_version_0(name: str, *owned: int, generation: int = 4) -> Subscription:
     return Subscription(ORDERS, GroupAssignor(name).user_data(orders(*owned), generation), None, -1)
 
 
-def assign(assignor: GroupAssignor, count: int, generation: int = 5, now: float = 0.0, **members: Subscription) -> Plan:
+def assign(
+    assignor: GroupAssignor,
+    count: int,
+    generation: int = 5,
+    now: float = 0.0,
+    backlogs: Mapping[TopicPartition, int] | None = None,
+    **members: Subscription,
+) -> Plan:
     election = Elected(generation, assignor.name, members)
-    return assignor.assign(election, {"orders": range(count)}, now)
+    return assignor.assign(election, {"orders": range(count)}, now, backlogs)
 
 
 def numbers(plan: Plan) -> dict[str, list[int]]:
@@ -111,13 +116,14 @@ def test_a_partition_that_two_members_claim_under_one_generation_is_taken_from_b
 def test_a_moving_partition_goes_to_its_planned_member_although_backlogs_change(generation: int, is_kept: bool) -> None:
     """Unless another member has led since: then the plan is not the group's."""
     leader = GroupAssignor("cooperative-lag")
-    first = assign(leader, 4, a=member("cooperative-lag", 0, 1, 2, 3, backlog=1_000), b=member("cooperative-lag"))
+    before = dict.fromkeys(orders(0, 1, 2, 3), 1_000)
+    first = assign(leader, 4, backlogs=before, a=member("cooperative-lag", 0, 1, 2, 3), b=member("cooperative-lag"))
     kept = numbers(first)["a"]
     moving = sorted({0, 1, 2, 3}.difference(kept))
-    leader.backlogs = dict.fromkeys(orders(*moving), 1_000_000)
+    grown = before | dict.fromkeys(orders(*moving), 1_000_000)
 
-    one, other = member("cooperative-lag", *kept, backlog=1_000), member("cooperative-lag")
-    after = assign(leader, 4, generation=generation, a=one, b=other, c=other)
+    one, other = member("cooperative-lag", *kept), member("cooperative-lag")
+    after = assign(leader, 4, generation=generation, backlogs=grown, a=one, b=other, c=other)
 
     assert (set(moving) <= set(numbers(after)["b"])) is is_kept
 
@@ -136,6 +142,18 @@ def test_partitions_of_a_lost_member_wait_for_a_replacement() -> None:
     assert (numbers(plan), plan.rejoin_at, plan.withheld) == ({"a": [0, 1]}, 130.0, orders(2, 3))
     plan = assign(leader, 4, generation=7, now=130.0, a=member("cooperative-fair", 0, 1))
     assert (numbers(plan), plan.rejoin_at) == ({"a": [0, 1, 2, 3]}, math.inf)
+
+
+def test_what_a_predecessor_left_unassigned_is_assigned_at_once() -> None:
+    """It may have waited for a replacement for as long as it was told to: nobody knows since when."""
+    leader = GroupAssignor("sticky", delay=30.0)
+    members = {"a": member("sticky", 0, 1), "b": member("sticky", 2)}
+    before = {"orders": frozenset({0, 1, 2})}
+
+    plan = leader.assign(Elected(9, "sticky", members, before), {"orders": range(4)}, 0.0)
+
+    assert plan.withheld == frozenset()
+    assert sorted(number for assigned in numbers(plan).values() for number in assigned) == [0, 1, 2, 3]
 
 
 def test_the_leader_judges_whether_a_rebalance_would_pay() -> None:

@@ -11,7 +11,7 @@ import pytest
 from aioshard.core.assignment import Member
 from aioshard.kafka.fetcher import Fetcher
 from aioshard.kafka.group import leader as leading
-from aioshard.kafka.group.assignors import GroupAssignor
+from aioshard.kafka.group.assignors import GroupAssignor, Plan
 from aioshard.kafka.group.classic import Elected
 from aioshard.kafka.group.classic_driver import ClassicDriver
 from aioshard.kafka.group.leader import Leader
@@ -138,6 +138,18 @@ class Commits:
         }
 
 
+class Assignor(GroupAssignor):
+    """Shows what it is asked."""
+
+    def __init__(self, group: "Group", name: str, delay: float) -> None:
+        super().__init__(name, delay=delay)
+        self._group_of_test = group
+
+    def assign(self, election: Elected, partitions: Any, now: float, backlogs: Any = None) -> Plan:
+        self._group_of_test.backlogs = backlogs
+        return super().assign(election, partitions, now, backlogs)
+
+
 class Group:
     """A member that leads, with everything around it."""
 
@@ -145,16 +157,18 @@ class Group:
         self.brokers = brokers
         self.thread = Thread("orders")
         self.commits = Commits()
-        self.assignor = GroupAssignor(assignor, delay=delay)
+        self.assignor = Assignor(self, assignor, delay)
+        self.backlogs: Mapping[TopicPartition, int] = {}
+        """Those that the latest assignment was computed with."""
         self.leader = Leader(
             cast("ClassicDriver", self.thread),
             self.assignor,
-            "billing",
-            cast("Cluster", brokers),
-            cast("GroupOffsets", self.commits),
-            cast("Fetcher", Positions()),
-            Settings(assignor=assignor, **settings),
-            READ_UNCOMMITTED,
+            group_id="billing",
+            cluster=cast("Cluster", brokers),
+            offsets=cast("GroupOffsets", self.commits),
+            fetcher=cast("Fetcher", Positions()),
+            settings=Settings(assignor=assignor, **settings),
+            isolation=READ_UNCOMMITTED,
         )
 
     @asynccontextmanager
@@ -168,7 +182,9 @@ class Group:
             await asyncio.wait([task])
 
 
-def election(*topics: str, generation: int = 5, had: Collection[TopicPartition] = (), assignor: str = "fair") -> Elected:
+def election(
+    *topics: str, generation: int = 5, had: Collection[TopicPartition] = (), assignor: str = "fair"
+) -> Elected:
     data = GroupAssignor(assignor).user_data(had, generation - 1)
     members = {"a": Subscription(frozenset(topics), data, frozenset(), generation - 1)}
     return Elected(generation, assignor, members)
@@ -266,7 +282,7 @@ async def test_backlogs_count_from_the_commits_to_the_ends_of_the_logs(monkeypat
     async with group.running():
         group.leader.elect(election("orders", assignor="lag"))
         await group.thread.led.get()
-    assert group.assignor.backlogs == {ONE: 8, TWO: 38}, "nothing is committed of the second: from the beginning"
+    assert group.backlogs == {ONE: 8, TWO: 38}, "nothing is committed of the second: from the beginning"
 
 
 async def test_without_an_answer_backlogs_count_from_our_own_positions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +292,7 @@ async def test_without_an_answer_backlogs_count_from_our_own_positions(monkeypat
     async with group.running():
         group.leader.elect(election("orders", assignor="lag"))
         await group.thread.led.get()
-    assert group.assignor.backlogs == {ONE: 5}
+    assert group.backlogs == {ONE: 5}
 
 
 # Reasons for another assignment -----------------------------------------------------------
@@ -296,6 +312,7 @@ async def test_the_group_rebalances_when_two_looks_in_a_row_find_unequal_backlog
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = Group(Brokers(orders=2), assignor="lag", balance_interval=0.001)
+    group.assignor.take_over({"a": Member(frozenset({"orders"}), (ONE, TWO))})
     looks: list[bool] = []
     answers = iter([True, False, True, True])
 
@@ -313,6 +330,7 @@ async def test_the_group_rebalances_when_two_looks_in_a_row_find_unequal_backlog
 async def test_a_follower_does_not_look_at_backlogs(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(Brokers(orders=2), assignor="lag", balance_interval=0.001)
     group.thread.leads = False
+    group.assignor.take_over({"a": Member(frozenset({"orders"}), (ONE, TWO))})
     began = asyncio.Event()
     monkeypatch.setattr(leading.asyncio, "sleep", _counted(began, 3))
     monkeypatch.setattr(group.assignor, "would_pay", lambda _: pytest.fail("it is not the leader"))
@@ -340,7 +358,9 @@ async def test_a_leader_learns_what_its_predecessor_has_assigned(monkeypatch: py
     group.brokers.learn({"orders": 2})
     log_ends(monkeypatch, {ONE: 9_000, TWO: 9_000})
     both = {"a": Member(frozenset({"orders"}), (ONE, TWO)), "b": Member(frozenset({"orders"}))}
-    monkeypatch.setattr(leading, "classic_members", lambda *_: DescribedGroup(is_stable=True, members=both, instances={}))
+    monkeypatch.setattr(
+        leading, "classic_members", lambda *_: DescribedGroup(is_stable=True, members=both, instances={})
+    )
     async with group.running():
         await group.thread.rejoined.get()
     assert group.assignor.knows_group
