@@ -232,6 +232,10 @@ class Statistics:
     """Problems that a restart of the process would fix, as sentences; `/livez` returns 503 while there are any."""
     client: str = ""
     """Name of the Kafka client; empty before the first start."""
+    group_protocol: str | None = None
+    """`classic` or `consumer`; None with manual assignment, and before the app joins the group."""
+    group_protocol_reason: str | None = None
+    """Why it is this protocol, to follow "because"."""
     rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
     rebalance_seconds: float = 0.0
     """Seconds spent in rebalances, including the one in progress."""

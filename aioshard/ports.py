@@ -29,6 +29,14 @@ class Membership(NamedTuple):
 NOT_A_MEMBER = Membership("", -1)
 
 
+class ChosenProtocol(NamedTuple):
+    """The group protocol of a member."""
+
+    name: Literal["classic", "consumer"]
+    reason: str
+    """Why it is this one, to follow "because"."""
+
+
 class Allowance(NamedTuple):
     """How much more of one partition the engine accepts now."""
 
@@ -173,6 +181,10 @@ class Transport(Protocol):
     @property
     def slow_join(self) -> str | None:
         """A sentence about the members with which the group is rebalancing, if our join takes long; else None."""
+
+    @property
+    def group_protocol(self) -> ChosenProtocol | None:
+        """The protocol with which we are, or want to be, a member; None with manual assignment and before the start."""
 
     @property
     def inherits_within(self) -> float:

@@ -272,7 +272,7 @@ class SettingsDict(TypedDict, total=False):
     client_id: str | None
     group_instance_id: str | None
     client: Literal["aiokafka", "confluent"]
-    group_protocol: Literal["classic", "consumer"]
+    group_protocol: Literal["auto", "classic", "consumer"]
     assignor: Assignor | None
     reassignment_delay: float
     balance_interval: float
@@ -359,9 +359,11 @@ class Settings(BaseSettings):
     client: Literal["aiokafka", "confluent"] = "aiokafka"
     """The Kafka client. `confluent` needs the extra `confluent`; with it, a rebalance stops only the partitions that
     move."""
-    group_protocol: Literal["classic", "consumer"] = "classic"
-    """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0. Heartbeats then
-    come from a thread, so a handler may block the event loop for up to `rebalance_timeout`."""
+    group_protocol: Literal["auto", "classic", "consumer"] = "auto"
+    """The group protocol. With `consumer` (KIP-848, Kafka 4.0) the brokers assign partitions, with `classic` a member
+    does. `auto` is `consumer` where the brokers and the group accept it. It is `classic` with `client="confluent"`, and
+    if a setting is given that only `classic` has: `assignor`, `session_timeout`, `heartbeat_interval`,
+    `reassignment_delay` or `balance_interval`."""
     assignor: Assignor = "cooperative-fair"
     """Assigns partitions to members; all members of a group need the same. With a cooperative assignor, a rebalance
     stops only the partitions that move; with any other, it stops all. `client="confluent"` supports only `sticky`, its
@@ -523,6 +525,12 @@ class Settings(BaseSettings):
         """
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | overrides)
 
+    @property
+    def classic_settings(self) -> tuple[str, ...]:
+        """The names of the settings that were given, and that only the classic group protocol has."""
+        given = [name for name in _CLASSIC_TIMES if name in self.model_fields_set]
+        return (*given, *(name for name in _CLASSIC_BALANCE if getattr(self, name)))
+
     def require_bootstrap_servers(self) -> str:
         """Return the brokers' addresses, separated by commas.
 
@@ -542,12 +550,16 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
 
+_CLASSIC_TIMES = ("assignor", "session_timeout", "heartbeat_interval")
+_CLASSIC_BALANCE = ("reassignment_delay", "balance_interval")
+
+
 # Timeouts -----------------------------------------------------------------------------
 
 
 def _session_limits_rebalance(settings: Settings) -> bool:
     """Whether `rebalance_timeout` must be at least `session_timeout`: librdkafka refuses it otherwise."""
-    return settings.client == "confluent" and settings.group_protocol == "classic" and settings.assign is None
+    return settings.client == "confluent" and settings.group_protocol != "consumer" and settings.assign is None
 
 
 def _timeouts(settings: Settings) -> Timeouts:
@@ -566,6 +578,8 @@ def _given(settings: Settings, *names: str) -> dict[str, float]:
 def _adapt(settings: Settings) -> None:
     """Replace defaults by values that fit the settings that are set."""
     adapted: dict[str, object] = {**_timeouts(settings).fitting()}
+    if settings.client == "confluent" and settings.group_protocol == "auto":
+        adapted["group_protocol"] = "classic"
     if "assignor" not in settings.model_fields_set and settings.client == "confluent":
         adapted["assignor"] = "sticky"
     if "commit_interval" not in settings.model_fields_set and settings.processing_guarantee == "exactly_once":
@@ -656,11 +670,12 @@ def _check_manual_assignment(settings: Settings) -> Iterator[str]:
     """Refuse settings that only a member of a group has."""
     unset = {
         "group_instance_id": None,
-        "group_protocol": "classic",
         "reassignment_delay": 0.0,
         "balance_interval": 0.0,
     }
     names = settings.model_fields_set & {"assignor", "session_timeout", "heartbeat_interval", "rebalance_timeout"}
+    if "group_protocol" in settings.model_fields_set and settings.group_protocol != "auto":
+        names.add("group_protocol")
     names |= {name for name, default in unset.items() if getattr(settings, name) != default}
     for name in sorted(names):
         yield (
@@ -711,7 +726,7 @@ def _check_assignor(settings: Settings) -> Iterator[str]:
             f"balance_interval={settings.balance_interval:g} s has no effect here: only 'lag' and 'cooperative-lag' "
             "of group_protocol='classic' balance backlogs; set assignor='cooperative-lag', or remove it"
         )
-    if confluent and settings.group_protocol == "classic" and assignor != "sticky":
+    if confluent and not by_broker and assignor != "sticky":
         yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"
 
 
@@ -836,10 +851,17 @@ def _check_values(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_remote_assignor(settings: Settings) -> Iterator[str]:
-    if "group_remote_assignor" in settings.client_options and settings.group_protocol != "consumer":
+    if "group_remote_assignor" not in settings.client_options or settings.group_protocol == "consumer":
+        return
+    if settings.group_protocol == "classic":
         yield (
             "client_options has 'group_remote_assignor', which has no effect under group_protocol='classic', where a "
             "member assigns partitions: use assignor, or group_protocol='consumer'"
+        )
+    elif settings.classic_settings:
+        yield (
+            "client_options has 'group_remote_assignor', which only group_protocol='consumer' has, but only 'classic' "
+            f"has {' and '.join(settings.classic_settings)}: remove one or the other"
         )
 
 

@@ -40,7 +40,7 @@ from aioshard.errors import (
 )
 from aioshard.log_fields import get_logger
 from aioshard.observe import AppState
-from aioshard.ports import Clients, Message, Producer, Transport
+from aioshard.ports import ChosenProtocol, Clients, Message, Producer, Transport
 from aioshard.records import TopicPartition, counted
 
 if TYPE_CHECKING:
@@ -357,6 +357,11 @@ class Engine:
         if trouble is None and self.client.transport is not None:
             trouble = self.client.transport.trouble
         return trouble or self.rebalance.trouble or self.slow_join or self.absence
+
+    @property
+    def group_protocol(self) -> ChosenProtocol | None:
+        """The group protocol in use, and why; None outside a group."""
+        return None if self.client.transport is None else self.client.transport.group_protocol
 
     @property
     def hang(self) -> str | None:

@@ -18,6 +18,7 @@ def statistics(watch: Watch) -> Statistics:
     commits = engine.committer.statistics()
     rebalances = engine.rebalance.statistics()
     blocked = watch.blocked
+    protocol = engine.group_protocol
     return Statistics(
         state=engine.state,
         group_id=engine.group_id,
@@ -39,6 +40,8 @@ def statistics(watch: Watch) -> Statistics:
         blocked=blocked,
         restart_cures=tuple(restart_cures(watch)),
         client=engine.settings.client,
+        group_protocol=None if protocol is None else protocol.name,
+        group_protocol_reason=None if protocol is None else protocol.reason,
         rebalance_kinds=rebalances.kinds,
         rebalance_seconds=rebalances.seconds,
         catch_up_seconds=watch.tail().seconds,

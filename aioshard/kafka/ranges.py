@@ -76,6 +76,10 @@ class RangeTransport(Groupless):
         return sorted(topics.difference(self._cluster.metadata.topics))
 
     @property
+    def group_protocol(self) -> None:
+        """See `Transport.group_protocol`: nobody joins a group."""
+
+    @property
     def slow_join(self) -> str | None:
         """See `Transport.slow_join`: nobody joins a group."""
         return None

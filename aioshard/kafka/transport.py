@@ -52,6 +52,7 @@ from aioshard.kafka.wire.start import new_cluster, reach
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
+    ChosenProtocol,
     Committed,
     Fault,
     FetchedBatch,
@@ -154,6 +155,11 @@ class KafkaTransport(ABC):
         if not self._joining_with or self._closed or self._membership != NOT_A_MEMBER:
             return None
         return _still_joining(self._group_id, self._joining_with, self._session)
+
+    @property
+    def group_protocol(self) -> ChosenProtocol | None:
+        """See `Transport.group_protocol`."""
+        return None
 
     @property
     def inherits_within(self) -> float:

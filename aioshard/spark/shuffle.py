@@ -165,8 +165,8 @@ class RowTransport(Groupless):
     """See `Transport.trouble` and `Transport.last_heartbeat`."""
     missing_topics = ()
     """See `Transport.missing_topics`."""
-    slow_join = None
-    """See `Transport.slow_join`."""
+    slow_join = group_protocol = None
+    """See `Transport.slow_join` and `Transport.group_protocol`."""
 
     def __init__(self, rows: Iterator[pa.RecordBatch], handlers: Sequence[Handler]) -> None:
         """Create a transport; nothing is read yet.

@@ -364,7 +364,14 @@ def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, An
         ({"group_protocol": "consumer", "assignor": "sticky"}, "use client_options={'group_remote_assignor': …}"),
         ({"group_protocol": "consumer", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
         ({"group_protocol": "consumer", "balance_interval": 60}, "balance_interval=60 s has no effect here"),
-        ({"client_options": {"group_remote_assignor": "range"}}, "'group_remote_assignor', which has no effect"),
+        (
+            {"group_protocol": "classic", "client_options": {"group_remote_assignor": "range"}},
+            "'group_remote_assignor', which has no effect",
+        ),
+        (
+            {"session_timeout": 20, "client_options": {"group_remote_assignor": "range"}},
+            "only 'classic' has session_timeout",
+        ),
     ],
 )
 def test_unsupported_client_and_protocol_settings_are_refused(values: dict[str, Any], reason: str) -> None:

@@ -25,6 +25,9 @@ def explain(watch: Watch) -> str:
     """Explain in sentences, partition by partition, why each does not advance; safe to call from any thread."""
     diagnosis = diagnose(watch)
     lines = [f"The app is {diagnosis.state}."]
+    protocol = watch.engine.group_protocol
+    if protocol is not None:
+        lines.append(f"Its group protocol is {protocol.name}, because {protocol.reason}.")
     for finding in diagnosis.findings:
         label = "Trouble: " if finding.kind == "trouble" else ""
         lines.append(f"{label}{_as_sentence(finding.sentence)}")

@@ -26,6 +26,7 @@ from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
 from aioshard.ports import (
     NOT_A_MEMBER,
+    ChosenProtocol,
     Committed,
     GroupListener,
     LogRange,
@@ -80,7 +81,7 @@ class ConfluentTransport(KafkaTransport):
         queries = settings.replace(
             client="aiokafka",
             client_options={},
-            group_protocol="classic",
+            group_protocol="auto",
             processing_guarantee="at_least_once",
             **computed,
         )
@@ -89,6 +90,7 @@ class ConfluentTransport(KafkaTransport):
         self._buffer = Buffers(0)
         self._consumer: ConsumerThread | None = None
         self._is_classic = settings.group_protocol == "classic"
+        self._is_protocol_given = "group_protocol" in settings.model_fields_set
         self._transactions: Transactions | None = None
         """Set with exactly-once processing."""
         if settings.processing_guarantee == "exactly_once":
@@ -380,6 +382,14 @@ class ConfluentTransport(KafkaTransport):
         if now.member_id != membership.member_id or (must_agree and now != membership):
             raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: the group has rebalanced")
         await self._transactions.commit(messages or (), offsets, metadata)
+
+    @property
+    def group_protocol(self) -> ChosenProtocol | None:
+        """See `Transport.group_protocol`. There is no choice: `Settings` decides."""
+        if self._settings.assign is not None:
+            return None
+        reason = "group_protocol is set" if self._is_protocol_given else "it is the default of client='confluent'"
+        return ChosenProtocol("classic" if self._is_classic else "consumer", reason)
 
     @property
     def hang(self) -> str | None:

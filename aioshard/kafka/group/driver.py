@@ -467,8 +467,8 @@ class GroupDriver(ABC, Generic[MemberT, EventT]):
             self._members.command(act)
 
     def _stop(self) -> None:
-        """End the member; once, because its last request may be on its way already."""
-        if self._main is not None and not self._main.cancelling():
+        """End the member; once, because its last request may be on its way already, and it may be closing."""
+        if self._main is not None and not self._is_over and not self._main.cancelling():
             self._main.cancel()
 
     def _deliver(self, event: EventT | Ended) -> None:

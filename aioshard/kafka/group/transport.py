@@ -33,7 +33,7 @@ from aioshard.kafka.offsets import Member
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.start import new_cluster
-from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
+from aioshard.ports import NOT_A_MEMBER, ChosenProtocol, Committed, GroupListener, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -71,6 +71,8 @@ class MemberTransport(ConsumerTransport):
         super().__init__(settings, group_id)
         self._driver: ClassicDriver | ConsumerDriver | None = None
         """None with manual assignment, and before the start."""
+        self._protocol: ChosenProtocol | None = None
+        """That of the driver."""
         self._leader: Leader | None = None
         """None unless the protocol is the classic one."""
         self._life = 0
@@ -79,8 +81,8 @@ class MemberTransport(ConsumerTransport):
         self._subscribed: frozenset[str] = frozenset()
         """The topics that the group knows from us."""
         self._subscription_changed = asyncio.Event()
-        self._changes: asyncio.Queue[Assigned | Revoked] = asyncio.Queue()
-        """Changes of which the engine has not heard yet."""
+        self._changes: asyncio.Queue[Assigned | Revoked | Refused] = asyncio.Queue()
+        """Changes of which the engine has not heard yet; a refusal of the protocol means to try the other one."""
         self._news = asyncio.Event()
         """Set when a change arrives."""
         self._troubled: Troubled | None = None
@@ -104,6 +106,11 @@ class MemberTransport(ConsumerTransport):
         return f"group {self._group_id!r} refuses our requests now: {_text_of(troubled)}"
 
     @property
+    def group_protocol(self) -> ChosenProtocol | None:
+        """See `Transport.group_protocol`."""
+        return self._protocol
+
+    @property
     def inherits_within(self) -> float:
         """See `Transport.inherits_within`."""
         return 0.0 if self._driver is None else self._driver.inherits_within
@@ -119,11 +126,34 @@ class MemberTransport(ConsumerTransport):
         self._pattern = None if pattern is None else re.compile(pattern)
         self._subscribed = await self._wanted_topics()
         self._check_running()
-        is_consumer = self._settings.group_protocol == "consumer"
-        self._driver = self._consumer_driver() if is_consumer else self._classic_driver()
         self._begin(self._pass_on_changes(), "assignments")
         self._begin(self._watch_topics(), "topics")
+        self._become_member(self._first_choice())
+
+    def _first_choice(self) -> ChosenProtocol:
+        """Return the protocol to join with; the group may refuse it."""
+        chosen = self._settings.group_protocol
+        given = self._settings.classic_settings
+        if chosen != "auto":
+            return ChosenProtocol(chosen, "group_protocol is set")
+        if given:
+            return ChosenProtocol("classic", f"only this protocol has {' and '.join(given)}")
+        return ChosenProtocol("consumer", "the brokers and the group accept it")
+
+    def _become_member(self, protocol: ChosenProtocol) -> None:
+        logger.info("group %r: group_protocol=%r, because %s", self._group_id, *protocol)
+        self._protocol = protocol
+        self._life = 0
+        self._driver = self._consumer_driver() if protocol.name == "consumer" else self._classic_driver()
         self._driver.start()
+
+    async def _fall_back(self, refused: Refused) -> None:
+        """Join with the classic protocol, because the brokers or the group do not accept the other one."""
+        await self._member().close(_LEAVE_TIMEOUT, "the group has another protocol")
+        if not self._closed:
+            self._troubled = None
+            reason = f"the group accepts no members of the other protocol ({_text_of(refused)})"
+            self._become_member(ChosenProtocol("classic", reason))
 
     def _consumer_driver(self) -> ConsumerDriver:
         settings = self._settings
@@ -319,6 +349,8 @@ class MemberTransport(ConsumerTransport):
                 self._troubled = event
             case Recovered():
                 self._troubled = None
+            case Refused() if self._settings.group_protocol == "auto" and self._member().protocol == "consumer":
+                self._changes.put_nowait(event)
             case Refused() | Ended():
                 self._fail(event)
 
@@ -368,6 +400,9 @@ class MemberTransport(ConsumerTransport):
         """Pass changes of the assignment on to the engine until cancelled."""
         while True:
             change = await self._changes.get()
+            if isinstance(change, Refused):
+                await self._fall_back(change)
+                continue
             listener = self._listener
             if listener is None or not self._lasts(change):
                 continue

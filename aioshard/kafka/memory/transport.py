@@ -24,6 +24,7 @@ from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
     AllowanceOf,
+    ChosenProtocol,
     Committed,
     Fault,
     FetchedBatch,
@@ -261,6 +262,7 @@ class InMemoryTransport:
     last_heartbeat: float | None = None
     slow_join: str | None = None
     inherits_within: float = 0.0
+    group_protocol: ChosenProtocol | None = None
 
     @property
     def trouble(self) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from aioshard.ports import (
     NOTHING,
     AllowanceOf,
+    ChosenProtocol,
     Committed,
     Fault,
     FetchedBatch,
@@ -171,6 +172,10 @@ class InterceptedTransport:
     @property
     def missing_topics(self) -> Sequence[str]:
         return self.inner.missing_topics
+
+    @property
+    def group_protocol(self) -> ChosenProtocol | None:
+        return self.inner.group_protocol
 
     @property
     def slow_join(self) -> str | None:

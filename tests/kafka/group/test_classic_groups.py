@@ -1,18 +1,16 @@
 """Members of classic groups at real brokers: what the model of the coordinator assumes, and other clients beside us."""
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer
 
 from aioshard.kafka.group.member import Assigned, Ended, Lost, Revoked
 from aioshard.kafka.wire.requests import JOIN_GROUP
-from aioshard.records import TopicPartition
 from tests.kafka.group.classic_engines import LOOK, ClassicEngine
+from tests.kafka.group.librdkafka import Librdkafka
 from tests.support.brokers import SharedKafka
 
 pytestmark = pytest.mark.kafka
@@ -175,61 +173,6 @@ async def test_a_group_changes_from_eager_to_incremental_one_member_after_anothe
     kept = {member: member.owned for member in members}
     await until_shared(*members, third)
     assert all(member.owned <= kept[member] for member in members)
-
-
-class Librdkafka:
-    """A member of another client, in a thread."""
-
-    def __init__(self, bootstrap: str, group: str, topic: str) -> None:
-        self.owned: set[TopicPartition] = set()
-        self.lost = 0
-        self._ends = threading.Event()
-        self._consumer = Consumer(
-            {
-                "bootstrap.servers": bootstrap,
-                "group.id": group,
-                "partition.assignment.strategy": "cooperative-sticky",
-                "session.timeout.ms": 6_000,
-                "heartbeat.interval.ms": 200,
-                "topic.metadata.refresh.interval.ms": 1_000,
-            }
-        )
-        self._consumer.subscribe([topic], on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _assigned(self, _consumer: Any, partitions: list[Any]) -> None:
-        self.owned |= {TopicPartition(at.topic, at.partition) for at in partitions}
-
-    def _revoked(self, _consumer: Any, partitions: list[Any]) -> None:
-        self.owned -= {TopicPartition(at.topic, at.partition) for at in partitions}
-
-    def _lost(self, consumer: Any, partitions: list[Any]) -> None:
-        self.lost += 1
-        self._revoked(consumer, partitions)
-
-    def _run(self) -> None:
-        while not self._ends.is_set():
-            self._consumer.poll(0.1)
-        self._consumer.close()
-
-    def close(self) -> None:
-        self._ends.set()
-        self._thread.join()
-
-
-@pytest.fixture
-def librdkafka(kafka: SharedKafka, group: str, topic: str) -> Iterator[Callable[[], Librdkafka]]:
-    """Makes members of librdkafka."""
-    members: list[Librdkafka] = []
-
-    def make() -> Librdkafka:
-        members.append(Librdkafka(kafka.bootstrap, group, topic))
-        return members[-1]
-
-    yield make
-    for member in members:
-        member.close()
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["we lead", "librdkafka leads"])

@@ -209,7 +209,7 @@ class OldAssignor(GroupAssignor):
         self._old = ConsumerAssignor(name, delay, instance_id)
         self._led = -1
 
-    def assign(self, election: Elected, partitions: Partitions, now: float) -> Plan:
+    def assign(self, election: Elected, partitions: Partitions, now: float, backlogs: Any = None) -> Plan:  # noqa: ARG002
         if election.generation != self._led + 1:
             self._old.moving = {}
         self._led = election.generation

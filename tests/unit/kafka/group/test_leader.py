@@ -332,7 +332,7 @@ async def test_a_follower_does_not_look_at_backlogs(monkeypatch: pytest.MonkeyPa
     group.thread.leads = False
     group.assignor.take_over({"a": Member(frozenset({"orders"}), (ONE, TWO))})
     began = asyncio.Event()
-    monkeypatch.setattr(leading.asyncio, "sleep", _counted(began, 3))
+    monkeypatch.setattr(asyncio, "sleep", _counted(began, 3))
     monkeypatch.setattr(group.assignor, "would_pay", lambda _: pytest.fail("it is not the leader"))
     async with group.running():
         await began.wait()

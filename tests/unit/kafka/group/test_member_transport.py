@@ -314,6 +314,83 @@ async def test_an_instance_id_that_stays_taken_for_more_than_a_session_ends_the_
     await transport.close()
 
 
+class Choosing(Alone):
+    """Becomes a member without a thread."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__("auto", **settings)
+        self.began: list[str] = []
+        self.closed: list[str] = []
+
+    def _begin_driver(self, protocol: str) -> Any:
+        driver = Driver(protocol)
+
+        async def close(timeout: float, reason: str) -> None:  # noqa: ARG001 - as the real one
+            self.closed.append(protocol)
+
+        driver.close = close  # type: ignore[method-assign]
+        driver.start = lambda: self.began.append(protocol)  # type: ignore[attr-defined]
+        self.driver = driver
+        return driver
+
+    def _consumer_driver(self) -> Any:
+        return self._begin_driver("consumer")
+
+    def _classic_driver(self) -> Any:
+        return self._begin_driver("classic")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "reason"),
+    [
+        ({}, "consumer", "accept"),
+        ({"session_timeout": 45}, "classic", "session_timeout"),
+        ({"heartbeat_interval": 3, "assignor": "fair"}, "classic", "assignor and heartbeat_interval"),
+        ({"reassignment_delay": 0, "balance_interval": 0}, "consumer", "accept"),
+        ({"reassignment_delay": 5}, "classic", "reassignment_delay"),
+        ({"assignor": None}, "consumer", "accept"),
+    ],
+)
+async def test_settings_of_the_classic_protocol_choose_it(settings: dict[str, Any], name: str, reason: str) -> None:
+    transport = Choosing(**settings)
+    chosen = transport._first_choice()
+    assert chosen.name == name
+    assert reason in chosen.reason
+    await transport.close()
+
+
+async def test_a_group_that_refuses_the_consumer_protocol_gets_a_classic_member() -> None:
+    transport = Choosing()
+    transport._become_member(transport._first_choice())
+    assert transport.began == ["consumer"]
+    await transport.tell(Troubled(69, "not yet"))
+    await transport.tell(Refused(69, "the group is classic"))
+    assert (transport.began, transport.closed) == (["consumer", "classic"], ["consumer"])
+    assert transport.group_protocol is not None
+    assert transport.group_protocol.name == "classic"
+    assert "the group is classic" in transport.group_protocol.reason
+    assert transport._group_trouble is None
+    assert await transport.assign() == Membership("one", 5)
+    await transport.close()
+
+
+async def test_a_group_that_refuses_both_protocols_ends_the_client() -> None:
+    transport = Choosing()
+    transport._become_member(transport._first_choice())
+    await transport.tell(Refused(35, ""))
+    await transport.tell(Refused(23, "another assignor"))
+    assert "another assignor" in str(await transport.failure())
+    await transport.close()
+
+
+async def test_a_client_that_is_closed_does_not_join_with_the_other_protocol() -> None:
+    transport = Choosing()
+    transport._become_member(transport._first_choice())
+    transport._on_event(Refused(35, ""))
+    await transport.close()
+    assert transport.began == ["consumer"]
+
+
 async def test_a_task_that_is_cancelled_from_outside_ends_the_client() -> None:
     transport = Alone()
     (task,) = transport._tasks
