@@ -125,7 +125,7 @@ def consumes(app: App, scene: Scene, *, topic: str = "orders", attempts: int = 1
 
 @contextlib.asynccontextmanager
 async def _blocked(scene: Scene, at_least: float) -> AsyncIterator[None]:
-    app = scene.app(rebalance_timeout=1.5)
+    app = scene.app(rebalance_timeout=1.5, drain_timeout=0.5)
     over = threading.Event()
 
     @app.consume("orders")

@@ -51,9 +51,13 @@ class ClassicDriver(GroupDriver[ClassicMember, ClassicEvent]):
     """
 
     protocol = "classic"
-    session_setting = "session_timeout"
     inherits_within = 0.0
     """The joins of all members end a rebalance together: nobody joins while a dead one counts."""
+
+    @property
+    def session_text(self) -> str:
+        """See `GroupDriver.session_text`."""
+        return f"session_timeout={self.session:g} s"
 
     @property
     def is_incremental(self) -> bool:

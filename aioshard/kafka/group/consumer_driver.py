@@ -155,10 +155,14 @@ class ConsumerDriver(GroupDriver[ConsumerMember, Event]):
     """The driver of a member of the consumer protocol."""
 
     protocol = "consumer"
-    session_setting = f"{_SESSION} of the group"
     is_incremental = True
     watched = frozenset[str]()
     """The brokers watch the topics."""
+
+    @property
+    def session_text(self) -> str:
+        """See `GroupDriver.session_text`."""
+        return f"{self.session:g} s ({_SESSION} of the group)"
 
     @property
     def inherits_within(self) -> float:

@@ -271,8 +271,8 @@ class GroupDriver(ABC, Generic[MemberT, EventT]):
 
     @property
     @abstractmethod
-    def session_setting(self) -> str:
-        """The setting that `session` comes from, for messages."""
+    def session_text(self) -> str:
+        """The session with the setting that it comes from, for messages."""
 
     @property
     @abstractmethod

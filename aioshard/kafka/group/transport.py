@@ -302,8 +302,7 @@ class MemberTransport(ConsumerTransport):
 
     @property
     def _session(self) -> str:
-        driver = self._member()
-        return f"{driver.session:g} s ({driver.session_setting})"
+        return self._member().session_text
 
     async def _own_member_id(self) -> str:
         return self._member().ownership.member_id

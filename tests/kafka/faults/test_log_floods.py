@@ -17,7 +17,7 @@ Client = Literal["aiokafka", "confluent"]
 Embed = Callable[[App], AbstractAsyncContextManager[object]]
 OUTAGE = 20.0
 MOST = 40
-"""Lines of the whole outage. Without a limit, aiokafka alone writes that many per second."""
+"""Lines of the whole outage. Without a limit, librdkafka alone writes that many in it."""
 
 
 def alone(app: App) -> AbstractAsyncContextManager[object]:
@@ -56,8 +56,9 @@ async def test_an_outage_writes_few_lines_and_says_how_many_were_withheld(
         await own_kafka.start()
         await own_kafka.produce(topic, [(b"k", b"last")])
         await asyncio.wait_for(done.wait(), 60.0)
-        await until(lambda: ends_of(caplog), app.explain)
+        if client == "confluent":  # our own client does not repeat itself
+            await until(lambda: ends_of(caplog), app.explain)
     lines = [(record.name, record.getMessage()) for record in caplog.records]
     assert len(lines) <= MOST, lines
-    assert sum(end["withheld"] for end in ends_of(caplog)) > MOST
+    assert client == "aiokafka" or sum(end["withheld"] for end in ends_of(caplog)) > MOST
     assert "onnect" in lines[0][1], lines

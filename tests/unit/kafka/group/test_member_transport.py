@@ -40,7 +40,7 @@ class Driver:
     session = 6.0
     is_alive = False
     watched = frozenset[str]()
-    session_setting = "session_timeout"
+    session_text = "session_timeout=6 s"
     last_heartbeat = None
 
     def __init__(self, protocol: str, *, is_incremental: bool = True) -> None:
