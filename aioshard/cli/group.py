@@ -11,7 +11,7 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
-from aioshard.cli.output import as_text, cut, print_result, table
+from aioshard.cli.output import as_text, cut, part_as_text, print_result, table
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.tail import tail_of
 from aioshard.errors import AuthorizationError, CommitRefusedError, GroupBusyError, StateError
@@ -196,13 +196,7 @@ def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
         lines.append(", ".join(f"{words_of(name)} {_time_as_text(time)}" for name, time in times.by_name.items()))
     elif description.protocol == "consumer":
         lines.append("session timeout and heartbeat interval unknown: grant DESCRIBE_CONFIGS on the group to see them")
-    if description.members:
-        lines += table(
-            ("member", "instance id", "client", "host", "partitions"),
-            map(_member_row, description.members),
-        )
-    else:
-        lines.append("It has no members.")
+    lines += _member_lines(description)
     if snapshot.positions:
         headings = ("partition", "committed", "log", "finished beyond", "metadata")
         lines += ["", *table(headings, map(_position_row, snapshot.positions))]
@@ -232,6 +226,22 @@ def _time_as_text(time: GroupTime) -> str:
 
 def _origin(time: GroupTime) -> str:
     return "set for the group" if time.is_own else "default of the brokers"
+
+
+def _member_lines(group: Group) -> list[str]:
+    """Return a table of the members, with their protocols while the group migrates to the consumer protocol."""
+    if not group.members:
+        return ["It has no members."]
+    headings = ("member", "instance id", "client", "host", "partitions")
+    classic = [member for member in group.members if member.protocol == "classic"]
+    if group.protocol != "consumer" or not classic:
+        return table(headings, map(_member_row, group.members))
+    found = part_as_text(len(classic), len(group.members), "member")
+    rows = [(*_member_row(member), member.protocol) for member in group.members]
+    return [
+        f"the classic protocol is still in use by {found}, each with the session timeout of its app",
+        *table((*headings, "protocol"), rows),
+    ]
 
 
 def _member_row(member: GroupMember) -> tuple[str, ...]:

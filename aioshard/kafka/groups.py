@@ -28,6 +28,8 @@ class GroupMember(NamedTuple):
     instance_id: str | None
     """None for a dynamic member."""
     partitions: tuple[TopicPartition, ...] = ()
+    protocol: str | None = None
+    """`classic` or `consumer`: a group that migrates has members of both. None if the broker does not say."""
 
     def __str__(self) -> str:
         """Describe the member for an error message."""

@@ -43,6 +43,8 @@ _ABSENT = frozenset({3, 17, 29})
 _CONSUMERS = "consumer"
 """The kind of the members of a classic group that are consumers."""
 _DEAD = "dead"
+_MEMBER_PROTOCOLS = {0: "classic", 1: "consumer"}
+"""The protocols of the members of a KIP-848 group, by Kafka's numbers."""
 _UNKNOWN_MEMBER = 25
 _GROUP_NOT_FOUND = 69
 _OF_ONE_TOPIC = _ABSENT | {100}
@@ -503,7 +505,7 @@ def classic_group(response: Any, group_id: str) -> Group:
     part = _classic_part(response, group_id)
     if part is None:
         return Group(_DEAD, "classic", "", ())
-    members = tuple(_member(member, _classic_assignment(part, member)) for member in _members(part))
+    members = tuple(_member(member, _classic_assignment(part, member), "classic") for member in _members(part))
     return Group(_state(part), "classic", part.protocol or "", members)
 
 
@@ -533,7 +535,9 @@ def consumer_group(response: Any, group_id: str) -> Group | None:
     if part.error == _GROUP_NOT_FOUND:
         return None
     raise_for(part.error, message=part.message)
-    members = tuple(_member(member, _consumer_assignment(member)) for member in _members(part))
+    members = tuple(
+        _member(member, _consumer_assignment(member), _MEMBER_PROTOCOLS.get(member.kind)) for member in _members(part)
+    )
     return Group(_state(part), "consumer", part.assignor or "", members)
 
 
@@ -570,8 +574,8 @@ def _members(group: Any) -> list[Any]:
     return [members[member_id] for member_id in sorted(members)]
 
 
-def _member(part: Any, partitions: tuple[TopicPartition, ...]) -> GroupMember:
-    return GroupMember(part.member, part.client, part.host, part.instance, partitions)
+def _member(part: Any, partitions: tuple[TopicPartition, ...], protocol: str | None) -> GroupMember:
+    return GroupMember(part.member, part.client, part.host, part.instance, partitions, protocol)
 
 
 def _classic_assignment(group: Any, member: Any) -> tuple[TopicPartition, ...]:

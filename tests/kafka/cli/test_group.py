@@ -136,6 +136,23 @@ async def test_a_group_of_the_consumer_protocol_is_shown_with_its_times(world: W
     assert lines[2] == "session timeout 6 s (default of the brokers), heartbeat interval 0.4 s (set for the group)"
 
 
+async def test_members_that_have_not_migrated_are_counted(world: World) -> None:
+    async with world.app(assignor="range"):
+        before = (await world.run("show")).output
+        async with world.app(group_protocol="consumer"):
+            found = await world.json("show")
+            output = (await world.run("show")).output
+    assert sorted(member["protocol"] for member in found["members"]) == ["classic", "consumer"]
+    lines = output.splitlines()
+    assert (
+        lines[3] == "the classic protocol is still in use by 1 of 2 members, each with the session timeout of its app"
+    )
+    assert lines[4].split()[-1] == "protocol"
+    assert sorted(line.split()[-1] for line in lines[5:7]) == ["classic", "consumer"]
+    assert "still in use" not in before
+    assert "partitions  protocol" not in before
+
+
 async def test_an_unknown_group_is_reported_without_error(world: World) -> None:
     """Mostly its name is misspelt, and then a lag of 0 would say that all is well."""
     assert (await world.json("show"))["state"] == "dead"

@@ -11,6 +11,7 @@ from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, Uns
 from aioshard.kafka.wire.metadata import Broker
 from aioshard.kafka.wire.notation import Api
 from aioshard.kafka.wire.requests import (
+    CONSUMER_GROUP_DESCRIBE,
     DESCRIBE_CONFIGS,
     FIND_COORDINATOR,
     INCREMENTAL_ALTER_CONFIGS,
@@ -27,6 +28,7 @@ from aioshard.kafka.wire.responses import (
     ResourceKind,
     check_altered_settings,
     committed_offsets,
+    consumer_group,
     coordinator,
     described_settings,
     described_topics,
@@ -37,6 +39,7 @@ from aioshard.kafka.wire.responses import (
     refused_offsets,
 )
 from aioshard.records import PartitionInfo, TopicPartition
+from tests.support.model_broker import encode_response
 
 ORDERS = TopicPartition("orders", 0)
 OTHERS = TopicPartition("orders", 1)
@@ -447,3 +450,21 @@ def test_refused_settings_have_the_message_of_the_broker() -> None:
     response = answer(INCREMENTAL_ALTER_CONFIGS, 1, resources=[resource])
     with pytest.raises(BrokerError, match=r"^INVALID_CONFIG: It is too short$"):
         check_altered_settings(response, ResourceKind.GROUP, "billing")
+
+
+# Groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "protocol"),
+    [(1, 0, "classic"), (1, 1, "consumer"), (1, -1, None), (1, 2, None), (0, 1, None)],
+    ids=["classic", "consumer", "unknown", "of a newer broker", "of an older broker"],
+)
+def test_the_protocol_of_a_member_is_the_one_that_the_broker_names(
+    version: int, kind: int, protocol: str | None
+) -> None:
+    described = {"group": "billing", "state": "Stable", "members": [{"member": "m-1", "assignment": {}, "kind": kind}]}
+    body = encode_response(CONSUMER_GROUP_DESCRIBE, version, groups=[described])
+    group = consumer_group(CONSUMER_GROUP_DESCRIBE.decode(version, body), "billing")
+    assert group is not None
+    assert [member.protocol for member in group.members] == [protocol]
