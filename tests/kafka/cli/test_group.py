@@ -21,6 +21,7 @@ from aioshard.settings import Settings
 from tests.engine.live_apps import engine_of
 from tests.support.access import allow, create_scram_user
 from tests.support.brokers import SharedKafka
+from tests.support.kafka import KafkaBroker
 from tests.support.kafka_properties import Credentials
 
 Aioshard = Callable[..., Awaitable[Any]]
@@ -117,7 +118,7 @@ async def test_members_are_shown_with_their_partitions(world: World) -> None:
         (member,) = (await world.json("show"))["members"]
         output = (await world.run("show")).output
 
-    assert (member["instance_id"], member["client_id"]) == ("left-hand", "billing-1")
+    assert (member["instance_id"], member["client_id"], member["protocol"]) == ("left-hand", "billing-1", "classic")
     assert member["partitions"] == [[world.topic, 0], [world.topic, 1]]
     assert f"left-hand    billing-1  127.0.0.1  {world.topic}/0 {world.topic}/1" in output
     assert "is stable, with the classic protocol and assignor 'cooperative-fair'\n" in output
@@ -373,20 +374,43 @@ async def test_times_of_a_classic_group_are_said_to_have_no_effect(world: World)
         assert (await world.json("configure"))["protocol"] == "classic"
 
 
-async def test_without_permission_the_missing_one_is_named(
-    world: World, aioshard: Aioshard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def log_in(kafka: SharedKafka, monkeypatch: pytest.MonkeyPatch) -> Credentials:
+    """Lets the commands run as a user that may do nothing until an ACL allows it; returns the user."""
     user = Credentials(f"user-{uuid.uuid4().hex[:8]}", "secret")
-    await create_scram_user(world.kafka, user)
+    await create_scram_user(kafka, user)
     for name, value in {
-        "BOOTSTRAP_SERVERS": world.kafka.secure_bootstrap,
+        "BOOTSTRAP_SERVERS": kafka.secure_bootstrap,
         "SECURITY_PROTOCOL": "SASL_SSL",
-        "SSL_CAFILE": str(world.kafka.certificates.ca_file),
+        "SSL_CAFILE": str(kafka.certificates.ca_file),
         "SASL_MECHANISM": "SCRAM-SHA-512",
         "SASL_USERNAME": user.username,
         "SASL_PASSWORD": user.password,
     }.items():
         monkeypatch.setenv(f"AIOSHARD_{name}", value)
+    return user
+
+
+async def test_a_group_is_shown_without_its_times_if_they_may_not_be_seen(
+    world: World, aioshard: Aioshard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.app(group_protocol="consumer"):
+        user = await log_in(world.kafka, monkeypatch)
+        await allow(world.kafka, user, "group", world.group, AclOperation.READ)
+        await allow(world.kafka, user, "topic", world.topic, AclOperation.DESCRIBE)
+        ended = await aioshard("group", "show", world.group)
+        as_json = await aioshard("group", "show", world.group, "--json")
+
+    assert ended.code == 0, ended
+    lines = ended.output.splitlines()
+    assert "with the consumer protocol (KIP-848)" in lines[0]
+    assert lines[2] == "session timeout and heartbeat interval unknown: grant DESCRIBE_CONFIGS on the group to see them"
+    assert json.loads(as_json.output)["session_timeout"] is None
+
+
+async def test_without_permission_the_missing_one_is_named(
+    world: World, aioshard: Aioshard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = await log_in(world.kafka, monkeypatch)
 
     async def configure(*options: str) -> Any:
         return await aioshard("group", "configure", world.group, *options)
@@ -409,6 +433,18 @@ async def test_without_permission_the_missing_one_is_named(
     outside = await configure("--session-timeout", "61")
     assert outside.code == 2
     assert "grant DESCRIBE_CONFIGS on the cluster to see the limits" in outside.errors
+
+
+@pytest.mark.parametrize("own_kafka", [{"group.version": 0}], indirect=True)
+async def test_brokers_without_the_consumer_protocol_are_said_to_have_none(
+    own_kafka: KafkaBroker, aioshard: Aioshard
+) -> None:
+    for options in ((), ("--session-timeout", "30"), ("--reset",)):
+        ended = await aioshard("group", "configure", "billing", *options, "--bootstrap-servers", own_kafka.bootstrap)
+        assert ended.code == 1
+        assert "the brokers accept no members of the consumer protocol (KIP-848)" in ended.errors
+    async with KafkaAdmin(Settings(bootstrap_servers=own_kafka.bootstrap)) as brokers:
+        assert not (await brokers.group_times("billing")).session_timeout.is_own
 
 
 # leave
