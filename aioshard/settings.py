@@ -696,13 +696,15 @@ def _check_group(settings: Settings) -> Iterator[str]:
 
 def _check_consumer_protocol(settings: Settings) -> Iterator[str]:
     """Refuse settings that are the broker's under KIP-848."""
-    given = settings.model_fields_set
-    for name in sorted(given & {"session_timeout", "heartbeat_interval"}):
+    given = _given(settings, "session_timeout", "heartbeat_interval")
+    if given:
+        has, it = ("have", "them") if len(given) > 1 else ("has", "it")
+        times = " ".join(f"--{name.replace('_', '-')} {value:.10g}" for name, value in given.items())
         yield (
-            f"{name}={getattr(settings, name):g} s has no effect under group_protocol='consumer', where it belongs "
-            f"to the broker (group.consumer.{name.replace('_', '.')}.ms of the broker or the group): remove it"
+            f"{_listed(given)} {has} no effect under group_protocol='consumer', where the brokers keep the times of "
+            f"the group: remove {it} here, and run `aioshard group configure GROUP {times}`"
         )
-    if "assignor" in given:
+    if "assignor" in settings.model_fields_set:
         option = "group.remote.assignor" if settings.client == "confluent" else "group_remote_assignor"
         yield (
             f"assignor={settings.assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
@@ -756,11 +758,16 @@ def _check_timeouts(settings: Settings) -> Iterator[str]:
     yield from _check_drain(settings)
 
 
+def is_too_short(session: float, heartbeat: float) -> bool:
+    """Return whether a session has no time for three heartbeats: a late one could cost a member its partitions."""
+    return session < 3 * heartbeat and not math.isclose(session, 3 * heartbeat)  # 3 * 0.1 is more than 0.3
+
+
 def _check_session(settings: Settings) -> Iterator[str]:
     session = settings.session_timeout
     heartbeat = settings.heartbeat_interval
     rebalance = settings.rebalance_timeout
-    if session < 3 * heartbeat and not math.isclose(session, 3 * heartbeat):  # 3 * 0.1 is more than 0.3
+    if is_too_short(session, heartbeat):
         yield (
             f"session_timeout={session:g} s is less than 3 times heartbeat_interval={heartbeat:g} s: one late "
             f"heartbeat would cost the app its partitions; raise session_timeout to {3 * heartbeat:g} s or lower "

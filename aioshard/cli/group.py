@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime as dt
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,15 +11,25 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
-from aioshard.cli.output import as_text, cut, print_result, table
+from aioshard.cli.output import as_text, cut, part_as_text, print_result, table
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.tail import tail_of
-from aioshard.errors import CommitRefusedError, GroupBusyError, StateError
+from aioshard.errors import AuthorizationError, CommitRefusedError, GroupBusyError, StateError
 from aioshard.kafka.admin import KafkaAdmin, LogBounds
-from aioshard.kafka.groups import Coordinator, Group, GroupMember
+from aioshard.kafka.groups import (
+    HEARTBEAT_INTERVAL,
+    SESSION_TIMEOUT,
+    Coordinator,
+    Group,
+    GroupMember,
+    GroupTime,
+    GroupTimes,
+    TimeLimits,
+    words_of,
+)
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition, counted
-from aioshard.settings import Settings
+from aioshard.settings import Settings, is_too_short
 
 Target = str | int | dt.datetime
 """`earliest`, `latest`, an offset or a time."""
@@ -29,6 +40,7 @@ _REBALANCING = {
     "assigning": "the group is rebalancing: its coordinator computes the assignment",
     "reconciling": "the group is rebalancing: members release partitions that others will get",
 }
+_PROTOCOLS = {"classic": "classic protocol", "consumer": "consumer protocol (KIP-848)"}
 
 
 @click.group(cls=options.OrderedGroup)
@@ -114,12 +126,16 @@ async def take_snapshot(settings: Settings, group_id: str, topics: Collection[st
         TransportError: The brokers did not answer.
     """
     async with KafkaAdmin(settings) as brokers:
-        coordinator, group, commits = await asyncio.gather(
-            brokers.coordinator(group_id), brokers.group(group_id), brokers.all_commits(group_id)
-        )
-        owners = group.owners
-        partitions = sorted(partition for partition in {*commits, *owners} if not topics or partition.topic in topics)
-        bounds = await _bounds(brokers, partitions)
+        return await _snapshot(brokers, group_id, topics)
+
+
+async def _snapshot(brokers: KafkaAdmin, group_id: str, topics: Collection[str] = ()) -> Snapshot:
+    coordinator, group, commits = await asyncio.gather(
+        brokers.coordinator(group_id), brokers.group(group_id), brokers.all_commits(group_id)
+    )
+    owners = group.owners
+    partitions = sorted(partition for partition in {*commits, *owners} if not topics or partition.topic in topics)
+    bounds = await _bounds(brokers, partitions)
     positions = [
         Position(partition, commits.get(partition), bounds.get(partition), owners.get(partition))
         for partition in partitions
@@ -155,15 +171,18 @@ def _heading(group_id: str, snapshot: Snapshot, sentence: str) -> str:
 def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
     """Show GROUP: its state, coordinator, members and commits.
 
-    For each commit it shows the metadata that aioshard stores: records finished beyond the offset.
+    For each commit it shows the metadata that aioshard stores: records finished beyond the offset. For a group of the
+    consumer protocol it also shows the session timeout and the heartbeat interval in force.
     """
-    snapshot = run(take_snapshot(settings_of(bootstrap_servers), group))
+    snapshot, times = run(_show(settings_of(bootstrap_servers), group))
     description = snapshot.group
     content = {
         "group": group,
         "state": description.state,
         "protocol": description.protocol,
         "assignor": description.assignor or None,
+        "session_timeout": None if times is None else _time_as_object(times.session_timeout),
+        "heartbeat_interval": None if times is None else _time_as_object(times.heartbeat_interval),
         "coordinator": snapshot.coordinator._asdict(),
         "members": [
             {**member._asdict(), "partitions": [list(partition) for partition in member.partitions]}
@@ -171,19 +190,58 @@ def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
         ],
         "partitions": [position.as_object() for position in snapshot.positions],
     }
-    assignor = f" with assignor {description.assignor!r}" if description.assignor else ""
-    lines = [_heading(group, snapshot, f", protocol {description.protocol}{assignor}\n")]
-    if description.members:
-        lines += table(
-            ("member", "instance id", "client", "host", "partitions"),
-            map(_member_row, description.members),
-        )
-    else:
-        lines.append("It has no members.")
+    assignor = f" and assignor {description.assignor!r}" if description.assignor else ""
+    lines = [_heading(group, snapshot, f", with the {_PROTOCOLS[description.protocol]}{assignor}\n")]
+    if times is not None:
+        lines.append(", ".join(f"{words_of(name)} {_time_as_text(time)}" for name, time in times.by_name.items()))
+    elif description.protocol == "consumer":
+        lines.append("session timeout and heartbeat interval unknown: grant DESCRIBE_CONFIGS on the group to see them")
+    lines += _member_lines(description)
     if snapshot.positions:
         headings = ("partition", "committed", "log", "finished beyond", "metadata")
         lines += ["", *table(headings, map(_position_row, snapshot.positions))]
     print_result(content, lines, as_json=as_json)
+
+
+async def _show(settings: Settings, group_id: str) -> tuple[Snapshot, GroupTimes | None]:
+    """Return a group, and its times: None if members choose their own, or if this user may not see them."""
+    async with KafkaAdmin(settings) as brokers:
+        snapshot = await _snapshot(brokers, group_id)
+        if snapshot.group.protocol != "consumer":
+            return snapshot, None
+        try:
+            return snapshot, await brokers.group_times(group_id)
+        except AuthorizationError:
+            return snapshot, None
+
+
+def _time_as_object(time: GroupTime) -> dict[str, Any]:
+    """Return a time for JSON."""
+    return {"seconds": time.seconds, "from": "group" if time.is_own else "brokers"}
+
+
+def _time_as_text(time: GroupTime) -> str:
+    return f"{time.seconds:g} s ({_origin(time)})"
+
+
+def _origin(time: GroupTime) -> str:
+    return "set for the group" if time.is_own else "default of the brokers"
+
+
+def _member_lines(group: Group) -> list[str]:
+    """Return a table of the members, with their protocols while the group migrates to the consumer protocol."""
+    if not group.members:
+        return ["It has no members."]
+    headings = ("member", "instance id", "client", "host", "partitions")
+    classic = [member for member in group.members if member.protocol == "classic"]
+    if group.protocol != "consumer" or not classic:
+        return table(headings, map(_member_row, group.members))
+    found = part_as_text(len(classic), len(group.members), "member")
+    rows = [(*_member_row(member), member.protocol) for member in group.members]
+    return [
+        f"the classic protocol is still in use by {found}, each with the session timeout of its app",
+        *table((*headings, "protocol"), rows),
+    ]
 
 
 def _member_row(member: GroupMember) -> tuple[str, ...]:
@@ -424,6 +482,163 @@ async def _targets(
             )
         targets[partition] = offset
     return targets
+
+
+# configure ----------------------------------------------------------------------------
+
+
+class Configured(NamedTuple):
+    """The times of a group under the consumer protocol, after a change or without one."""
+
+    times: GroupTimes
+    limits: Mapping[str, TimeLimits]
+    """Empty if this user may not see them."""
+    group: Group | None
+    """None if this user may not see it."""
+
+    def as_object(self, name: str) -> dict[str, Any]:
+        """Return the time with this name for JSON."""
+        limits = self.limits.get(name)
+        return {
+            **_time_as_object(self.times.by_name[name]),
+            "least": None if limits is None else limits.least,
+            "most": None if limits is None else limits.most,
+        }
+
+    @property
+    def protocol(self) -> str | None:
+        """The protocol of the group; None if it does not exist, or if this user may not see it."""
+        if self.group is None or self.group.state == "dead":
+            return None
+        return self.group.protocol
+
+    @property
+    def rows(self) -> list[tuple[object, ...]]:
+        """The rows of a table."""
+        return [
+            (words_of(name), f"{time.seconds:g} s", _origin(time), _limits_as_text(self.limits.get(name)))
+            for name, time in self.times.by_name.items()
+        ]
+
+    @property
+    def caveat(self) -> str | None:
+        """Why the times have no effect yet; None if they have one, or if that is unknown."""
+        if self.group is None or self.protocol == "consumer":
+            return None
+        if not self.group.members:
+            found = "does not exist yet" if self.protocol is None else "has no members now"
+            return f"The group {found}: its first member under group_protocol='consumer' will get these times."
+        return (
+            "They have no effect yet: the group uses the classic protocol, in which each member brings its own times. "
+            "Start its members with group_protocol='consumer'."
+        )
+
+
+@command.command()
+@options.group_argument
+@click.option(
+    "--session-timeout",
+    type=options.seconds,
+    metavar="SECONDS",
+    help="Without a heartbeat for this time, a member loses its partitions.",
+)
+@click.option(
+    "--heartbeat-interval",
+    type=options.seconds,
+    metavar="SECONDS",
+    help="Time between two heartbeats, at most a third of the session timeout.",
+)
+@click.option("--reset", "is_reset", is_flag=True, help="Remove the group's own times; the brokers' defaults apply.")
+@options.bootstrap_servers()
+@options.as_json("the times")
+def configure(
+    group: str,
+    *,
+    session_timeout: float | None,
+    heartbeat_interval: float | None,
+    is_reset: bool,
+    bootstrap_servers: str | None,
+    as_json: bool,
+) -> None:
+    """Show or set the session timeout and heartbeat interval of GROUP.
+
+    Under group_protocol="consumer" (KIP-848) these times belong to the group, and members get them from the brokers.
+    Without options, the command shows those in force. You can set them before the group exists.
+    """
+    given = {SESSION_TIMEOUT: session_timeout, HEARTBEAT_INTERVAL: heartbeat_interval}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if is_reset and wanted:
+        raise click.UsageError("--reset removes both times of the group: leave out the other options, or --reset")
+    found = run(_configure(settings_of(bootstrap_servers), group, wanted, is_reset=is_reset))
+    content = {
+        "group": group,
+        "protocol": found.protocol,
+        "changed": is_reset or bool(wanted),
+        "session_timeout": found.as_object(SESSION_TIMEOUT),
+        "heartbeat_interval": found.as_object(HEARTBEAT_INTERVAL),
+    }
+    heading = f"times of group {group!r} under the {_PROTOCOLS['consumer']}"
+    lines = [f"{heading}:", *table(("time", "in force", "source", "brokers accept"), found.rows)]
+    if wanted:
+        lines.append(f"{' and '.join(map(words_of, wanted)).capitalize()} set for group {group!r}.")
+    if is_reset:
+        lines.append(f"The brokers' defaults apply to group {group!r} now.")
+    if found.caveat is not None:
+        lines.append(found.caveat)
+    print_result(content, lines, as_json=as_json)
+
+
+def _limits_as_text(limits: TimeLimits | None) -> str | None:
+    return None if limits is None else f"{limits.least:g} to {limits.most:g} s"
+
+
+async def _configure(settings: Settings, group_id: str, wanted: Mapping[str, float], *, is_reset: bool) -> Configured:
+    async with KafkaAdmin(settings) as brokers:
+        group = await _group_under_consumer_protocol(brokers, group_id)
+        times = await brokers.group_times(group_id)
+        if wanted:
+            check_times(wanted, times)
+            times = await brokers.set_group_times(group_id, wanted)
+        elif is_reset:
+            times = await brokers.reset_group_times(group_id)
+        return Configured(times, await brokers.time_limits(), group)
+
+
+async def _group_under_consumer_protocol(brokers: KafkaAdmin, group_id: str) -> Group | None:
+    """Return a group; None if this user may not see it.
+
+    Raises:
+        StateError: The brokers do not have the protocol.
+    """
+    try:
+        if not await brokers.has_consumer_protocol(group_id):
+            raise StateError(
+                "the brokers accept no members of the consumer protocol (KIP-848), so they keep no times for a group: "
+                "use brokers from Kafka 4.0 on which the feature group.version is 1 or higher, or set session_timeout "
+                "and heartbeat_interval of the App under group_protocol='classic'"
+            )
+        return await brokers.group(group_id)
+    except AuthorizationError:
+        return None
+
+
+def check_times(wanted: Mapping[str, float], times: GroupTimes) -> None:
+    """Refuse a session that would have no time for three heartbeats.
+
+    Raises:
+        UsageError: It would not.
+    """
+    after = {name: time.seconds for name, time in times.by_name.items()} | dict(wanted)
+    session = after[SESSION_TIMEOUT]
+    heartbeat = after[HEARTBEAT_INTERVAL]
+    if not is_too_short(session, heartbeat):
+        return
+    kept = "".join(f"; the {words_of(name)} is the one in force" for name in times.by_name if name not in wanted)
+    raise click.UsageError(
+        f"a session timeout of {session:g} s is less than 3 times a heartbeat interval of {heartbeat:g} s{kept}: one "
+        f"late heartbeat would cost a member its partitions. Use --session-timeout {3 * heartbeat:g} or more, or "
+        f"--heartbeat-interval {math.floor(session * 1000 / 3) / 1000:g} or less"
+    )
 
 
 # leave --------------------------------------------------------------------------------

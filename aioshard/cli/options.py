@@ -3,6 +3,7 @@
 import datetime as dt
 import functools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ROWS = 50
 """Maximum rows of a table without `--limit`."""
 _AGO = re.compile(r"-(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw])")
+_LEAST_SECONDS = 0.001
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 # Types --------------------------------------------------------------------------------
@@ -35,6 +37,21 @@ def topic_name(text: str) -> str:
             f"{text!r} is not a topic name: expected 1 to 249 characters of a-z, A-Z, 0-9, '.', '_' and '-'"
         )
     return text
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds, at least a millisecond.
+
+    Raises:
+        BadParameter: It is not valid.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not _LEAST_SECONDS <= found < math.inf:
+        raise click.BadParameter(f"{text!r} was found; expected a number of seconds, at least {_LEAST_SECONDS}")
+    return found
 
 
 def parse_time(text: str, other: str = "") -> dt.datetime:

@@ -8,6 +8,7 @@ from aioshard.errors import (
     AuthorizationError,
     CommitError,
     CommitRefusedError,
+    SettingsError,
     SideTopicError,
     TransportError,
 )
@@ -21,11 +22,21 @@ from aioshard.kafka.errors import (
     named,
     request_error,
 )
-from aioshard.kafka.groups import Coordinator, DescribedGroup, Group
+from aioshard.kafka.groups import (
+    GROUP_TIMES,
+    HEARTBEAT_INTERVAL,
+    SESSION_TIMEOUT,
+    Coordinator,
+    DescribedGroup,
+    Group,
+    GroupTimes,
+    TimeLimits,
+    words_of,
+)
 from aioshard.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, GroupOffsets, try_log_ranges, try_offsets_at
 from aioshard.kafka.topics import COMPACTED, POLICY, TopicDescription, side_topic_policy_problem, side_topic_problem
 from aioshard.kafka.wire.cluster import CoordinatorKind
-from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.errors import IncompleteResponseError, WireError
 from aioshard.kafka.wire.metadata import Broker
 from aioshard.kafka.wire.notation import Request
 from aioshard.kafka.wire.requests import (
@@ -33,16 +44,19 @@ from aioshard.kafka.wire.requests import (
     CREATE_TOPICS,
     DESCRIBE_CONFIGS,
     DESCRIBE_GROUPS,
+    INCREMENTAL_ALTER_CONFIGS,
     LEAVE_GROUP,
 )
 from aioshard.kafka.wire.responses import (
     Answers,
     CommittedOffset,
     ResourceKind,
+    check_altered_settings,
     classic_group,
     classic_members,
     consumer_group,
     described_settings,
+    group_times,
     refused_topic,
     removed_member,
 )
@@ -62,9 +76,17 @@ _ISOLATION = {"read_uncommitted": READ_UNCOMMITTED, "read_committed": READ_COMMI
 _NO_TOPIC = frozenset({3, 17})
 """Error codes for topics that do not exist and for invalid topic names."""
 _TOPIC_EXISTS = 36
+_INVALID_SETTING = 40
 _TIMED_OUT = Cause(-1, "no answer in time", retriable=True)
 _SESSION_LIMITS = ("group.min.session.timeout.ms", "group.max.session.timeout.ms")
 _CREATES_TOPICS = "auto.create.topics.enable"
+_SET, _DELETE = 0, 1
+"""Operations on a setting; the values are Kafka's."""
+_TIME_LIMITS = {
+    SESSION_TIMEOUT: ("group.consumer.min.session.timeout.ms", "group.consumer.max.session.timeout.ms"),
+    HEARTBEAT_INTERVAL: ("group.consumer.min.heartbeat.interval.ms", "group.consumer.max.heartbeat.interval.ms"),
+}
+"""The brokers' settings with the least and the most milliseconds of each time of a group."""
 
 
 class LogBounds(NamedTuple):
@@ -377,13 +399,16 @@ class KafkaAdmin:
 
     async def _kip848_group(self, group_id: str) -> Group | None:
         """Describe a KIP-848 group; None if it is not one, or the brokers do not support KIP-848."""
-        request = CONSUMER_GROUP_DESCRIBE(groups=[group_id], operations=False)
         try:
-            return consumer_group(await self._ask_coordinator(group_id, request), group_id)
+            return await self._describe_kip848(group_id)
         except WireError as error:
             if error.code == UNSUPPORTED_VERSION:
                 return None
             raise
+
+    async def _describe_kip848(self, group_id: str) -> Group | None:
+        request = CONSUMER_GROUP_DESCRIBE(groups=[group_id], operations=False)
+        return consumer_group(await self._ask_coordinator(group_id, request), group_id)
 
     async def _classic_group(self, group_id: str) -> Group:
         return classic_group(await self._ask_coordinator(group_id, _describe_classic(group_id)), group_id)
@@ -411,6 +436,118 @@ class KafkaAdmin:
         return await self._with_retries(
             remove, f"remove member {member_id or instance_id!r} of group {group_id!r}", group_id
         )
+
+    # Times of a group under the consumer protocol -------------------------------------
+
+    async def has_consumer_protocol(self, group_id: str) -> bool:
+        """Return whether the coordinator of a group accepts members of the consumer protocol (KIP-848).
+
+        Brokers older than Kafka 4.0 do not, nor newer ones where it is switched off.
+        """
+
+        async def ask() -> bool:
+            try:
+                await self._describe_kip848(group_id)
+            except WireError as error:
+                if error.code == UNSUPPORTED_VERSION:
+                    return False
+                raise
+            return True
+
+        return await self._with_retries(ask, f"describe group {group_id!r}", group_id)
+
+    async def group_times(self, group_id: str) -> GroupTimes:
+        """Return the times of a group under the consumer protocol, whether or not the group exists."""
+
+        async def times() -> GroupTimes:
+            return await self._group_times(group_id)
+
+        return await self._with_group_settings(times, group_id)
+
+    async def time_limits(self) -> dict[str, TimeLimits]:
+        """Return the limits of the times of groups, by Kafka's name of each; empty if this user may not see them."""
+
+        async def limits() -> dict[str, TimeLimits]:
+            names = [name for pair in _TIME_LIMITS.values() for name in pair]
+            settings = await self._broker_settings(self._cluster.any_broker(), names)
+            return {
+                time: TimeLimits(int(settings[least]) / 1000, int(settings[most]) / 1000)
+                for time, (least, most) in _TIME_LIMITS.items()
+            }
+
+        try:
+            return await self._with_retries(limits, "return their limits of the times of groups")
+        except TransportError as error:
+            if error.retriable:
+                raise
+            return {}
+
+    async def set_group_times(self, group_id: str, seconds: Mapping[str, float]) -> GroupTimes:
+        """Set times of a group under the consumer protocol, and return those that are in force then.
+
+        Args:
+            group_id: The group; it need not exist.
+            seconds: The times to set, by Kafka's names: see `GROUP_TIMES`.
+
+        Raises:
+            SettingsError: The brokers do not accept a time.
+            AuthorizationError: This user lacks ALTER_CONFIGS on the group.
+        """
+        return await self._alter_group_times(group_id, {name: round(value * 1000) for name, value in seconds.items()})
+
+    async def reset_group_times(self, group_id: str) -> GroupTimes:
+        """Remove a group's own times; return the brokers' defaults, which are in force then.
+
+        Raises:
+            AuthorizationError: This user lacks ALTER_CONFIGS on the group.
+        """
+        return await self._alter_group_times(group_id, dict.fromkeys(GROUP_TIMES))
+
+    async def _alter_group_times(self, group_id: str, wanted: Mapping[str, int | None]) -> GroupTimes:
+        """Set times, in milliseconds, or remove those that are None; return when a broker shows them."""
+        request = _alter_settings(ResourceKind.GROUP, group_id, wanted)
+
+        async def alter() -> WireError | None:
+            try:
+                check_altered_settings(await self._cluster.ask_any(request), ResourceKind.GROUP, group_id)
+            except WireError as error:
+                if error.code == _INVALID_SETTING:
+                    return error
+                raise
+            return None
+
+        async def shown() -> GroupTimes:
+            """The brokers learn from the controller what has changed, a moment later."""
+            times = await self._group_times(group_id)
+            own = {name: round(time.seconds * 1000) for name, time in times.by_name.items() if time.is_own}
+            if any(own.get(name) != value for name, value in wanted.items()):
+                raise IncompleteResponseError("they have stored the change, but a broker does not show it yet")
+            return times
+
+        refusal = await self._with_group_settings(alter, group_id, "change")
+        if refusal is not None:
+            raise SettingsError(_refused_times(group_id, wanted, refusal, await self.time_limits()))
+        return await self._with_group_settings(shown, group_id)
+
+    async def _group_times(self, group_id: str) -> GroupTimes:
+        request = _describe_settings(ResourceKind.GROUP, group_id, GROUP_TIMES)
+        return group_times(await self._cluster.ask_any(request), group_id)
+
+    async def _with_group_settings(
+        self, send: Callable[[], Awaitable[T]], group_id: str, verb: Literal["return", "change"] = "return"
+    ) -> T:
+        """Return the result of *send*, which returns or changes settings of a group; see `_with_retries`."""
+        try:
+            return await self._with_retries(send, f"{verb} the settings of group {group_id!r}", group_id)
+        except AuthorizationError as error:
+            if verb == "change":
+                do, permission = "change", "ALTER_CONFIGS"
+            else:
+                do, permission = "see", "DESCRIBE_CONFIGS"
+            raise AuthorizationError(
+                f"the brokers do not allow this user to {do} the settings of group {group_id!r}: grant {permission} on "
+                "it"
+            ) from error
 
     # Offsets of a group ---------------------------------------------------------------
 
@@ -532,6 +669,18 @@ def _describe_settings(kind: ResourceKind, name: str, settings: Collection[str])
     return DESCRIBE_CONFIGS(resources=[resource], synonyms=False, documentation=False)
 
 
+def _alter_settings(kind: ResourceKind, name: str, values: Mapping[str, int | None]) -> Request:
+    """Return a request that sets the values, and removes the settings without one."""
+    configs = [
+        {"name": setting, "operation": _DELETE, "value": None}
+        if value is None
+        else {"name": setting, "operation": _SET, "value": str(value)}
+        for setting, value in values.items()
+    ]
+    resource = {"kind": int(kind), "name": name, "configs": configs}
+    return INCREMENTAL_ALTER_CONFIGS(resources=[resource], validate_only=False)
+
+
 def _describe_classic(group_id: str) -> Request:
     return DESCRIBE_GROUPS(groups=[group_id], operations=False)
 
@@ -556,6 +705,28 @@ def _offsets_of(partitions: Collection[TopicPartition]) -> str:
 
 def _committed_offsets_of(group_id: str) -> str:
     return f"return the committed offsets of group {group_id!r}"
+
+
+def _refused_times(
+    group_id: str, wanted: Mapping[str, int | None], refusal: WireError, limits: Mapping[str, TimeLimits]
+) -> str:
+    """Explain why the brokers refused times of a group, given in milliseconds."""
+    outside = []
+    for name, value in wanted.items():
+        limit = limits.get(name)
+        if value is None or limit is None or limit.least <= value / 1000 <= limit.most:
+            continue
+        outside.append(
+            f"a {words_of(name)} of {value / 1000:g} s is outside {limit.least:g} to {limit.most:g} s "
+            f"({' and '.join(_TIME_LIMITS[name])})"
+        )
+    if outside:
+        return (
+            f"the brokers refused the times of group {group_id!r}: {', and '.join(outside)}; choose a value within the "
+            "limits, or change the limits on brokers and controllers"
+        )
+    unseen = "" if limits else "; grant DESCRIBE_CONFIGS on the cluster to see the limits of the brokers here"
+    return f"the brokers refused the times of group {group_id!r}: {refusal.cause.reason}{unseen}"
 
 
 def _not_stored(cause: Cause, group_id: str, refused: Collection[TopicPartition] = ()) -> TransportError:

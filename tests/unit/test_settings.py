@@ -358,7 +358,18 @@ def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, An
             "raise rebalance_timeout to 45 s or lower heartbeat_interval",
         ),
         (CONSUMER | {"session_timeout": 45}, "session_timeout=45 s has no effect under group_protocol='consumer'"),
-        (CONSUMER | {"heartbeat_interval": 3}, "it belongs to the broker"),
+        (
+            CONSUMER | {"heartbeat_interval": 3},
+            "remove it here, and run `aioshard group configure GROUP --heartbeat-interval 3`",
+        ),
+        (
+            {"group_protocol": "consumer", "session_timeout": 30.25, "heartbeat_interval": 3},
+            (
+                "session_timeout=30.25 s and heartbeat_interval=3 s have no effect under group_protocol='consumer', "
+                "where the brokers keep the times of the group: remove them here, and run `aioshard group configure "
+                "GROUP --session-timeout 30.25 --heartbeat-interval 3`"
+            ),
+        ),
         (CONSUMER | {"assignor": "sticky"}, "use client_options={'group.remote.assignor': …}"),
         ({"group_protocol": "consumer", "session_timeout": 45}, "session_timeout=45 s has no effect"),
         ({"group_protocol": "consumer", "assignor": "sticky"}, "use client_options={'group_remote_assignor': …}"),
@@ -382,7 +393,7 @@ def test_session_variables_are_refused_when_the_broker_sets_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AIOSHARD_SESSION_TIMEOUT", "45")
-    assert "it belongs to the broker" in refusal(**CONSUMER)
+    assert "`aioshard group configure GROUP --session-timeout 45`" in refusal(**CONSUMER)
 
 
 @pytest.mark.parametrize(("client", "assignor"), [("aiokafka", "cooperative-fair"), ("confluent", "sticky")])

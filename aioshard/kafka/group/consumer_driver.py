@@ -12,16 +12,15 @@ from aioshard.kafka.group.consumer import ConsumerMember
 from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer, heartbeat_answer, heartbeat_request
 from aioshard.kafka.group.driver import GroupDriver, MemberLoop
 from aioshard.kafka.group.member import NOT_A_MEMBER, Backoff, Code, Event, Ownership
+from aioshard.kafka.groups import GROUP_TIMES
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.notation import Request
 from aioshard.kafka.wire.pool import Purpose
 from aioshard.kafka.wire.requests import DESCRIBE_CONFIGS
-from aioshard.kafka.wire.responses import ResourceKind, described_settings
+from aioshard.kafka.wire.responses import ResourceKind, group_times
 
 logger = logging.getLogger("aioshard.kafka.group")
 
-_SESSION: Final = "consumer.session.timeout.ms"
-_INTERVAL: Final = "consumer.heartbeat.interval.ms"
 _TIMES_MAX_AGE: Final = 300.0
 """Seconds after which the times of the group are looked up again: an operator may change them."""
 _LEAST_REQUEST_TIMEOUT: Final = 1.0
@@ -126,27 +125,28 @@ class ConsumerProtocol:
             await self._learn_times(loop)
 
     async def _learn_times(self, loop: MemberLoop[ConsumerMember, Event]) -> None:
-        resource = {"kind": ResourceKind.GROUP, "name": self.group_id, "keys": [_SESSION, _INTERVAL]}
+        resource = {"kind": ResourceKind.GROUP, "name": self.group_id, "keys": list(GROUP_TIMES)}
         request = DESCRIBE_CONFIGS(resources=[resource], synonyms=False, documentation=False)
         try:
-            response = await loop.cluster.ask_any(request)
-            values = described_settings(response, ResourceKind.GROUP, self.group_id, [_SESSION, _INTERVAL])
-            session = int(values[_SESSION]) / 1000
-            interval = int(values[_INTERVAL]) / 1000
-        except (WireError, ValueError) as error:
+            times = group_times(await loop.cluster.ask_any(request), self.group_id)
+        except WireError as error:
             self._report_unknown_times(error)
             return
+        session = times.session_timeout.seconds
+        interval = times.heartbeat_interval.seconds
         loop.command(lambda member, now: member.times(session, interval, now))
 
-    def _report_unknown_times(self, error: Exception) -> None:
-        level = logging.DEBUG if self._has_warned or getattr(error, "retriable", False) else logging.WARNING
+    def _report_unknown_times(self, error: WireError) -> None:
+        level = logging.DEBUG if self._has_warned or error.retriable else logging.WARNING
         self._has_warned |= level == logging.WARNING
         logger.log(
             level,
             "the session timeout of group %s cannot be read (%s), so %g s are assumed: grant DESCRIBE_CONFIGS on the "
-            "group, and set consumer.session.timeout.ms of the group to this value",
+            "group, or set this value with `aioshard group configure %s --session-timeout %g`",
             self.group_id,
             error,
+            self.member.session,
+            self.group_id,
             self.member.session,
         )
 
@@ -162,7 +162,7 @@ class ConsumerDriver(GroupDriver[ConsumerMember, Event]):
     @property
     def session_text(self) -> str:
         """See `GroupDriver.session_text`."""
-        return f"{self.session:g} s ({_SESSION} of the group)"
+        return f"{self.session:g} s (consumer.session.timeout.ms of the group)"
 
     @property
     def inherits_within(self) -> float:

@@ -78,7 +78,14 @@ DESCRIBE_CONFIGS = Api(
         ]
     """,
 )
-
+INCREMENTAL_ALTER_CONFIGS = Api(
+    "IncrementalAlterConfigs",
+    44,
+    (0, 1),
+    flexible=1,
+    request="resources:[kind:i1 name:s configs:[name:s operation:i1 value:s]] validate_only:bool",
+    response="throttle_ms:i4 resources:[error:i2 message:s kind:i1 name:s]",
+)
 CREATE_TOPICS = Api(
     "CreateTopics",
     19,

@@ -15,7 +15,16 @@ from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from aioshard.core.assignment import Member
-from aioshard.kafka.groups import DescribedGroup, Group, GroupMember
+from aioshard.kafka.groups import (
+    GROUP_TIMES,
+    HEARTBEAT_INTERVAL,
+    SESSION_TIMEOUT,
+    DescribedGroup,
+    Group,
+    GroupMember,
+    GroupTime,
+    GroupTimes,
+)
 from aioshard.kafka.wire.codes import error_for, raise_for
 from aioshard.kafka.wire.consumer_protocol import assigned_partitions, subscribed_topics
 from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, UnsupportedVersionError, WireError
@@ -34,6 +43,8 @@ _ABSENT = frozenset({3, 17, 29})
 _CONSUMERS = "consumer"
 """The kind of the members of a classic group that are consumers."""
 _DEAD = "dead"
+_MEMBER_PROTOCOLS = {0: "classic", 1: "consumer"}
+"""The protocols of the members of a KIP-848 group, by Kafka's numbers."""
 _UNKNOWN_MEMBER = 25
 _GROUP_NOT_FOUND = 69
 _OF_ONE_TOPIC = _ABSENT | {100}
@@ -402,6 +413,12 @@ class ResourceKind(enum.IntEnum):
     GROUP = 32
 
 
+class SettingSource(enum.IntEnum):
+    """Where the value of a setting comes from, as far as we need it; the values are Kafka's."""
+
+    GROUP = 8
+
+
 def described_settings(response: Any, kind: ResourceKind, name: str, settings: Collection[str]) -> dict[str, str]:
     """Read a response to DescribeConfigs about one topic, broker or group: the values of *settings*.
 
@@ -411,22 +428,66 @@ def described_settings(response: Any, kind: ResourceKind, name: str, settings: C
         BrokerError: The response has an error code.
         IncompleteResponseError: The response is about something else, or a setting has no value or two.
     """
-    what = f"{kind.name.lower()} {name!r}"
-    part = _only_part(response.resources, what)
-    raise_for(part.error, *((name,) if kind is ResourceKind.TOPIC else ()), message=part.message)
-    if (part.kind, part.name) != (kind, name):
-        raise IncompleteResponseError(f"the response is about {part.name!r}, not about {what}")
-    values: dict[str, str] = {}
+    described = _described_settings(response, kind, name, settings)
+    return {setting: part.value for setting, part in described.items()}
+
+
+def group_times(response: Any, group_id: str) -> GroupTimes:
+    """Read a response to DescribeConfigs about one group: its times under the consumer protocol.
+
+    Raises:
+        BrokerError: The response has an error code.
+        IncompleteResponseError: The response is about something else, or a time has no value, two, or no number.
+    """
+    described = _described_settings(response, ResourceKind.GROUP, group_id, GROUP_TIMES)
+    return GroupTimes(_group_time(described[SESSION_TIMEOUT]), _group_time(described[HEARTBEAT_INTERVAL]))
+
+
+def _group_time(part: Any) -> GroupTime:
+    try:
+        milliseconds = int(part.value)
+    except ValueError:
+        raise IncompleteResponseError(f"the response has {part.value!r} as {part.name}, not a number") from None
+    return GroupTime(milliseconds / 1000, part.source == SettingSource.GROUP)
+
+
+def _described_settings(response: Any, kind: ResourceKind, name: str, settings: Collection[str]) -> dict[str, Any]:
+    """Return the part of a response to DescribeConfigs about each of *settings*; all of them have a value."""
+    part = _part_about(response, kind, name)
+    found: dict[str, Any] = {}
     for setting in part.configs or ():
         if setting.name not in settings:
             continue
-        if setting.name in values:
-            raise IncompleteResponseError(f"the response has {setting.name} of {what} twice")
+        if setting.name in found:
+            raise IncompleteResponseError(f"the response has {setting.name} of {_resource(kind, name)} twice")
         if setting.value is not None:
-            values[setting.name] = setting.value
-    if missing := set(settings).difference(values):
-        raise IncompleteResponseError(f"{min(missing)} of {what} is missing in the response")
-    return values
+            found[setting.name] = setting
+    if missing := set(settings).difference(found):
+        raise IncompleteResponseError(f"{min(missing)} of {_resource(kind, name)} is missing in the response")
+    return found
+
+
+def check_altered_settings(response: Any, kind: ResourceKind, name: str) -> None:
+    """Read a response to IncrementalAlterConfigs about one topic, broker or group.
+
+    Raises:
+        BrokerError: The settings were refused.
+        IncompleteResponseError: The response is about something else.
+    """
+    _part_about(response, kind, name)
+
+
+def _part_about(response: Any, kind: ResourceKind, name: str) -> Any:
+    """Return the only part of a response about settings, which has no error."""
+    part = _only_part(response.resources, _resource(kind, name))
+    raise_for(part.error, *((name,) if kind is ResourceKind.TOPIC else ()), message=part.message)
+    if (part.kind, part.name) != (kind, name):
+        raise IncompleteResponseError(f"the response is about {part.name!r}, not about {_resource(kind, name)}")
+    return part
+
+
+def _resource(kind: ResourceKind, name: str) -> str:
+    return f"{kind.name.lower()} {name!r}"
 
 
 # Groups -----------------------------------------------------------------------------------
@@ -444,7 +505,7 @@ def classic_group(response: Any, group_id: str) -> Group:
     part = _classic_part(response, group_id)
     if part is None:
         return Group(_DEAD, "classic", "", ())
-    members = tuple(_member(member, _classic_assignment(part, member)) for member in _members(part))
+    members = tuple(_member(member, _classic_assignment(part, member), "classic") for member in _members(part))
     return Group(_state(part), "classic", part.protocol or "", members)
 
 
@@ -466,17 +527,17 @@ def classic_members(response: Any, group_id: str) -> DescribedGroup:
 def consumer_group(response: Any, group_id: str) -> Group | None:
     """Read a response to ConsumerGroupDescribe about one group; None if it is not a group of KIP-848.
 
-    It is none either on brokers on which KIP-848 is switched off.
-
     Raises:
-        BrokerError: The group has another error code.
+        BrokerError: The group has another error code: 35 if KIP-848 is switched off on the broker.
         IncompleteResponseError: The group is missing, named twice, or another one, or a member is named twice.
     """
     part = _described_group(response, group_id)
-    if part.error in (_GROUP_NOT_FOUND, UnsupportedVersionError.code):
+    if part.error == _GROUP_NOT_FOUND:
         return None
     raise_for(part.error, message=part.message)
-    members = tuple(_member(member, _consumer_assignment(member)) for member in _members(part))
+    members = tuple(
+        _member(member, _consumer_assignment(member), _MEMBER_PROTOCOLS.get(member.kind)) for member in _members(part)
+    )
     return Group(_state(part), "consumer", part.assignor or "", members)
 
 
@@ -513,8 +574,8 @@ def _members(group: Any) -> list[Any]:
     return [members[member_id] for member_id in sorted(members)]
 
 
-def _member(part: Any, partitions: tuple[TopicPartition, ...]) -> GroupMember:
-    return GroupMember(part.member, part.client, part.host, part.instance, partitions)
+def _member(part: Any, partitions: tuple[TopicPartition, ...], protocol: str | None) -> GroupMember:
+    return GroupMember(part.member, part.client, part.host, part.instance, partitions, protocol)
 
 
 def _classic_assignment(group: Any, member: Any) -> tuple[TopicPartition, ...]:

@@ -1,21 +1,28 @@
-"""`aioshard group show`, `lag`, `reset` and `leave` on a real broker."""
+"""`aioshard group show`, `lag`, `reset`, `configure` and `leave` on a real broker."""
 
 import asyncio
 import datetime as dt
 import json
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AclOperation
 
 from aioshard import App, Record
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.kafka.admin import KafkaAdmin
+from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
+from tests.engine.live_apps import engine_of
+from tests.support.access import allow, create_scram_user
 from tests.support.brokers import SharedKafka
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_properties import Credentials
 
 Aioshard = Callable[..., Awaitable[Any]]
 Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
@@ -100,8 +107,10 @@ async def test_a_group_without_members_is_shown_with_its_stored_metadata(world: 
         )
     ]
     output = (await world.run("show")).output
-    assert "is empty, protocol classic" in output
+    assert f"group {world.group!r} is empty, with the classic protocol\ncoordinated by broker 1 at " in output
     assert "It has no members." in output
+    assert (found["session_timeout"], found["heartbeat_interval"]) == (None, None)
+    assert "session timeout" not in output, "each member brings its own"
 
 
 async def test_members_are_shown_with_their_partitions(world: World) -> None:
@@ -109,9 +118,40 @@ async def test_members_are_shown_with_their_partitions(world: World) -> None:
         (member,) = (await world.json("show"))["members"]
         output = (await world.run("show")).output
 
-    assert (member["instance_id"], member["client_id"]) == ("left-hand", "billing-1")
+    assert (member["instance_id"], member["client_id"], member["protocol"]) == ("left-hand", "billing-1", "classic")
     assert member["partitions"] == [[world.topic, 0], [world.topic, 1]]
     assert f"left-hand    billing-1  127.0.0.1  {world.topic}/0 {world.topic}/1" in output
+    assert "is stable, with the classic protocol and assignor 'cooperative-fair'\n" in output
+
+
+async def test_a_group_of_the_consumer_protocol_is_shown_with_its_times(world: World) -> None:
+    await world.run("configure", "--heartbeat-interval", "0.4")
+    async with world.app(group_protocol="consumer"):
+        found = await world.json("show")
+        lines = (await world.run("show")).output.splitlines()
+
+    assert found["protocol"] == "consumer"
+    assert found["session_timeout"] == {"seconds": 6.0, "from": "brokers"}
+    assert found["heartbeat_interval"] == {"seconds": 0.4, "from": "group"}
+    assert lines[0].startswith(f"group {world.group!r} is stable, with the consumer protocol (KIP-848) and assignor ")
+    assert lines[2] == "session timeout 6 s (default of the brokers), heartbeat interval 0.4 s (set for the group)"
+
+
+async def test_members_that_have_not_migrated_are_counted(world: World) -> None:
+    async with world.app(assignor="range"):
+        before = (await world.run("show")).output
+        async with world.app(group_protocol="consumer"):
+            found = await world.json("show")
+            output = (await world.run("show")).output
+    assert sorted(member["protocol"] for member in found["members"]) == ["classic", "consumer"]
+    lines = output.splitlines()
+    assert (
+        lines[3] == "the classic protocol is still in use by 1 of 2 members, each with the session timeout of its app"
+    )
+    assert lines[4].split()[-1] == "protocol"
+    assert sorted(line.split()[-1] for line in lines[5:7]) == ["classic", "consumer"]
+    assert "still in use" not in before
+    assert "partitions  protocol" not in before
 
 
 async def test_an_unknown_group_is_reported_without_error(world: World) -> None:
@@ -242,6 +282,169 @@ async def test_a_group_with_members_cannot_be_reset(world: World, options: dict[
         assert {n: committed.offset for n, committed in (await world.committed()).items()} == {
             n: committed.offset for n, committed in before.items()
         }
+
+
+# configure
+
+
+def time(seconds: float, origin: str, least: float, most: float) -> dict[str, Any]:
+    return {"seconds": seconds, "from": origin, "least": least, "most": most}
+
+
+async def test_times_are_set_shown_and_reset_before_the_group_exists(world: World) -> None:
+    before = await world.json("configure")
+    assert before == {
+        "group": world.group,
+        "protocol": None,
+        "changed": False,
+        "session_timeout": time(6.0, "brokers", 0.5, 60.0),
+        "heartbeat_interval": time(0.5, "brokers", 0.1, 15.0),
+    }
+
+    both = await world.json("configure", "--session-timeout", "30", "--heartbeat-interval", "2.5")
+    assert both["changed"]
+    assert both["session_timeout"] == time(30.0, "group", 0.5, 60.0)
+    assert both["heartbeat_interval"] == time(2.5, "group", 0.1, 15.0)
+    one = await world.run("configure", "--session-timeout", "31.5")
+    assert one.output.splitlines() == [
+        f"times of group {world.group!r} under the consumer protocol (KIP-848):",
+        "time                in force  source             brokers accept",
+        "session timeout     31.5 s    set for the group  0.5 to 60 s",
+        "heartbeat interval  2.5 s     set for the group  0.1 to 15 s",
+        f"Session timeout set for group {world.group!r}.",
+        "The group does not exist yet: its first member under group_protocol='consumer' will get these times.",
+    ]
+    assert (await world.json("configure"))["session_timeout"]["seconds"] == 31.5
+
+    removed = await world.run("configure", "--reset")
+    assert f"The brokers' defaults apply to group {world.group!r} now." in removed.output
+    assert await world.json("configure") == before
+    assert (await world.json("configure", "--reset"))["changed"], "also if there is nothing to remove"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ("--session-timeout", "61"),
+            (
+                "a session timeout of 61 s is outside 0.5 to 60 s (group.consumer.min.session.timeout.ms and "
+                "group.consumer.max.session.timeout.ms); choose a value within the limits"
+            ),
+        ),
+        (
+            ("--session-timeout", "0.4", "--heartbeat-interval", "0.09"),
+            (
+                "a session timeout of 0.4 s is outside 0.5 to 60 s (group.consumer.min.session.timeout.ms and "
+                "group.consumer.max.session.timeout.ms), and a heartbeat interval of 0.09 s is outside 0.1 to 15 s "
+                "(group.consumer.min.heartbeat.interval.ms and group.consumer.max.heartbeat.interval.ms); choose"
+            ),
+        ),
+        (("--session-timeout", "9e6"), "a session timeout of 9e+06 s is outside 0.5 to 60 s"),
+        (("--session-timeout", "1"), "a session timeout of 1 s is less than 3 times a heartbeat interval of 0.5 s"),
+        (("--heartbeat-interval", "3"), "a session timeout of 6 s is less than 3 times a heartbeat interval of 3 s"),
+    ],
+)
+async def test_times_outside_the_limits_are_refused_and_change_nothing(
+    world: World, options: tuple[str, ...], why: str
+) -> None:
+    before = await world.json("configure")
+    ended = await world.run("configure", *options, code=2)
+    assert why in " ".join(ended.errors.split())
+    assert await world.json("configure") == before
+
+
+async def test_a_live_member_gets_the_times_of_its_group(world: World) -> None:
+    await world.run("configure", "--session-timeout", "9", "--heartbeat-interval", "0.3")
+    async with world.app(group_protocol="consumer") as app, asyncio.timeout(20):
+        transport = engine_of(app).client.get()
+        assert isinstance(transport, MemberTransport)
+        while transport.inherits_within != 9.0:  # noqa: ASYNC110 - the thread of the member tells nobody
+            await asyncio.sleep(0.02)
+        changed = await world.json("configure", "--session-timeout", "10")
+        assert changed["protocol"] == "consumer"
+        assert changed["session_timeout"]["seconds"] == 10.0
+        assert "yet" not in (await world.run("configure")).output
+
+
+async def test_times_of_a_classic_group_are_said_to_have_no_effect(world: World) -> None:
+    async with world.app():
+        ended = await world.run("configure", "--session-timeout", "30")
+        assert "They have no effect yet: the group uses the classic protocol" in ended.output
+        assert (await world.json("configure"))["protocol"] == "classic"
+
+
+async def log_in(kafka: SharedKafka, monkeypatch: pytest.MonkeyPatch) -> Credentials:
+    """Lets the commands run as a user that may do nothing until an ACL allows it; returns the user."""
+    user = Credentials(f"user-{uuid.uuid4().hex[:8]}", "secret")
+    await create_scram_user(kafka, user)
+    for name, value in {
+        "BOOTSTRAP_SERVERS": kafka.secure_bootstrap,
+        "SECURITY_PROTOCOL": "SASL_SSL",
+        "SSL_CAFILE": str(kafka.certificates.ca_file),
+        "SASL_MECHANISM": "SCRAM-SHA-512",
+        "SASL_USERNAME": user.username,
+        "SASL_PASSWORD": user.password,
+    }.items():
+        monkeypatch.setenv(f"AIOSHARD_{name}", value)
+    return user
+
+
+async def test_a_group_is_shown_without_its_times_if_they_may_not_be_seen(
+    world: World, aioshard: Aioshard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.app(group_protocol="consumer"):
+        user = await log_in(world.kafka, monkeypatch)
+        await allow(world.kafka, user, "group", world.group, AclOperation.READ)
+        await allow(world.kafka, user, "topic", world.topic, AclOperation.DESCRIBE)
+        ended = await aioshard("group", "show", world.group)
+        as_json = await aioshard("group", "show", world.group, "--json")
+
+    assert ended.code == 0, ended
+    lines = ended.output.splitlines()
+    assert "with the consumer protocol (KIP-848)" in lines[0]
+    assert lines[2] == "session timeout and heartbeat interval unknown: grant DESCRIBE_CONFIGS on the group to see them"
+    assert json.loads(as_json.output)["session_timeout"] is None
+
+
+async def test_without_permission_the_missing_one_is_named(
+    world: World, aioshard: Aioshard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = await log_in(world.kafka, monkeypatch)
+
+    async def configure(*options: str) -> Any:
+        return await aioshard("group", "configure", world.group, *options)
+
+    unseen = await configure()
+    assert unseen.code == 1
+    assert f"to see the settings of group {world.group!r}: grant DESCRIBE_CONFIGS on it" in unseen.errors
+
+    await allow(world.kafka, user, "group", world.group, AclOperation.DESCRIBE_CONFIGS)
+    seen = await configure()
+    assert seen.output.splitlines()[2] == "session timeout     6 s       default of the brokers  -"
+    refused = await configure("--session-timeout", "30")
+    assert refused.code == 1
+    assert f"to change the settings of group {world.group!r}: grant ALTER_CONFIGS on it" in refused.errors
+    assert not (await world.brokers.group_times(world.group)).session_timeout.is_own
+
+    await allow(world.kafka, user, "group", world.group, AclOperation.ALTER_CONFIGS)
+    assert (await configure("--session-timeout", "30")).code == 0
+    assert (await world.brokers.group_times(world.group)).session_timeout == (30.0, True)
+    outside = await configure("--session-timeout", "61")
+    assert outside.code == 2
+    assert "grant DESCRIBE_CONFIGS on the cluster to see the limits" in outside.errors
+
+
+@pytest.mark.parametrize("own_kafka", [{"group.version": 0}], indirect=True)
+async def test_brokers_without_the_consumer_protocol_are_said_to_have_none(
+    own_kafka: KafkaBroker, aioshard: Aioshard
+) -> None:
+    for options in ((), ("--session-timeout", "30"), ("--reset",)):
+        ended = await aioshard("group", "configure", "billing", *options, "--bootstrap-servers", own_kafka.bootstrap)
+        assert ended.code == 1
+        assert "the brokers accept no members of the consumer protocol (KIP-848)" in ended.errors
+    async with KafkaAdmin(Settings(bootstrap_servers=own_kafka.bootstrap)) as brokers:
+        assert not (await brokers.group_times("billing")).session_timeout.is_own
 
 
 # leave

@@ -5,21 +5,31 @@ The brokers are models on a network in memory, with virtual time.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 
-from aioshard.errors import AuthorizationError, CommitError, CommitRefusedError, SideTopicError, TransportError
+from aioshard.errors import (
+    AuthorizationError,
+    CommitError,
+    CommitRefusedError,
+    SettingsError,
+    SideTopicError,
+    TransportError,
+)
 from aioshard.kafka.admin import KafkaAdmin, LogBounds
-from aioshard.kafka.groups import Coordinator
+from aioshard.kafka.groups import HEARTBEAT_INTERVAL, SESSION_TIMEOUT, Coordinator, GroupTime, GroupTimes, TimeLimits
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.notation import Api
 from aioshard.kafka.wire.requests import (
+    ALL,
     CONSUMER_GROUP_DESCRIBE,
     CREATE_TOPICS,
     DESCRIBE_CONFIGS,
     DESCRIBE_GROUPS,
     FIND_COORDINATOR,
+    INCREMENTAL_ALTER_CONFIGS,
     LEAVE_GROUP,
     METADATA,
     OFFSET_COMMIT,
@@ -33,6 +43,7 @@ from tests.support.model_broker import Received, Rule
 from tests.support.model_cluster import ModelCluster
 from tests.support.model_group import ModelGroup
 from tests.unit.kafka.committing import ONE, TWO
+from tests.unit.kafka.wire.services import KAFKA_2_8
 
 PATIENCE = 1.0
 BOTH = {ONE: Committed(5, "text"), TWO: Committed(7, "")}
@@ -104,6 +115,12 @@ class Case(NamedTuple):
     call: Callable[[KafkaAdmin], Awaitable[Any]]
     facts: frozenset[int] = frozenset()
     """Codes that are no error."""
+    others: Mapping[Api, dict[str, Any]] = MappingProxyType({})
+    """The answers to other requests of the call."""
+
+    def prepare(self, brokers: Brokers) -> None:
+        for api, answer in self.others.items():
+            brokers.answer(api, answer)
 
 
 def described(code: int) -> dict[str, Any]:
@@ -113,6 +130,19 @@ def described(code: int) -> dict[str, Any]:
 def settings(code: int, values: Mapping[str, str], kind: int = 2, name: str = "orders") -> dict[str, Any]:
     configs = [{"name": setting, "value": value} for setting, value in values.items()]
     return {"resources": [{"error": code, "kind": kind, "name": name, "configs": configs}]}
+
+
+def times(session: int, heartbeat: int, *own: str, code: int = 0) -> dict[str, Any]:
+    """The times of the group "billing"; those in *own* are its own."""
+    configs = [
+        {"name": name, "value": str(value), "source": 8 if name in own else 5}
+        for name, value in ((SESSION_TIMEOUT, session), (HEARTBEAT_INTERVAL, heartbeat))
+    ]
+    return {"resources": [{"error": code, "kind": 32, "name": "billing", "configs": configs}]}
+
+
+def altered(code: int, message: str | None = None) -> dict[str, Any]:
+    return {"resources": [{"error": code, "message": message, "kind": 32, "name": "billing"}]}
 
 
 def topic(code: int) -> dict[str, Any]:
@@ -144,6 +174,19 @@ CASES = {
         lambda code: {"error": code, "node": 1, "host": "kafka-1", "port": 9092},
         lambda admin: admin.coordinator("billing"),
     ),
+    "times": Case(
+        DESCRIBE_CONFIGS, lambda code: times(45_000, 5_000, code=code), lambda admin: admin.group_times("billing")
+    ),
+    "alter": Case(
+        INCREMENTAL_ALTER_CONFIGS,
+        altered,
+        lambda admin: admin.reset_group_times("billing"),
+        frozenset({40}),
+        {DESCRIBE_CONFIGS: times(45_000, 5_000)},
+    ),
+    "protocol": Case(
+        CONSUMER_GROUP_DESCRIBE, described, lambda admin: admin.has_consumer_protocol("billing"), frozenset({35, 69})
+    ),
     "group": Case(CONSUMER_GROUP_DESCRIBE, described, lambda admin: admin.group("billing"), frozenset({35, 69})),
     "members": Case(DESCRIBE_GROUPS, described, lambda admin: admin.classic_members("billing"), frozenset({69})),
     "remove": Case(
@@ -165,6 +208,7 @@ EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @EACH
 def test_an_error_of_a_broker_is_raised(case: Case) -> None:
     async def test(brokers: Brokers) -> None:
+        case.prepare(brokers)
         brokers.answer(case.api, case.response(0))
         await case.call(brokers.admin)
         for code in {*ERROR_CODES, 999} - case.facts:
@@ -191,6 +235,7 @@ def test_an_error_that_passes_is_retried(case: Case, is_cut: bool) -> None:
                 request.reply(**case.response(7))
             brokers.answer(case.api, case.response(0))
 
+        case.prepare(brokers)
         brokers.on(case.api, fail)
         is_sent_once = case.api is OFFSET_COMMIT or (case.api is CREATE_TOPICS and not is_cut)
         if is_sent_once:
@@ -481,6 +526,164 @@ def test_session_limits_are_those_of_the_coordinator() -> None:
     scenario(test)
 
 
+def test_times_are_set_in_milliseconds_and_returned_when_a_broker_shows_them() -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(INCREMENTAL_ALTER_CONFIGS, altered(0))
+        brokers.answer(
+            DESCRIBE_CONFIGS,
+            times(45_000, 5_000),
+            times(10_000, 5_000, SESSION_TIMEOUT),  # of an earlier change
+            times(30_000, 2_500, SESSION_TIMEOUT, HEARTBEAT_INTERVAL),
+        )
+
+        found = await brokers.admin.set_group_times("billing", {SESSION_TIMEOUT: 30.0, HEARTBEAT_INTERVAL: 2.5})
+
+        assert found == GroupTimes(GroupTime(30.0, is_own=True), GroupTime(2.5, is_own=True))
+        [request] = brokers.received(INCREMENTAL_ALTER_CONFIGS)
+        [resource] = request.values.resources
+        assert (resource.kind, resource.name, request.values.validate_only) == (32, "billing", False)
+        assert [tuple(setting) for setting in resource.configs] == [
+            (SESSION_TIMEOUT, 0, "30000"),
+            (HEARTBEAT_INTERVAL, 0, "2500"),
+        ]
+
+    scenario(test)
+
+
+def test_a_time_that_is_not_named_stays_as_it_is() -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(INCREMENTAL_ALTER_CONFIGS, altered(0))
+        brokers.answer(DESCRIBE_CONFIGS, times(30_000, 2_500, SESSION_TIMEOUT, HEARTBEAT_INTERVAL))
+        await brokers.admin.set_group_times("billing", {SESSION_TIMEOUT: 30.0})
+        [request] = brokers.received(INCREMENTAL_ALTER_CONFIGS)
+        assert [setting.name for setting in request.values.resources[0].configs] == [SESSION_TIMEOUT]
+
+    scenario(test)
+
+
+def test_a_reset_removes_both_times() -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(INCREMENTAL_ALTER_CONFIGS, altered(0))
+        brokers.answer(DESCRIBE_CONFIGS, times(30_000, 5_000, SESSION_TIMEOUT), times(45_000, 5_000))
+
+        found = await brokers.admin.reset_group_times("billing")
+
+        assert found == GroupTimes(GroupTime(45.0, is_own=False), GroupTime(5.0, is_own=False))
+        [request] = brokers.received(INCREMENTAL_ALTER_CONFIGS)
+        assert [tuple(setting) for setting in request.values.resources[0].configs] == [
+            (SESSION_TIMEOUT, 1, None),
+            (HEARTBEAT_INTERVAL, 1, None),
+        ]
+
+    scenario(test)
+
+
+def test_a_change_that_no_broker_shows_is_an_error_that_says_so() -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(INCREMENTAL_ALTER_CONFIGS, altered(0))
+        brokers.answer(DESCRIBE_CONFIGS, times(45_000, 5_000))
+        with pytest.raises(TransportError, match="have stored the change, but a broker does not show it yet") as raised:
+            await brokers.admin.set_group_times("billing", {SESSION_TIMEOUT: 30.0})
+        assert raised.value.retriable
+
+    scenario(test)
+
+
+LIMITS = {
+    "group.consumer.min.session.timeout.ms": "45000",
+    "group.consumer.max.session.timeout.ms": "60000",
+    "group.consumer.min.heartbeat.interval.ms": "5000",
+    "group.consumer.max.heartbeat.interval.ms": "15000",
+}
+SESSION_LIMITS = "group.consumer.min.session.timeout.ms and group.consumer.max.session.timeout.ms"
+
+
+def show_limits(brokers: Brokers, code: int = 0) -> None:
+    def describe(request: Received) -> None:
+        [resource] = request.values.resources
+        request.reply(**settings(code, {} if code else LIMITS, resource.kind, resource.name))
+
+    brokers.on(DESCRIBE_CONFIGS, describe)
+
+
+def test_the_limits_of_times_are_those_of_the_brokers_if_this_user_may_see_them() -> None:
+    async def test(brokers: Brokers) -> None:
+        show_limits(brokers)
+        assert await brokers.admin.time_limits() == {
+            SESSION_TIMEOUT: TimeLimits(45.0, 60.0),
+            HEARTBEAT_INTERVAL: TimeLimits(5.0, 15.0),
+        }
+        show_limits(brokers, code=31)
+        assert await brokers.admin.time_limits() == {}
+
+    scenario(test)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "code", "reason"),
+    [
+        ({SESSION_TIMEOUT: 44.999}, 0, rf"a session timeout of 44.999 s is outside 45 to 60 s \({SESSION_LIMITS}\)"),
+        ({SESSION_TIMEOUT: 60.001}, 0, "a session timeout of 60.001 s is outside 45 to 60 s"),
+        ({SESSION_TIMEOUT: 45.0, HEARTBEAT_INTERVAL: 3.0}, 0, "': a heartbeat interval of 3 s is outside 5 to 15 s"),
+        (
+            {SESSION_TIMEOUT: 5.0, HEARTBEAT_INTERVAL: 1.0},
+            0,
+            "5 s is outside .*, and a heartbeat interval of 1 s",
+        ),
+        ({SESSION_TIMEOUT: 45.0, HEARTBEAT_INTERVAL: 15.0}, 0, "': INVALID_CONFIG: It is odd$"),
+        (
+            {SESSION_TIMEOUT: 5.0},
+            31,
+            "': INVALID_CONFIG: It is odd; grant DESCRIBE_CONFIGS on the cluster",
+        ),
+    ],
+)
+def test_refused_times_are_explained_by_the_limits_that_they_are_outside_of(
+    seconds: dict[str, float], code: int, reason: str
+) -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(INCREMENTAL_ALTER_CONFIGS, altered(40, "It is odd."))
+        show_limits(brokers, code)
+        with pytest.raises(SettingsError, match=reason) as raised:
+            await brokers.admin.set_group_times("billing", seconds)
+        assert ("outside" in reason) == ("choose a value within the limits" in str(raised.value))
+
+    scenario(test)
+
+
+def test_settings_of_a_group_that_may_not_be_seen_or_changed_name_the_permission() -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(INCREMENTAL_ALTER_CONFIGS, altered(30))
+        brokers.answer(DESCRIBE_CONFIGS, times(45_000, 5_000, code=30))
+        with pytest.raises(AuthorizationError, match="to see the settings of group 'billing': grant DESCRIBE_CONFIGS"):
+            await brokers.admin.group_times("billing")
+        for call in (
+            brokers.admin.set_group_times("billing", {SESSION_TIMEOUT: 30.0}),
+            brokers.admin.reset_group_times("billing"),
+        ):
+            with pytest.raises(AuthorizationError, match="to change the settings of group 'billing': grant ALTER_CON"):
+                await call
+
+    scenario(test)
+
+
+def test_brokers_that_are_too_old_for_the_consumer_protocol() -> None:
+    async def test(brokers: Brokers) -> None:
+        assert not await brokers.admin.has_consumer_protocol("billing")
+
+    offered = {api: KAFKA_2_8[api.name] for api in ALL if api.name in KAFKA_2_8}
+    scenario(test, versions=offered, without=tuple(api for api in ALL if api not in offered))
+
+
+@pytest.mark.parametrize(("code", "has_it"), [(0, True), (69, True), (35, False)])
+def test_brokers_on_which_the_consumer_protocol_is_switched_off(code: int, has_it: bool) -> None:
+    async def test(brokers: Brokers) -> None:
+        brokers.answer(CONSUMER_GROUP_DESCRIBE, described(code))
+        assert await brokers.admin.has_consumer_protocol("billing") is has_it
+
+    scenario(test)
+
+
 def test_brokers_without_the_new_group_protocol_describe_classic_groups() -> None:
     async def test(brokers: Brokers) -> None:
         brokers.answer(DESCRIBE_GROUPS, described(0))
@@ -513,8 +716,10 @@ def test_a_group_that_is_not_one_of_the_new_protocol_is_described_as_classic(cod
         lambda admin: admin.remove_member("billing", "gone"),
         lambda admin: admin.topic_settings("orders", [POLICY]),
         lambda admin: admin.session_limits("billing"),
+        lambda admin: admin.group_times("billing"),
+        lambda admin: admin.reset_group_times("billing"),
     ],
-    ids=["group", "members", "remove", "settings", "limits"],
+    ids=["group", "members", "remove", "settings", "limits", "times", "alter"],
 )
 def test_a_request_that_the_brokers_do_not_know_is_not_retried(call: Callable[[KafkaAdmin], Awaitable[Any]]) -> None:
     async def test(brokers: Brokers) -> None:
@@ -524,7 +729,8 @@ def test_a_request_that_the_brokers_do_not_know_is_not_retried(call: Callable[[K
         assert await brokers.admin.creates_topics() is None
         assert asyncio.get_running_loop().time() - began < PATIENCE / 2
 
-    scenario(test, without=(CONSUMER_GROUP_DESCRIBE, DESCRIBE_GROUPS, LEAVE_GROUP, DESCRIBE_CONFIGS))
+    lacking = (CONSUMER_GROUP_DESCRIBE, DESCRIBE_GROUPS, LEAVE_GROUP, DESCRIBE_CONFIGS, INCREMENTAL_ALTER_CONFIGS)
+    scenario(test, without=lacking)
 
 
 @pytest.mark.parametrize(("code", "removed"), [(0, True), (25, False)])
@@ -547,10 +753,11 @@ def test_removing_a_member(code: int, removed: bool, ids: tuple[str, str | None]
     [
         (DESCRIBE_CONFIGS, {"resources": []}, lambda admin: admin.topic_settings("orders", [POLICY])),
         (DESCRIBE_CONFIGS, settings(0, {}), lambda admin: admin.topic_settings("orders", [POLICY])),
+        (INCREMENTAL_ALTER_CONFIGS, {"resources": []}, lambda admin: admin.reset_group_times("billing")),
         (CONSUMER_GROUP_DESCRIBE, {"groups": []}, lambda admin: admin.group("billing")),
         (LEAVE_GROUP, {"members": []}, lambda admin: admin.remove_member("billing", "gone")),
     ],
-    ids=["settings", "one setting", "group", "member"],
+    ids=["settings", "one setting", "alter", "group", "member"],
 )
 def test_a_response_without_the_requested_item_is_a_clear_error(
     api: Api, answer: dict[str, Any], call: Callable[[KafkaAdmin], Awaitable[Any]]

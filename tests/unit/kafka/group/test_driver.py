@@ -315,7 +315,17 @@ def test_the_times_of_the_group_are_looked_up_again() -> None:
     async def test(scene: Scene) -> None:
         await scene.until(lambda: scene.owned == ALL)
         scene.times["consumer.session.timeout.ms"] = "9000"
+        scene.times["consumer.heartbeat.interval.ms"] = "250"
+        given: list[tuple[float, float]] = []
+        use = scene.member.times
+
+        def note(session: float, interval: float, now: float) -> None:
+            given.append((session, interval))
+            use(session, interval, now)
+
+        scene.member.times = note  # type: ignore[method-assign]
         await asyncio.sleep(301.0)
+        assert given == [(9.0, 0.25)]
         assert scene.member.session == 9.0
         scene.times["consumer.session.timeout.ms"] = "7000"
         scene.group.entries.clear()
@@ -339,6 +349,7 @@ def test_times_that_this_user_may_not_see_are_reported_once(caplog: pytest.LogCa
         scenario(test, setting=deny, session=20.0)
     assert len(caplog.records) == 1
     assert "20 s" in caplog.text
+    assert "`aioshard group configure billing --session-timeout 20`" in caplog.text
 
 
 # Ending ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ KAFKA_2_8: Final[Ranges] = {
     "OffsetForLeaderEpoch": (0, 4),
     "DescribeConfigs": (0, 4),
     "SaslAuthenticate": (0, 2),
+    "IncrementalAlterConfigs": (0, 1),
 }
 KAFKA_3_9: Final[Ranges] = {
     **KAFKA_2_8,
@@ -65,6 +66,7 @@ REDPANDA: Final[Ranges] = {
     "OffsetCommit": (1, 8),
     "OffsetFetch": (1, 7),
     "CreateTopics": (0, 6),
+    "IncrementalAlterConfigs": (0, 0),
 }
 EVENT_HUBS: Final[Ranges] = {
     "Fetch": (4, 6),

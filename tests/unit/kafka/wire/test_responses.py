@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from aioshard.kafka.groups import HEARTBEAT_INTERVAL, SESSION_TIMEOUT, GroupTime, GroupTimes
 from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, UnsupportedVersionError, WireError
 from aioshard.kafka.wire.metadata import Broker
 from aioshard.kafka.wire.notation import Api
 from aioshard.kafka.wire.requests import (
+    CONSUMER_GROUP_DESCRIBE,
     DESCRIBE_CONFIGS,
     FIND_COORDINATOR,
+    INCREMENTAL_ALTER_CONFIGS,
     LIST_OFFSETS,
     METADATA,
     OFFSET_COMMIT,
@@ -23,16 +26,20 @@ from aioshard.kafka.wire.responses import (
     EpochEnd,
     ListedOffset,
     ResourceKind,
+    check_altered_settings,
     committed_offsets,
+    consumer_group,
     coordinator,
     described_settings,
     described_topics,
     epoch_ends,
     existing_topics,
+    group_times,
     listed_offsets,
     refused_offsets,
 )
 from aioshard.records import PartitionInfo, TopicPartition
+from tests.support.model_broker import encode_response
 
 ORDERS = TopicPartition("orders", 0)
 OTHERS = TopicPartition("orders", 1)
@@ -401,3 +408,63 @@ def test_the_settings_of_something_else_are_refused() -> None:
     for kind, name in [(ResourceKind.TOPIC, "sales"), (ResourceKind.GROUP, "orders")]:
         with pytest.raises(IncompleteResponseError, match="about 'orders', not about"):
             described_settings(settings(("retention.ms", "5")), kind, name, ["retention.ms"])
+
+
+def times(session: str, heartbeat: str, *, session_source: int = 5, heartbeat_source: int = 5) -> Any:
+    configs: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "value": value,
+            "read_only": False,
+            "source": source,
+            "sensitive": False,
+            "synonyms": [],
+            "kind": 3,
+            "documentation": None,
+        }
+        for name, value, source in (
+            (HEARTBEAT_INTERVAL, heartbeat, heartbeat_source),
+            (SESSION_TIMEOUT, session, session_source),
+        )
+    ]
+    resource = {"error": 0, "message": None, "kind": 32, "name": "billing", "configs": configs}
+    return answer(DESCRIBE_CONFIGS, 4, resources=[resource])
+
+
+def test_times_of_a_group_are_its_own_or_the_default_of_the_brokers() -> None:
+    found = group_times(times("45000", "2500", heartbeat_source=8), "billing")
+    assert found == GroupTimes(GroupTime(45.0, is_own=False), GroupTime(2.5, is_own=True))
+    assert found.by_name == {SESSION_TIMEOUT: found.session_timeout, HEARTBEAT_INTERVAL: found.heartbeat_interval}
+    for broker_source in (1, 2, 3, 4, 5):
+        found = group_times(times("45000", "2500", session_source=broker_source), "billing")
+        assert not found.session_timeout.is_own, broker_source
+
+
+def test_a_time_that_is_no_number_is_refused() -> None:
+    with pytest.raises(IncompleteResponseError, match=r"'soon' as consumer\.session\.timeout\.ms"):
+        group_times(times("soon", "2500"), "billing")
+
+
+def test_refused_settings_have_the_message_of_the_broker() -> None:
+    resource = {"error": 40, "message": "It is too short.", "kind": 32, "name": "billing"}
+    response = answer(INCREMENTAL_ALTER_CONFIGS, 1, resources=[resource])
+    with pytest.raises(BrokerError, match=r"^INVALID_CONFIG: It is too short$"):
+        check_altered_settings(response, ResourceKind.GROUP, "billing")
+
+
+# Groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "protocol"),
+    [(1, 0, "classic"), (1, 1, "consumer"), (1, -1, None), (1, 2, None), (0, 1, None)],
+    ids=["classic", "consumer", "unknown", "of a newer broker", "of an older broker"],
+)
+def test_the_protocol_of_a_member_is_the_one_that_the_broker_names(
+    version: int, kind: int, protocol: str | None
+) -> None:
+    described = {"group": "billing", "state": "Stable", "members": [{"member": "m-1", "assignment": {}, "kind": kind}]}
+    body = encode_response(CONSUMER_GROUP_DESCRIBE, version, groups=[described])
+    group = consumer_group(CONSUMER_GROUP_DESCRIBE.decode(version, body), "billing")
+    assert group is not None
+    assert [member.protocol for member in group.members] == [protocol]
