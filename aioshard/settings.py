@@ -386,9 +386,10 @@ class Settings(BaseSettings):
     # Membership -----------------------------------------------------------------------
 
     session_timeout: Seconds = DEFAULTS["session_timeout"]
-    """A member without a heartbeat for this long loses its partitions; at least 3 times `heartbeat_interval`."""
+    """A member of the classic protocol without a heartbeat for this long loses its partitions; at least 3 times
+    `heartbeat_interval`."""
     heartbeat_interval: Seconds = DEFAULTS["heartbeat_interval"]
-    """Time between heartbeats, and so the delay until a member learns of a rebalance."""
+    """Time between heartbeats of the classic protocol, and so the delay until a member learns of a rebalance."""
     rebalance_timeout: Seconds = DEFAULTS["rebalance_timeout"]
     """How long the group waits for a member to release its partitions."""
     commit_timeout: Seconds = DEFAULTS["commit_timeout"]
