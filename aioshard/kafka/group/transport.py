@@ -359,11 +359,14 @@ class MemberTransport(ConsumerTransport):
             return
         self._remove(change.partitions)
         driver.released(change.life, change.partitions)
-        if not self._fetcher.partitions and await self._others_release():
+        # 1. The engine continues with the others.
+        if self._fetcher.partitions:
             return
-        if not self._lasts(change):
+        # 2. The group has other news for us, or the membership has ended.
+        if await self._others_release() or not self._lasts(change):
             return
-        listener.assigned(self._fetcher.partitions, self._membership)  # the drain stopped the opening of the others
+        # 3. Nothing is left, and nothing is meant for us.
+        listener.assigned((), self._membership)
 
 
 def _patterns_beside(topics: Collection[str]) -> tuple[str, ...]:

@@ -180,7 +180,31 @@ async def test_partitions_are_released_once_the_engine_has_drained_them() -> Non
     transport.engine.drained.set()
     await transport.tell()
     assert transport.driver.let_go == [(1, frozenset({FIRST}))]
-    assert transport.engine.told[-1] == ("assigned", frozenset({SECOND}))
+    assert transport.engine.told[1:] == [("revoked", frozenset({FIRST}))], "it knows the others"
+    await transport.close()
+
+
+async def test_an_engine_with_nothing_left_is_told_so() -> None:
+    """It cannot know whether something else is assigned at once."""
+    transport = Alone()
+    await transport.assign()
+    transport.engine.drained.set()
+    await transport.tell(Revoked(1, frozenset({FIRST}), 9.0), Revoked(1, frozenset({SECOND}), 9.0))
+    await transport.tell()
+    assert transport.engine.told[2:] == [("revoked", frozenset({SECOND})), ("assigned", NO_PARTITIONS)]
+    await transport.close()
+
+
+async def test_an_engine_with_nothing_left_is_told_only_what_comes_next() -> None:
+    transport = Alone()
+    transport.others = [GroupMember("slow", "aioshard", "/127.0.0.1", None)]
+    await transport.assign()
+    transport.engine.drained.set()
+    await transport.tell(Revoked(1, BOTH, 9.0))
+    await transport.tell()
+    assert transport.engine.told[1:] == [("revoked", BOTH)]
+    await transport.assign()
+    assert transport.engine.told[1:] == [("revoked", BOTH), ("assigned", BOTH)]
     await transport.close()
 
 
