@@ -135,6 +135,8 @@ class Rebalance:
         """Whether the brokers refused the latest lookup, so that waiting does not help."""
         self.unresolved: dict[TopicPartition, str] = {}
         """Owned partitions whose resume position is not known yet, each with the reason."""
+        self.unhandled: frozenset[str] = frozenset()
+        """Assigned topics without a handler: nothing of them is read or committed."""
         self.seeks: dict[TopicPartition, Seek] = {}
         """Positions that partitions move to and have not reached yet."""
         self._group_id = group_id
@@ -451,9 +453,28 @@ class Rebalance:
         self.opened.clear()
         self._cancel_opening()
         self.unresolved = unresolved  # the reasons last until they are looked up again
+        self._find_unhandled()
         if not self._lifecycle.stopping:
             generation = self._assigned_under.generation
             self._opening = self._tasks.start(self._open_all(), f"open partitions of generation {generation}")
+
+    def handlers_changed(self) -> None:
+        """Open the assigned partitions of topics that have a handler now, and stop opening those that have none."""
+        unhandled = self._without_handler()
+        if unhandled != self.unhandled:
+            self.unhandled = unhandled
+            self._open_soon()
+
+    def _find_unhandled(self) -> None:
+        """Find the assigned topics without a handler, and warn about new ones."""
+        unhandled = self._without_handler()
+        for topic in sorted(unhandled - self.unhandled):
+            logger.warning("%s; %s", no_handler(topic), ADD_HANDLER, extra={"event": "no_handler", "topic": topic})
+        self.unhandled = unhandled
+
+    def _without_handler(self) -> frozenset[str]:
+        topics = {name.topic for name in self._assignment}
+        return frozenset(topic for topic in topics if not self._handlers.takes(topic))
 
     def _cancel_opening(self) -> None:
         if self._opening is not None:
@@ -479,7 +500,7 @@ class Rebalance:
 
     async def _open_all(self) -> None:
         """Open the assigned partitions, in place or in new epochs; retry until done or until the membership ends."""
-        assignment = self._assignment
+        assignment = frozenset(name for name in self._assignment if name.topic not in self.unhandled)
         membership = self._assigned_under
         while True:
             try:
@@ -813,6 +834,18 @@ def uncommitted_of(partitions: Iterable[Partition]) -> dict[str, int]:
         for partition in partitions
         if partition.commits.uncommitted
     }
+
+
+ADD_HANDLER = (
+    "add a handler for it, or let the group assign it only to members that subscribe to it: check the assignor, and "
+    "the patterns and versions of the other members"
+)
+"""What to do about `no_handler`."""
+
+
+def no_handler(topic: str) -> str:
+    """Return the sentence about an assigned topic without a handler."""
+    return f"topic {topic!r} is assigned to this process, which has no handler for it: nothing of it is consumed"
 
 
 def _loss(offset: int) -> str:
