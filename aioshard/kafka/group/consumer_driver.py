@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 import uuid
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -37,6 +38,9 @@ class ConsumerProtocol:
         """Look up nothing yet."""
         self.group_id = group_id
         self.member = member
+        self.unnamed: Mapping[uuid.UUID, float] = {}
+        """Ids of assigned topics that a broker did not know or did not show to us, each with the time of the first such
+        answer in seconds since the epoch. It is replaced as a whole: any thread may read it."""
         self._is_naming = False
         self._times_wanted = asyncio.Event()
         self._watches_times = False
@@ -90,10 +94,14 @@ class ConsumerProtocol:
             except WireError as error:
                 logger.debug("the names of assigned topics are unknown: %s", error)
                 names = {}
+            else:
+                now = time.time()
+                self.unnamed = {topic_id: self.unnamed.get(topic_id, now) for topic_id in unnamed - names.keys()}
             if names:
                 self._learn_names(loop, names)
             if self.member.unnamed:
                 await asyncio.sleep(backoff.next())
+        self.unnamed = {}
         self._is_naming = False
 
     def _learn_names(self, loop: MemberLoop[ConsumerMember, Event], names: Mapping[uuid.UUID, str]) -> None:
@@ -136,6 +144,13 @@ class ConsumerProtocol:
 
 class ConsumerDriver(GroupDriver[ConsumerMember, Event]):
     """The driver of a member of the consumer protocol."""
+
+    _protocol: ConsumerProtocol
+
+    @property
+    def unnamed(self) -> Mapping[uuid.UUID, float]:
+        """Ids of assigned topics that no broker names, each with the time since when, in seconds since the epoch."""
+        return self._protocol.unnamed
 
     def subscribe(self, topics: Collection[str], patterns: Collection[str]) -> None:
         """Subscribe to other topics."""

@@ -1,9 +1,13 @@
 """A member of a group of the consumer protocol (KIP-848), in which the brokers assign partitions."""
 
 import asyncio
+import base64
+import datetime as dt
 import logging
 import random
 import re
+import time
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -42,6 +46,8 @@ _STATE_INTERVAL: Final = 0.5
 """Seconds between two looks at the state of the group while others have our partitions."""
 _RETRY_PAUSE: Final = 1.0
 """Seconds between two look-ups of topics while the brokers do not list them."""
+_UNNAMED_PATIENCE: Final = 10.0
+"""Seconds in which all brokers know a new topic, and the group knows that one was deleted."""
 _LEAVE_TIMEOUT: Final = 3.0
 """Seconds for the coordinator to answer a leave."""
 _MEMBERSHIP_ENDED: Final = frozenset(
@@ -85,7 +91,7 @@ class MemberTransport(ConsumerTransport):
     @property
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""
-        return super().trouble or self._group_trouble
+        return super().trouble or self._group_trouble or self._unnamed_trouble
 
     @property
     def _group_trouble(self) -> str | None:
@@ -96,6 +102,16 @@ class MemberTransport(ConsumerTransport):
         if troubled.code is None:
             return f"group {self._group_id!r} does not answer our heartbeats now: {troubled.message}"
         return f"group {self._group_id!r} does not accept our heartbeats now: {_text_of(troubled)}"
+
+    @property
+    def _unnamed_trouble(self) -> str | None:
+        """Which assigned topics cannot be read because no broker names them, as a sentence; None without any."""
+        driver = self._driver
+        if driver is None or self._closed:
+            return None
+        latest = time.time() - _UNNAMED_PATIENCE
+        unnamed = {topic_id: since for topic_id, since in driver.unnamed.items() if since <= latest}
+        return _unnamed(self._group_id, unnamed) if unnamed else None
 
     @property
     def inherits_within(self) -> float:
@@ -380,6 +396,24 @@ def _text_of(event: Troubled | Refused | Ended) -> str:
         return event.message.rstrip(".")
     known = ERROR_CODES.get(event.code or 0)
     return f"error {event.code}" if known is None else known.text
+
+
+def _unnamed(group_id: str, topic_ids: Mapping[uuid.UUID, float]) -> str:
+    """Describe assigned topics that no broker names, each with the time since when."""
+    first = min(topic_ids, key=lambda topic_id: (topic_ids[topic_id], topic_id))
+    since = dt.datetime.fromtimestamp(topic_ids[first], dt.UTC).isoformat(sep=" ", timespec="seconds")
+    if len(topic_ids) == 1:
+        what = f"partitions of a topic that no broker names, by its id {_kafka_text(first)}"
+        cause = "the topic was deleted, or this user has no DESCRIBE on it; nothing of it is consumed"
+    else:
+        what = f"partitions of {len(topic_ids)} topics that no broker names, by their ids, {_kafka_text(first)} first"
+        cause = "the topics were deleted, or this user has no DESCRIBE on them; nothing of them is consumed"
+    return f"group {group_id!r} has assigned {what}, since {since}: {cause}"
+
+
+def _kafka_text(topic_id: uuid.UUID) -> str:
+    """Return an id of a topic as Kafka's commands print it."""
+    return base64.urlsafe_b64encode(topic_id.bytes).decode().rstrip("=")
 
 
 def _not_ours(group_id: str, partitions: Collection[TopicPartition]) -> CommitRefusedError:

@@ -1,6 +1,8 @@
 """The transport of members of the consumer protocol, with a driver that only says what the test tells it."""
 
 import asyncio
+import time
+import uuid
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -40,6 +42,7 @@ class Driver:
     def __init__(self) -> None:
         self.now = 0.0
         self.ownership = Ownership(1, "one", 5, BOTH, 10.0)
+        self.unnamed: dict[uuid.UUID, float] = {}
         self.let_go: list[tuple[int, Collection[TopicPartition]]] = []
 
     def clock(self) -> float:
@@ -264,3 +267,26 @@ async def test_trouble_tells_silence_from_a_refusal() -> None:
     assert "does not answer" in (texts[0] or "")
     assert ERROR_CODES[81].text in (texts[1] or "")
     await transport.close()
+
+
+async def test_trouble_names_a_topic_that_no_broker_names_after_a_while() -> None:
+    transport = Alone()
+    topic_id = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
+    transport.driver.unnamed = {topic_id: time.time()}
+    assert transport._unnamed_trouble is None, "it may have been created, or deleted, a moment ago"
+    transport.driver.unnamed = {topic_id: 1_700_000_000.0}
+    text = str(transport._unnamed_trouble)
+    assert "ABEiM0RVZneImaq7zN3u_w" in text, "as Kafka's commands print it"
+    assert "of a topic that" in text
+    assert "2023-11-14 22:13:20+00:00" in text
+    assert "deleted" in text
+    assert "DESCRIBE" in text
+
+    transport.driver.unnamed |= {uuid.UUID(int=1): time.time(), uuid.UUID(int=2**127): 1_600_000_000.0}
+    text = str(transport._unnamed_trouble)
+    assert "2 topics" in text
+    assert "gAAAAAAAAAAAAAAAAAAAAA first, since 2020-09-13" in text
+    transport._is_started = False  # no broker is there, which would count more
+    assert transport.trouble == text
+    await transport.close()
+    assert transport._unnamed_trouble is None
