@@ -321,7 +321,9 @@ class Transport(Protocol):
         """Return the first offset of a record at or after *timestamp* (seconds since the epoch); None without one."""
 
     async def close(self) -> None:
-        """Leave the group and close all connections; commit nothing and call no listener.
+        """Leave the group and close all connections; commit nothing.
+
+        Calls no listener. Only a `revoked` in progress is waited for, and hears of its loss.
 
         This may take as long as a rebalance in progress: bound it with a deadline.
         """

@@ -269,8 +269,8 @@ class MemberTransport(ConsumerTransport):
         return own.member_id == membership.member_id and all(own.owns(partition, now) for partition in partitions)
 
     def _on_event(self, event: Event) -> None:
-        """Accept an event of the thread."""
-        if self._closed:
+        """Accept an event of the thread. Once we are closing, only a loss counts, as long as the engine drains."""
+        if self._closed and (self._released.is_set() or not isinstance(event, Lost)):
             return
         match event:
             case Assigned() | Revoked():

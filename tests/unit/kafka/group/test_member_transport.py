@@ -174,6 +174,31 @@ async def test_an_engine_that_is_closed_during_a_drain_is_told_nothing_more() ->
     assert transport.engine.told[1:] == [("revoked", frozenset({FIRST}))]
 
 
+async def test_an_engine_that_drains_while_the_client_closes_hears_of_a_loss() -> None:
+    """Its handlers would run until the drain deadline, beside those of the next owner."""
+    transport = Alone()
+    await transport.assign()
+    await transport.tell(Revoked(1, frozenset({FIRST}), 9.0))
+    await transport.engine.draining.wait()
+    closing = asyncio.create_task(transport.close(), name="close")
+    await asyncio.sleep(0)
+    transport.driver.begin_another_life()
+    await transport.tell(Lost(1, BOTH, "the session is over"))
+    assert transport.engine.told[1:] == [("revoked", frozenset({FIRST})), ("lost", BOTH)]
+    transport.engine.drained.set()
+    await closing
+    assert transport.driver.let_go == []
+    assert len(transport.engine.told) == 3
+
+
+async def test_a_closing_client_tells_nothing_of_the_loss_by_its_leave() -> None:
+    transport = Alone()
+    await transport.assign()
+    await transport.close()
+    await transport.tell(Lost(1, BOTH, "the app closes its client"))
+    assert transport.engine.told == [("assigned", BOTH)]
+
+
 async def test_partitions_are_released_once_the_engine_has_drained_them() -> None:
     transport = Alone()
     await transport.assign()
