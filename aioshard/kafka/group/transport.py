@@ -160,6 +160,7 @@ class MemberTransport(ConsumerTransport):
 
         Patterns are those of Python, which the engine uses too; the brokers have another language.
         """
+        is_failing = False
         while True:
             has_to_look = self._pattern is not None or not self._topics <= self._subscribed
             try:
@@ -171,10 +172,15 @@ class MemberTransport(ConsumerTransport):
             try:
                 wanted = await self._wanted_topics()
             except TransportError as error:
-                logger.info("the topics to subscribe to are unknown, and are looked up again: %s", error)
+                level = logging.DEBUG if is_failing else logging.INFO
+                logger.log(level, "the topics to subscribe to are unknown, and are looked up again: %s", error)
+                is_failing = True
                 await asyncio.sleep(_RETRY_PAUSE)
                 self._subscription_changed.set()
                 continue
+            if is_failing:
+                is_failing = False
+                logger.info("the topics to subscribe to are known again")
             if wanted != self._subscribed:
                 self._subscribed = wanted
                 self._member().subscribe(wanted, _patterns_beside(wanted))

@@ -1,6 +1,7 @@
 """The transport of members of the consumer protocol, with a driver that only says what the test tells it."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from aioshard.errors import CommitRefusedError, InstanceIdTakenError, TransportError
+from aioshard.kafka.group import transport as of_members
 from aioshard.kafka.group.consumer_driver import ConsumerDriver
 from aioshard.kafka.group.member import (
     NO_PARTITIONS,
@@ -42,6 +44,7 @@ class Driver:
     def __init__(self) -> None:
         self.now = 0.0
         self.ownership = Ownership(1, "one", 5, BOTH, 10.0)
+        self.subscribed: list[tuple[Collection[str], Collection[str]]] = []
         self.unnamed: dict[uuid.UUID, float] = {}
         self.let_go: list[tuple[int, Collection[TopicPartition]]] = []
 
@@ -53,6 +56,9 @@ class Driver:
 
     def heartbeat_now(self) -> None:
         raise AssertionError("nothing was sent, so nothing was refused")
+
+    def subscribe(self, topics: Collection[str], patterns: Collection[str]) -> None:
+        self.subscribed.append((topics, patterns))
 
     async def close(self, timeout: float, reason: str) -> None:
         """Nothing runs."""
@@ -315,3 +321,51 @@ async def test_trouble_names_a_topic_that_no_broker_names_after_a_while() -> Non
     assert transport.trouble == text
     await transport.close()
     assert transport._unnamed_trouble is None
+
+
+class Wanting(Alone):
+    """Its brokers list the topics in none of the next *failures* look-ups."""
+
+    failures = 0
+    found: frozenset[str] = frozenset()
+    looks = 0
+
+    async def _wanted_topics(self) -> frozenset[str]:
+        self.looks += 1
+        if self.failures:
+            self.failures -= 1
+            raise TransportError(f"no answer to look-up {self.looks}")
+        return self.found
+
+    async def look_up(self, *, failures: int) -> None:
+        """Let it look up its topics, until it succeeds."""
+        self.failures = failures
+        looks = self.looks + failures + 1
+        self._subscription_changed.set()
+        async with asyncio.timeout(10.0):
+            while self.looks < looks:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Topics are looked up once a second then."""
+    caplog.set_level(logging.INFO, "aioshard.kafka.group")
+    monkeypatch.setattr(of_members, "_RETRY_PAUSE", 0.0)
+    transport = Wanting()
+    transport._tasks.append(asyncio.create_task(transport._watch_topics(), name="topics"))
+    logged = []
+    for failures in (0, 3, 0, 2):
+        transport.found |= {f"topic-{failures}"}
+        await transport.look_up(failures=failures)
+        logged.append([record.getMessage() for record in caplog.records])
+        caplog.clear()
+    (first, last), (again, _) = logged[1], logged[3]
+    assert logged[0] == logged[2] == []
+    assert "no answer to look-up 2" in first
+    assert "known again" in last
+    assert "no answer to look-up 7" in again
+    assert transport.driver.subscribed[-1] == (transport.found, ())
+    await transport.close()
