@@ -12,7 +12,8 @@ import pytest
 from aioshard import App, Record
 from aioshard.engine.rebalance import Rebalance
 from aioshard.errors import OffsetRegressionError, StateError
-from aioshard.ports import GroupListener
+from aioshard.kafka.memory.transport import _Assigned
+from aioshard.ports import NOT_A_MEMBER, GroupListener, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, Operation, run
 from tests.engine.live_apps import engine_of, until
@@ -149,6 +150,18 @@ def test_partitions_open_while_the_revoked_one_is_drained() -> None:
     scenario(test)
 
 
+def test_the_rebalance_lasts_until_the_others_are_open() -> None:
+    async def test(shop: Shop) -> None:
+        await shop.until_all_read(GOING, STAYING, OTHER)
+        await shop.reopen(STAYING, takes=1.0)
+        await shop.revoke(GOING)
+        assert not shop.rebalance.opened.is_set()
+        await until(shop.rebalance.opened.is_set, timeout=5.0)
+        assert {owned.topic_partition for owned in shop.rebalance.partitions} == {STAYING, OTHER}
+
+    scenario(test)
+
+
 def test_partitions_open_whose_look_up_has_failed() -> None:
     async def test(shop: Shop) -> None:
         shop.broker.available = False
@@ -177,6 +190,8 @@ def test_a_partition_opens_that_waits_for_its_leader(during_the_drain: bool) -> 
         if not during_the_drain:
             shop.release.set()
             await revoking
+            report = shop.app.statistics().rebalance_reports[-1]
+            assert (report.revoked, report.assigned, report.kept) == (1, 2, 1)
         shop.broker.set_leader("orders", 1, available=True)
         await shop.until_all_read(STAYING)
         assert revoking.done() is not during_the_drain
@@ -304,6 +319,63 @@ def test_partitions_open_although_their_generation_rises() -> None:
         assert shop.rebalance.all_resumed
 
     scenario(test, committed=0.4, log_ranges=0.4, commit=0.4)
+
+
+@pytest.mark.parametrize("membership", [Membership("another", 9), NOT_A_MEMBER])
+def test_nothing_opens_under_another_membership(membership: Membership) -> None:
+    """The engine has not heard of the loss yet."""
+
+    async def test(shop: Shop) -> None:
+        await asyncio.sleep(0.1)
+        shop.transport._membership = membership
+        await asyncio.sleep(5.0)
+        assert not len(shop.rebalance.partitions)
+        assert not shop.rebalance.opened.is_set()
+
+    scenario(test, committed=0.4)
+
+
+def test_a_partition_opens_that_comes_back_under_the_same_membership() -> None:
+    async def test(shop: Shop) -> None:
+        await shop.until_all_read(GOING, STAYING, OTHER)
+        await shop.revoke(GOING)
+        await until(lambda: shop.rebalance.all_resumed)
+        shop.transport._assigned[GOING] = _Assigned()
+        shop.transport.listener.assigned(shop.transport.assigned, shop.transport.membership())
+        shop.broker.publish("orders", b"", partition=0)
+        await until(lambda: shop.seen_of(GOING) == [*range(6)], timeout=10.0)
+
+    scenario(test)
+
+
+def test_an_assignment_with_a_newer_generation_is_news() -> None:
+    async def test(shop: Shop) -> None:
+        await shop.until_all_read(GOING, STAYING, OTHER)
+        shop.transport.raise_generation()
+        shop.transport.listener.assigned(shop.transport.assigned, shop.transport.membership())
+        await until(lambda: shop.rebalance.all_resumed)
+        report = shop.app.statistics().rebalance_reports[-1]
+        assert (shop.app.statistics().rebalances, report.kept) == (2, 3)
+        assert report.generation == shop.transport.membership().generation
+
+    scenario(test)
+
+
+def test_a_client_that_is_lost_during_a_drain_leaves_nothing_behind() -> None:
+    async def test(shop: Shop) -> None:
+        await shop.until_all_read(GOING, STAYING, OTHER)
+        shop.hangs = frozenset({GOING})
+        shop.broker.publish("orders", b"", partition=0)
+        await until(lambda: len(shop.seen_of(GOING)) == 6)
+        revoking = shop.revoke(GOING)
+        await asyncio.sleep(0.1)
+        shop.hangs = frozenset()
+        shop.transport.kill()
+        await asyncio.wait([revoking], timeout=5.0)
+        await until(lambda: len(shop.transports) == 2 and shop.rebalance.all_resumed)
+        assert shop.app.statistics().rebalances == 2
+
+    scenario(test)
 
 
 def test_commits_carry_a_generation_that_has_risen() -> None:
