@@ -54,6 +54,7 @@ class Shop:
         self.app = App(
             "billing", auto_offset_reset="earliest", drain_timeout=DRAIN, commit_timeout=1.0, start_timeout=None
         )
+        self.assign: dict[str, list[int]] | None = None
         self.seen: list[tuple[int, int]] = []
         self.hangs: frozenset[TopicPartition] = frozenset()
         """Partitions whose records run until `release` is set."""
@@ -73,7 +74,7 @@ class Shop:
         def latency(operation: Operation) -> float:
             return self.latency.get(operation, 0.0)
 
-        self.transports.append(Incremental(self.broker, "billing", latency=latency))
+        self.transports.append(Incremental(self.broker, "billing", latency=latency, assign=self.assign))
         return self.transports[-1]
 
     @property
@@ -104,9 +105,11 @@ class Shop:
         assert partition not in {owned.topic_partition for owned in self.rebalance.partitions}
 
 
-def scenario(test: Callable[[Shop], Awaitable[Any]], **latency: float) -> None:
+def scenario(test: Callable[[Shop], Awaitable[Any]], *, manually: bool = False, **latency: float) -> None:
     async def live() -> None:
         shop = Shop(**latency)
+        if manually:
+            shop.assign = {"orders": [0, 1, 2]}
         async with shop.app.started(shop.connect):
             await shop.until_opening()
             await test(shop)
@@ -335,6 +338,17 @@ def test_nothing_opens_under_another_membership(membership: Membership) -> None:
     scenario(test, committed=0.4)
 
 
+def test_nothing_opens_after_a_client_with_manual_assignment_has_ended() -> None:
+    """Neither it nor a client without a membership has a member id."""
+
+    async def test(shop: Shop) -> None:
+        shop.transport._membership = NOT_A_MEMBER
+        await asyncio.sleep(5.0)
+        assert not shop.rebalance.opened.is_set()
+
+    scenario(test, manually=True, committed=0.4)
+
+
 def test_a_partition_opens_that_comes_back_under_the_same_membership() -> None:
     async def test(shop: Shop) -> None:
         await shop.until_all_read(GOING, STAYING, OTHER)
@@ -413,6 +427,17 @@ def test_a_repeated_assignment_changes_nothing() -> None:
         assert (after.rebalances, after.rebalance_reports) == (before.rebalances, before.rebalance_reports)
 
     scenario(test)
+
+
+def test_partitions_that_are_not_open_yet_do_not_count_as_kept() -> None:
+    async def test(shop: Shop) -> None:
+        await until(lambda: len(shop.rebalance.partitions) == 3)
+        assert not any(partition.is_open for partition in shop.rebalance.partitions)
+        await shop.revoke(GOING)
+        report = shop.app.statistics().rebalance_reports[-1]
+        assert (report.assigned, report.kept) == (2, 0)
+
+    scenario(test, commit=0.5)
 
 
 def test_each_revocation_counts_as_one_rebalance() -> None:

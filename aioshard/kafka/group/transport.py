@@ -275,8 +275,8 @@ class MemberTransport(ConsumerTransport):
         return own.member_id == membership.member_id and all(own.owns(partition, now) for partition in partitions)
 
     def _on_event(self, event: Event) -> None:
-        """Accept an event of the thread. Once we are closing, only a loss counts, as long as the engine drains."""
-        if self._closed and (self._released.is_set() or not isinstance(event, Lost)):
+        """Accept an event of the thread; once we are closing, as long as the engine drains: it must hear of a loss."""
+        if self._closed and self._released.is_set():
             return
         match event:
             case Assigned() | Revoked():
