@@ -128,17 +128,27 @@ class LogRange(NamedTuple):
 
 
 class GroupListener(Protocol):
-    """Callbacks by which a transport informs the engine about the group."""
+    """Callbacks by which a transport informs the engine about the group: once about each change."""
 
     async def revoked(self, partitions: Collection[TopicPartition]) -> None:
         """Release partitions that are being revoked; the group waits until this returns.
 
         Until it returns, commits under the current membership are accepted. Never raises; returns within the engine's
         drain deadline.
+
+        If others are left, they stay ours: those that are open are not disturbed, and those that are not open yet
+        continue to open, also during the drain. No `assigned` has to repeat them. The engine has forgotten the revoked
+        ones when this returns.
+
+        If nothing is left, the engine waits for `assigned`, also with no partitions. Until then it may not count as
+        caught up, and keeps what it knows of the partitions, because they may come back.
         """
 
     def lost(self, partitions: Collection[TopicPartition]) -> None:
-        """Give up partitions whose membership is gone: other members may own them, and nothing may be committed."""
+        """Give up partitions whose membership is gone: other members may own them, and nothing may be committed.
+
+        It may come while `revoked` runs, which then returns soon. The next membership begins with `assigned`.
+        """
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Accept an assignment. Called synchronously, before the client fetches any of it.
@@ -146,6 +156,10 @@ class GroupListener(Protocol):
         The transport has paused the new ones of *partitions*; the engine seeks and resumes each once it has checked
         where to resume. *partitions* is the whole assignment: if only moving partitions are revoked, it includes those
         that were kept; they were not paused and continue undisturbed.
+
+        Called for new partitions, and for the first assignment after the start, after a loss, and after everything was
+        revoked. A rebalance that changes nothing for us needs no call, see `Transport.membership`. A call that repeats
+        what the engine knows changes nothing.
         """
 
 
@@ -232,7 +246,12 @@ class Transport(Protocol):
         """Make a waiting `poll` return now: allowances have changed."""
 
     def membership(self) -> Membership:
-        """Return our current membership in the group."""
+        """Return our current membership in the group, for commits.
+
+        Its generation may be newer than that of the latest `GroupListener.assigned`: the group has rebalanced, and
+        nothing has changed for us. The partitions are ours as long as the member id stays the same, and it is not
+        `NOT_A_MEMBER`.
+        """
 
     def subscribe(self, topics: Collection[str], pattern: str | None) -> None:
         """Replace the subscription of `start`: the group rebalances. *pattern* is the one given there.
@@ -314,7 +333,9 @@ class Transport(Protocol):
         """Return the first offset of a record at or after *timestamp* (seconds since the epoch); None without one."""
 
     async def close(self) -> None:
-        """Leave the group and close all connections; commit nothing and call no listener.
+        """Leave the group and close all connections; commit nothing.
+
+        Calls no listener. Only a `revoked` in progress is waited for, and hears of its loss.
 
         This may take as long as a rebalance in progress: bound it with a deadline.
         """

@@ -288,6 +288,7 @@ def set_topics(engine: Engine, handler: ActiveHandler, topics: tuple[str, ...]) 
     except BaseException:
         handler.spec = before
         raise
+    engine.rebalance.handlers_changed()
 
 
 def handler_name(engine: Engine, name: str) -> str:

@@ -29,15 +29,21 @@ class HandlerSet:
     def __getitem__(self, number: int) -> ActiveHandler:
         return self._handlers[number]
 
+    def _matching(self, topic: str) -> list[ActiveHandler]:
+        matching = [handler for handler in self._handlers if handler.spec.takes(topic)]
+        return matching or [handler for handler in self._handlers if topic in handler.counters.topics]
+
+    def takes(self, topic: str) -> bool:
+        """Whether a handler takes the records of a topic, or did before it was removed from its subscription."""
+        return bool(self._matching(topic))
+
     def of(self, topic: str) -> ActiveHandler:
-        """The handler of a topic, including one that was removed from its subscription.
+        """The handler of a topic that `takes` is true of.
 
         Raises:
             HandlerError: The patterns of several handlers match the topic, which may have only one handler.
         """
-        matching = [handler for handler in self._handlers if handler.spec.takes(topic)]
-        if not matching:
-            matching = [handler for handler in self._handlers if topic in handler.counters.topics]
+        matching = self._matching(topic)
         first, *others = matching
         if others:
             names = ", ".join(repr(handler.spec.name) for handler in matching)

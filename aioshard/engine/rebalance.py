@@ -81,15 +81,18 @@ class _Restoration(NamedTuple):
 class Rebalance:
     """Owns the partitions: creates them, closes and opens their gates, and ends them. Implements `GroupListener`.
 
-    A revoked partition keeps its epoch, with the gate closed. If the group assigns it again and
+    If everything is revoked, each partition keeps its epoch, with the gate closed. If the group assigns it again and
     `aioshard.core.ownership.reason_to_end` finds no objection, it continues in place. Otherwise its epoch ends and its
     queued records are dropped.
+
+    If only some partitions are revoked, their epochs end with their release, because others get them. Those that stay
+    are not disturbed: open ones continue to run, and others continue to open during the drain.
 
     Invariants:
         * A position that was not committed yet is committed before the first record is handed out.
         * Nothing of a partition is committed between the end of `revoked` and its continuation (I9).
         * `revoked` returns within the drain timeout plus the commit timeout (I7).
-        * A gate opens only after the checks, and under the same membership in which they were made.
+        * A gate opens only after the checks, and while the membership lasts under which they were made.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Rebalance:
             group_id: The consumer group.
             settings: Timeouts.
             handlers: Run the records of the partitions.
-            pauses: What the application has paused.
+            pauses: The pauses of the application.
             client: The member of the group.
             committer: The commit coordinator.
             lifecycle: Fails if no retry can help against an error.
@@ -124,13 +127,16 @@ class Rebalance:
         self.log = log
         """History of the rebalances."""
         self.opened = asyncio.Event()
-        """Set while every assigned partition is open, except those whose leader is away or whose topic is denied."""
+        """Set while every assigned partition is open, except those whose leader is away or whose topic is denied, and
+        none is being released."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen, for consuming up to that point."""
         self.lookups_refused = False
         """Whether the brokers refused the latest lookup, so that waiting does not help."""
         self.unresolved: dict[TopicPartition, str] = {}
         """Owned partitions whose resume position is not known yet, each with the reason."""
+        self.unhandled: frozenset[str] = frozenset()
+        """Assigned topics without a handler: nothing of them is read or committed."""
         self.seeks: dict[TopicPartition, Seek] = {}
         """Positions that partitions move to and have not reached yet."""
         self._group_id = group_id
@@ -148,6 +154,10 @@ class Rebalance:
         self._assigned_under = NOT_A_MEMBER
         self._opening: asyncio.Task[object] | None = None
         """Opens the partitions of the assignment; None if all are open, or none may be."""
+        self._is_opened = False
+        """Whether it has opened all that can be opened now."""
+        self._releases = 0
+        """How many calls of `revoked` are draining or committing."""
         self._epochs = 0
         """How many epochs have begun."""
 
@@ -200,12 +210,14 @@ class Rebalance:
             if partition.membership is None:
                 self.end([partition], "it was revoked again before it was certain to be ours")
             else:
-                leaving[partition] = partition.membership
+                leaving[partition] = self._newest(partition.membership)
                 partition.membership = None
+        self._releases += 1
         try:
             self.log.drained(await self.drain(leaving, self._settings.drain_timeout))
             await self._committer.flush(leaving, self._settings.commit_timeout)
         finally:
+            self._releases -= 1
             self.log.enter("join")
             for partition in leaving:
                 self._committer.disown(partition)
@@ -221,12 +233,25 @@ class Rebalance:
                 partition.claim = Claim(*membership, partition.commits.acknowledged, partition.tracker.position)
             elif self.partitions.get(partition.topic_partition) is partition:
                 self.end([partition], _loss(partition.lost_from))
+        if self._assignment:
+            self._end_revocation()
+
+    def _end_revocation(self) -> None:
+        """Continue with the partitions that were not revoked; others get those that were."""
+        self.rebalances += 1
+        self._give_to_others()
+        kept = sum(partition.membership is not None for partition in self.partitions)
+        self.log.assigned(len(self._assignment), kept, self._assigned_under.generation)
+        self._note_opened()
 
     def _leave(self, names: Collection[TopicPartition], *, lost: bool) -> list[Partition]:
-        """Begin a revocation or loss: stop opening partitions, and return those of *names* that have an epoch."""
-        self.opened.clear()
-        self._cancel_opening()
+        """Begin a revocation or loss: open only the other partitions, and return those of *names* with an epoch."""
         self._assignment = self._assignment.difference(names)
+        if self._assignment:
+            self._open_soon()
+        else:
+            self.opened.clear()
+            self._cancel_opening()
         self._ended.forget_restarts(names)
         self._committer.forget_failures(names)
         self._forget_losses(names)
@@ -270,6 +295,7 @@ class Rebalance:
         """End every epoch: the client is lost, or the app stopped."""
         self.opened.clear()
         self._cancel_opening()
+        self._assignment = frozenset()
         self._forget_losses(tuple(self.seeks))
         self.end(tuple(self.partitions), reason)
         self.log.enter("over")
@@ -305,13 +331,14 @@ class Rebalance:
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Record a new assignment and start opening its partitions; see `GroupListener.assigned`."""
+        assignment = frozenset(partitions)
+        is_repeated = assignment == self._assignment and membership == self._assigned_under
+        if is_repeated and self.opened.is_set():
+            return
         self.rebalances += 1
-        assignment = self._assignment = frozenset(partitions)
+        self._assignment = assignment
         self._assigned_under = membership
-        for name in sorted(self.seeks.keys() - assignment):
-            self._give_up_seek(name, "the group assigned it to another member, which resumes at the committed offset")
         untouched = 0
-        gone = []
         for partition in self.partitions:
             name = partition.topic_partition
             # 1. It was never revoked.
@@ -322,15 +349,20 @@ class Rebalance:
             elif name in assignment:
                 partition.fetching_again = False
                 self._transport.seek(name, partition.tracker.position)
-            # 3. It went to another member.
-            else:
-                gone.append(partition)
-        self.end(gone, "the partition was assigned to another member")
-        self._committer.forget_failures(self._ended.forget_others(assignment))
+        self._give_to_others()
         manual = not membership.member_id and membership != NOT_A_MEMBER
         self.log.assigned(len(assignment), untouched, membership.generation, manual=manual)
         # A new assignment also contains the partitions of earlier ones that are not open yet.
         self._open_soon()
+
+    def _give_to_others(self) -> None:
+        """Give up the released partitions that are not assigned to us: other members get them, or have them already."""
+        for name in sorted(self.seeks.keys() - self._assignment):
+            self._give_up_seek(name, "the group assigned it to another member, which resumes at the committed offset")
+        released = [partition for partition in self.partitions if partition.membership is None]
+        gone = [partition for partition in released if partition.topic_partition not in self._assignment]
+        self.end(gone, "the partition was assigned to another member")
+        self._committer.forget_failures(self._ended.forget_others(self._assignment))
 
     def reset_position(self, partition: Partition, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
         """Find where to resume a partition whose position is no longer in its log."""
@@ -417,25 +449,62 @@ class Rebalance:
 
     def _open_soon(self) -> None:
         """Open the owned partitions that are not open; if that is in progress already, begin again."""
+        unresolved = {name: why for name, why in self.unresolved.items() if name in self._assignment}
         self.opened.clear()
         self._cancel_opening()
+        self.unresolved = unresolved  # the reasons last until they are looked up again
+        self._find_unhandled()
         if not self._lifecycle.stopping:
             generation = self._assigned_under.generation
             self._opening = self._tasks.start(self._open_all(), f"open partitions of generation {generation}")
+
+    def handlers_changed(self) -> None:
+        """Open the assigned partitions of topics that have a handler now, and stop opening those that have none."""
+        unhandled = self._without_handler()
+        if unhandled != self.unhandled:
+            self.unhandled = unhandled
+            self._open_soon()
+
+    def _find_unhandled(self) -> None:
+        """Find the assigned topics without a handler, and warn about new ones."""
+        unhandled = self._without_handler()
+        for topic in sorted(unhandled - self.unhandled):
+            logger.warning("%s; %s", no_handler(topic), ADD_HANDLER, extra={"event": "no_handler", "topic": topic})
+        self.unhandled = unhandled
+
+    def _without_handler(self) -> frozenset[str]:
+        topics = {name.topic for name in self._assignment}
+        return frozenset(topic for topic in topics if not self._handlers.takes(topic))
 
     def _cancel_opening(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
-        self.unresolved.clear()
+        self._is_opened = False
+        self.unresolved = {}
+
+    def _note_opened(self) -> None:
+        """Report that all owned partitions have resumed, once nothing is being released any more."""
+        if self._is_opened and not self._releases:
+            self.opened.set()
+            self.log.resumed()
+
+    def _newest(self, membership: Membership) -> Membership:
+        """Return a membership with its newest generation, if it lasts; otherwise return it unchanged."""
+        return self._transport.membership() if self._is_ours(membership) else membership
+
+    def _is_ours(self, membership: Membership) -> bool:
+        """Whether a membership lasts. A rebalance that changes nothing for us only raises its generation."""
+        current = self._transport.membership()
+        return current.member_id == membership.member_id and current.generation >= membership.generation
 
     async def _open_all(self) -> None:
-        """Open the assigned partitions, in place or in new epochs; retry until done or until the membership changes."""
-        assignment = self._assignment
+        """Open the assigned partitions, in place or in new epochs; retry until done or until the membership ends."""
+        assignment = frozenset(name for name in self._assignment if name.topic not in self.unhandled)
         membership = self._assigned_under
         while True:
             try:
-                if self._transport.membership() != membership:
+                if not self._is_ours(membership):
                     return
                 self.unresolved = await self._open_assigned(assignment, membership)
             except (AioshardError, TimeoutError) as error:
@@ -449,11 +518,11 @@ class Rebalance:
                 self.unresolved = {name: why for name in assignment if not self._is_open(name)}
                 delay = _RETRY_DELAY
             else:
-                # 3. The group has moved on: its next assignment opens the partitions.
-                if self._transport.membership() != membership:
+                # 3. The membership has ended: the next assignment opens the partitions.
+                if not self._is_ours(membership):
                     return
-                self.opened.set()
-                self.log.resumed()
+                self._is_opened = True
+                self._note_opened()
                 # 4. All are open.
                 if not self.unresolved:
                     return
@@ -634,7 +703,7 @@ class Rebalance:
             self._committer.own(partition)
         await self._committer.flush(partitions, self._settings.commit_timeout)
         why = self._committer.trouble.why
-        if self._transport.membership() != membership:
+        if not self._is_ours(membership):
             return
         # Those of a topic that the brokers refuse do not hold back the others.
         uncommitted = [part for part in partitions if part.commits.acknowledged != part.tracker.position]
@@ -655,7 +724,7 @@ class Rebalance:
         """Let other tasks run after every few partitions; return whether *membership* lasts."""
         if count % _PARTITIONS_PER_STEP == _PARTITIONS_PER_STEP - 1:
             await asyncio.sleep(0)
-        return self._transport.membership() == membership
+        return self._is_ours(membership)
 
     def _open(self, partition: Partition, membership: Membership) -> None:
         """Open a partition that is certain to be ours under *membership*."""
@@ -765,6 +834,18 @@ def uncommitted_of(partitions: Iterable[Partition]) -> dict[str, int]:
         for partition in partitions
         if partition.commits.uncommitted
     }
+
+
+ADD_HANDLER = (
+    "add a handler for it, or let the group assign it only to members that subscribe to it: check the assignor, and "
+    "the patterns and versions of the other members"
+)
+"""What to do about `no_handler`."""
+
+
+def no_handler(topic: str) -> str:
+    """Return the sentence about an assigned topic without a handler."""
+    return f"topic {topic!r} is assigned to this process, which has no handler for it: nothing of it is consumed"
 
 
 def _loss(offset: int) -> str:

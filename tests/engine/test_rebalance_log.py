@@ -65,11 +65,9 @@ class Incremental(InMemoryTransport):
     """Revoke some of the assigned partitions, as an incremental rebalance does."""
 
     async def take_away(self, *partitions: TopicPartition) -> None:
-        whole = self.assigned
         self.pause(partitions)
         assert self._listener is not None
         await self._listener.revoked(partitions)
-        self._listener.assigned([at for at in whole if at not in partitions], self.membership())
 
 
 def publish(broker: InMemoryBroker, count: int) -> None:

@@ -57,3 +57,29 @@ def test_a_run_of_a_lost_partition_that_ends_during_shutdown_is_not_late() -> No
     ended = run(test())
     assert cancelled
     assert ended - cancelled[0] < 1.0
+
+
+def test_a_loss_ends_the_final_drain() -> None:
+    """A run that continued until the deadline would run beside those of the next owner."""
+    app = App("stopping", auto_offset_reset="earliest", shutdown_timeout=60.0)
+    cancelled: list[float] = []
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:  # noqa: ARG001 - it hangs whatever comes
+        try:
+            await asyncio.sleep(1_000.0)
+        except asyncio.CancelledError:
+            cancelled.append(asyncio.get_running_loop().time())
+            raise
+
+    async def test() -> float:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", partition=0)
+            await asyncio.sleep(1.0)
+            loop = asyncio.get_running_loop()
+            lost = loop.time() + 2.0
+            loop.call_at(lost, client.group.lose)
+        assert lost <= cancelled[0] < lost + 0.5
+        return loop.time() - lost
+
+    assert run(test()) < 1.0

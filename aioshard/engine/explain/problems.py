@@ -7,6 +7,7 @@ from aioshard.core.text import message_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.explain.words import MOST_NAMED, for_seconds, without_numbers
 from aioshard.engine.handler import ActiveHandler
+from aioshard.engine.rebalance import ADD_HANDLER, no_handler
 from aioshard.engine.runtime import Engine
 from aioshard.engine.watch import Watch
 from aioshard.observe import Finding
@@ -85,6 +86,8 @@ def general_findings(watch: Watch) -> Iterator[Finding]:
     yield from _failures(watch)
     yield from _unwritten(watch.engine)
     yield from _nothing_consumed(watch)
+    for topic in sorted(watch.engine.rebalance.unhandled):
+        yield Finding("topics", no_handler(topic), None, ADD_HANDLER)
     left = watch.tail()
     if left.lag >= _MUCH_LEFT and left.heaviest * _FEW <= left.partitions:
         yield Finding(

@@ -1,7 +1,9 @@
 """Drives a member of a classic group."""
 
 import math
-from collections.abc import Collection
+import uuid
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from aioshard.kafka.group.classic import Assignments, ClassicEvent, ClassicMember, Elected, Numbers
@@ -51,6 +53,8 @@ class ClassicDriver(GroupDriver[ClassicMember, ClassicEvent]):
     """
 
     protocol = "classic"
+    unnamed: Mapping[uuid.UUID, float] = MappingProxyType({})
+    """Leaders assign topics by name."""
     inherits_within = 0.0
     """The joins of all members end a rebalance together: nobody joins while a dead one counts."""
 

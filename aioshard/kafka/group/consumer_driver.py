@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 import uuid
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -53,6 +54,9 @@ class ConsumerProtocol:
         """Look up nothing yet."""
         self.group_id = group_id
         self.member = member
+        self.unnamed: Mapping[uuid.UUID, float] = {}
+        """Ids of assigned topics that a broker did not know or did not show to us, each with the time of the first such
+        answer in seconds since the epoch. It is replaced as a whole: any thread may read it."""
         self._is_naming = False
         self._times_wanted = asyncio.Event()
         self._watches_times = False
@@ -106,10 +110,14 @@ class ConsumerProtocol:
             except WireError as error:
                 logger.debug("the names of assigned topics are unknown: %s", error)
                 names = {}
+            else:
+                now = time.time()
+                self.unnamed = {topic_id: self.unnamed.get(topic_id, now) for topic_id in unnamed - names.keys()}
             if names:
                 self._learn_names(loop, names)
             if self.member.unnamed:
                 await asyncio.sleep(backoff.next())
+        self.unnamed = {}
         self._is_naming = False
 
     def _learn_names(self, loop: MemberLoop[ConsumerMember, Event], names: Mapping[uuid.UUID, str]) -> None:
@@ -158,6 +166,12 @@ class ConsumerDriver(GroupDriver[ConsumerMember, Event]):
     is_incremental = True
     watched = frozenset[str]()
     """The brokers watch the topics."""
+    _protocol: ConsumerProtocol
+
+    @property
+    def unnamed(self) -> Mapping[uuid.UUID, float]:
+        """See `GroupDriver.unnamed`."""
+        return self._protocol.unnamed
 
     @property
     def session_text(self) -> str:

@@ -17,9 +17,10 @@ import logging
 import math
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from aioshard.kafka.group.member import COORDINATOR_MOVED, Ended, GroupMember, Ownership
@@ -278,6 +279,11 @@ class GroupDriver(ABC, Generic[MemberT, EventT]):
     @abstractmethod
     def inherits_within(self) -> float:
         """See `Transport.inherits_within`."""
+
+    @property
+    @abstractmethod
+    def unnamed(self) -> Mapping[uuid.UUID, float]:
+        """Ids of assigned topics that no broker names, each with the time since when, in seconds since the epoch."""
 
     @property
     @abstractmethod

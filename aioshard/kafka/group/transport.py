@@ -1,9 +1,13 @@
 """A member of a consumer group, of either protocol, as the engine sees it."""
 
 import asyncio
+import base64
+import datetime as dt
 import logging
 import random
 import re
+import time
+import uuid
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
@@ -43,6 +47,8 @@ _STATE_INTERVAL: Final = 0.5
 """Seconds between two looks at the state of the group while others have our partitions."""
 _RETRY_PAUSE: Final = 1.0
 """Seconds between two look-ups of topics while the brokers do not list them."""
+_UNNAMED_PATIENCE: Final = 10.0
+"""Seconds in which all brokers know a new topic, and the group knows that one was deleted."""
 _LEAVE_TIMEOUT: Final = 3.0
 """Seconds for the coordinator to answer a leave."""
 _OVERTAKEN: Final = frozenset({Code.ILLEGAL_GENERATION, Code.REBALANCE_IN_PROGRESS, Code.STALE_MEMBER_EPOCH})
@@ -93,7 +99,7 @@ class MemberTransport(ConsumerTransport):
     @property
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""
-        return super().trouble or self._group_trouble
+        return super().trouble or self._group_trouble or self._unnamed_trouble
 
     @property
     def _group_trouble(self) -> str | None:
@@ -109,6 +115,16 @@ class MemberTransport(ConsumerTransport):
     def group_protocol(self) -> ChosenProtocol | None:
         """See `Transport.group_protocol`."""
         return self._protocol
+
+    @property
+    def _unnamed_trouble(self) -> str | None:
+        """Which assigned topics cannot be read because no broker names them, as a sentence; None without any."""
+        driver = self._driver
+        if driver is None or self._closed:
+            return None
+        latest = time.time() - _UNNAMED_PATIENCE
+        unnamed = {topic_id: since for topic_id, since in driver.unnamed.items() if since <= latest}
+        return _unnamed(self._group_id, unnamed) if unnamed else None
 
     @property
     def inherits_within(self) -> float:
@@ -225,6 +241,7 @@ class MemberTransport(ConsumerTransport):
 
         Patterns are those of Python, which the engine uses too; the brokers have another language.
         """
+        is_failing = False
         while True:
             has_to_look = self._pattern is not None or not self._topics <= self._subscribed
             try:
@@ -236,10 +253,15 @@ class MemberTransport(ConsumerTransport):
             try:
                 wanted = await self._wanted_topics()
             except TransportError as error:
-                logger.info("the topics to subscribe to are unknown, and are looked up again: %s", error)
+                level = logging.DEBUG if is_failing else logging.INFO
+                logger.log(level, "the topics to subscribe to are unknown, and are looked up again: %s", error)
+                is_failing = True
                 await asyncio.sleep(_RETRY_PAUSE)
                 self._subscription_changed.set()
                 continue
+            if is_failing:
+                is_failing = False
+                logger.info("the topics to subscribe to are known again")
             if wanted != self._subscribed:
                 self._subscribed = wanted
                 self._member().subscribe(wanted)
@@ -333,10 +355,10 @@ class MemberTransport(ConsumerTransport):
         return own.life == life and all(own.owns(partition, now) for partition in partitions)
 
     def _on_event(self, event: ClassicEvent) -> None:
-        """Accept an event of the thread."""
+        """Accept an event of the thread; once we are closing, as long as the engine drains: it must hear of a loss."""
         if isinstance(event, Elected) and self._leader is not None:
-            self._leader.elect(event)  # also during a final drain: the others wait for it
-        if self._closed:
+            self._leader.elect(event)  # the others wait for it
+        if self._closed and self._released.is_set():
             return
         match event:
             case Assigned() | Revoked():
@@ -452,11 +474,14 @@ class MemberTransport(ConsumerTransport):
             driver.released(change.life, change.partitions)
             return
         driver.released(change.life, change.partitions)
-        if not self._fetcher.partitions and await self._others_release():
+        # 1. The engine continues with the others.
+        if self._fetcher.partitions:
             return
-        if not self._lasts(change):
+        # 2. The group has other news for us, or the membership has ended.
+        if await self._others_release() or not self._lasts(change):
             return
-        listener.assigned(self._fetcher.partitions, self._membership)  # the drain stopped the opening of the others
+        # 3. Nothing is left, and nothing is meant for us.
+        listener.assigned((), self._membership)
 
 
 def _text_of(event: Troubled | Refused | Ended) -> str:
@@ -465,6 +490,24 @@ def _text_of(event: Troubled | Refused | Ended) -> str:
         return event.message.rstrip(".")
     known = ERROR_CODES.get(event.code or 0)
     return f"error {event.code}" if known is None else known.text
+
+
+def _unnamed(group_id: str, topic_ids: Mapping[uuid.UUID, float]) -> str:
+    """Describe assigned topics that no broker names, each with the time since when."""
+    first = min(topic_ids, key=lambda topic_id: (topic_ids[topic_id], topic_id))
+    since = dt.datetime.fromtimestamp(topic_ids[first], dt.UTC).isoformat(sep=" ", timespec="seconds")
+    if len(topic_ids) == 1:
+        what = f"partitions of a topic that no broker names, by its id {_kafka_text(first)}"
+        cause = "the topic was deleted, or this user has no DESCRIBE on it; nothing of it is consumed"
+    else:
+        what = f"partitions of {len(topic_ids)} topics that no broker names, by their ids, {_kafka_text(first)} first"
+        cause = "the topics were deleted, or this user has no DESCRIBE on them; nothing of them is consumed"
+    return f"group {group_id!r} has assigned {what}, since {since}: {cause}"
+
+
+def _kafka_text(topic_id: uuid.UUID) -> str:
+    """Return an id of a topic as Kafka's commands print it."""
+    return base64.urlsafe_b64encode(topic_id.bytes).decode().rstrip("=")
 
 
 def _not_ours(group_id: str, partitions: Collection[TopicPartition]) -> CommitRefusedError:

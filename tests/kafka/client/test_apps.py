@@ -10,9 +10,11 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.errors import StateError
+from aioshard.kafka.clients import kafka_clients
 from aioshard.records import PartitionInfo, TopicPartition
 from tests.engine.live_apps import engine_of
 from tests.kafka.client.members import PATIENCE
+from tests.kafka.faults.intercepting import Interceptor
 from tests.support.brokers import SharedKafka
 
 RECORDS = 50
@@ -40,6 +42,12 @@ ONE_CLIENT_QUICKLY = pytest.mark.parametrize(
     ids=["aiokafka", "eager", "cooperative", "KIP-848"],
 )
 """The same clients; only the first one is in the plain run."""
+INCREMENTAL = pytest.mark.parametrize(
+    "client",
+    [BY_THE_BROKER, *(pytest.param(client, marks=pytest.mark.chaos) for client in (AIOKAFKA, COOPERATIVE))],
+    ids=["KIP-848", "aiokafka", "cooperative"],
+)
+"""The clients from which the group takes single partitions; only the first one is in the plain run."""
 
 
 class Process:
@@ -184,3 +192,31 @@ async def test_the_lag_of_a_paused_partition_grows(
             await until(lambda more=more: lag() == more * RECORDS)  # type: ignore[misc]
         app.resume(topic, 0)
         await until(lambda: lag() == 0)
+
+
+@INCREMENTAL
+async def test_partitions_open_although_others_are_revoked_meanwhile(
+    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+) -> None:
+    """A member starts while another one looks up where its partitions begin."""
+    await fill(kafka, topic, 2)
+    first, second = Process(kafka, group, start_timeout=None, **client), Process(kafka, group, **client)
+    for process in (first, second):
+        process.app.consume(topic, concurrency=10)(process.handle)
+    interceptor = Interceptor(kafka_clients(first.app.settings, group).transport)
+    interceptor.questions.clear()
+    async with first.app.started(interceptor):
+        await until(lambda: len(assigned_of(interceptor)) == 1)
+        async with second.app:
+            await until(lambda: second.done.total() == RECORDS)
+            assert first.done.total() == 0
+            before = len(assigned_of(interceptor))
+            interceptor.questions.set()
+            await until(lambda: first.done.total() == RECORDS)
+            assert len(assigned_of(interceptor)) == before
+            assert len(first.app.assignment()) == len(second.app.assignment()) == 1
+            assert not first.done.keys() & second.done.keys()
+
+
+def assigned_of(interceptor: Interceptor) -> list[Any]:
+    return [event for event in interceptor.events if event[0] == "assigned" and event[1]]

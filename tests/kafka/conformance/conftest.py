@@ -10,7 +10,7 @@ from aioshard.errors import TransportError
 from aioshard.ports import NOTHING, Committed, Membership
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from tests.kafka.client.members import PATIENCE, Member, settings_for
+from tests.kafka.client.members import PATIENCE, Assigned, Member, settings_for
 from tests.support.brokers import SharedKafka
 from tests.support.proxies import Proxies
 
@@ -87,8 +87,14 @@ class Racer(Member):
 
     @property
     def holds(self) -> set[TopicPartition]:
-        """The partitions of its latest assignment."""
-        return set(self.assignments[-1].partitions) if self.assignments else set()
+        """Its partitions, without those that are being revoked."""
+        holds: set[TopicPartition] = set()
+        for event in self.events:
+            if isinstance(event, Assigned):
+                holds = set(event.partitions)
+            else:
+                holds.difference_update(event.partitions)
+        return holds
 
     async def stored(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """The group's committed offsets, as soon as no transaction is open: brokers answer before one has ended."""

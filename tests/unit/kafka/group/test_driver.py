@@ -9,6 +9,7 @@ import functools
 import logging
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ class Scene:
             broker.on(FIND_COORDINATOR, self.find_coordinator)
             broker.on(DESCRIBE_CONFIGS, self.describe_times)
             broker.on(CONSUMER_GROUP_HEARTBEAT, functools.partial(self.beat, node))
+        self.protocol = ConsumerProtocol("billing", member)
         self.loop = loop_of(self)
         self.running = asyncio.create_task(self.loop.run())
 
@@ -149,7 +151,7 @@ def scenario(
         scene = Scene(
             model,
             member,
-            lambda scene: MemberLoop(ConsumerProtocol("billing", member), cluster, scene.log.append, clock),
+            lambda scene: MemberLoop(scene.protocol, cluster, scene.log.append, clock),
         )
         setting(scene)
         try:
@@ -198,6 +200,66 @@ def test_a_lookup_of_names_is_repeated_until_a_broker_knows_them() -> None:
         await scene.until(lambda: scene.owned == ALL)
         assert len(asked) == 3
         assert scene.now - asked[0] < 1.0
+
+    scenario(test)
+
+
+def hide_names(scene: Scene) -> Callable[[], None]:
+    """Lets the brokers know no topic by its id; returns what ends that."""
+    hidden = [True]
+
+    def describe(request: Received) -> None:
+        by_id = [topic.id for topic in request.values.topics or () if topic.name is None]
+        if not by_id or not hidden:
+            scene.model.describe(request)
+            return
+        request.reply(
+            brokers=[{"node": 1, "host": "kafka-1", "port": 9092}],
+            topics=[{"error": 100, "name": None, "id": topic_id} for topic_id in by_id],
+        )
+
+    for broker in scene.model.brokers.values():
+        broker.on(METADATA, describe)
+    return hidden.clear
+
+
+def test_a_topic_that_no_broker_names_is_noted_with_the_time_of_the_first_answer() -> None:
+    async def test(scene: Scene) -> None:
+        show = hide_names(scene)
+        began = time.time()
+        await scene.until(lambda: scene.protocol.unnamed)
+        (found,) = scene.protocol.unnamed.items()
+        assert found[0] == scene.model.topic_ids["orders"]
+        assert began <= found[1] <= time.time()
+        await asyncio.sleep(60.0)
+        assert scene.protocol.unnamed == dict([found])
+        assert not scene.owned
+
+        show()
+        await scene.until(lambda: scene.owned == ALL)
+        await scene.until(lambda: not scene.protocol.unnamed)
+
+    scenario(test)
+
+
+def test_a_topic_is_not_noted_if_no_broker_answers() -> None:
+    async def test(scene: Scene) -> None:
+        for broker in scene.model.brokers.values():
+            broker.on(METADATA, hold([]))
+        await scene.until(lambda: scene.member.unnamed)
+        await asyncio.sleep(120.0)
+        assert scene.member.unnamed
+        assert scene.protocol.unnamed == {}
+
+    scenario(test)
+
+
+def test_a_topic_that_is_not_assigned_any_more_is_not_noted() -> None:
+    async def test(scene: Scene) -> None:
+        hide_names(scene)
+        await scene.until(lambda: scene.protocol.unnamed)
+        scene.loop.command(lambda member, now: member.subscribe(["another"], [], now))
+        await scene.until(lambda: not scene.protocol.unnamed)
 
     scenario(test)
 

@@ -1,6 +1,9 @@
 """The transport of group members, with a driver that only says what the test tells it."""
 
 import asyncio
+import logging
+import time
+import uuid
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from aioshard.errors import CommitError, CommitRefusedError, InstanceIdTakenError, TransportError
+from aioshard.kafka.group import transport as of_members
 from aioshard.kafka.group.classic import ClassicEvent, Elected
 from aioshard.kafka.group.consumer_driver import ConsumerDriver
 from aioshard.kafka.group.leader import Leader
@@ -50,6 +54,8 @@ class Driver:
         self.refused: list[int] = []
         self.now = 0.0
         self.ownership = Ownership(1, "one", 5, BOTH, 10.0)
+        self.subscribed: list[tuple[Collection[str], Collection[str]]] = []
+        self.unnamed: dict[uuid.UUID, float] = {}
         self.let_go: list[tuple[int, Collection[TopicPartition]]] = []
 
     def clock(self) -> float:
@@ -61,6 +67,9 @@ class Driver:
     def commit_refused(self, ownership: Ownership, code: int) -> None:
         assert ownership.epoch == self.ownership.epoch
         self.refused.append(code)
+
+    def subscribe(self, topics: Collection[str], patterns: Collection[str]) -> None:
+        self.subscribed.append((topics, patterns))
 
     async def close(self, timeout: float, reason: str) -> None:
         """Nothing runs."""
@@ -220,6 +229,31 @@ async def test_an_engine_that_is_closed_during_a_drain_is_told_nothing_more() ->
     assert transport.engine.told[1:] == [("revoked", frozenset({FIRST}))]
 
 
+async def test_an_engine_that_drains_while_the_client_closes_hears_of_a_loss() -> None:
+    """Its handlers would run until the drain deadline, beside those of the next owner."""
+    transport = Alone()
+    await transport.assign()
+    await transport.tell(Revoked(1, frozenset({FIRST}), 9.0))
+    await transport.engine.draining.wait()
+    closing = asyncio.create_task(transport.close(), name="close")
+    await asyncio.sleep(0)
+    transport.driver.begin_another_life()
+    await transport.tell(Lost(1, BOTH, "the session is over"))
+    assert transport.engine.told[1:] == [("revoked", frozenset({FIRST})), ("lost", BOTH)]
+    transport.engine.drained.set()
+    await closing
+    assert transport.driver.let_go == []
+    assert len(transport.engine.told) == 3
+
+
+async def test_a_closing_client_tells_nothing_of_the_loss_by_its_leave() -> None:
+    transport = Alone()
+    await transport.assign()
+    await transport.close()
+    await transport.tell(Lost(1, BOTH, "the app closes its client"))
+    assert transport.engine.told == [("assigned", BOTH)]
+
+
 async def test_partitions_are_released_once_the_engine_has_drained_them() -> None:
     transport = Alone()
     await transport.assign()
@@ -229,7 +263,31 @@ async def test_partitions_are_released_once_the_engine_has_drained_them() -> Non
     transport.engine.drained.set()
     await transport.tell()
     assert transport.driver.let_go == [(1, frozenset({FIRST}))]
-    assert transport.engine.told[-1] == ("assigned", frozenset({SECOND}))
+    assert transport.engine.told[1:] == [("revoked", frozenset({FIRST}))], "it knows the others"
+    await transport.close()
+
+
+async def test_an_engine_with_nothing_left_is_told_so() -> None:
+    """It cannot know whether something else is assigned at once."""
+    transport = Alone()
+    await transport.assign()
+    transport.engine.drained.set()
+    await transport.tell(Revoked(1, frozenset({FIRST}), 9.0), Revoked(1, frozenset({SECOND}), 9.0))
+    await transport.tell()
+    assert transport.engine.told[2:] == [("revoked", frozenset({SECOND})), ("assigned", NO_PARTITIONS)]
+    await transport.close()
+
+
+async def test_an_engine_with_nothing_left_is_told_only_what_comes_next() -> None:
+    transport = Alone()
+    transport.others = [GroupMember("slow", "aioshard", "/127.0.0.1", None)]
+    await transport.assign()
+    transport.engine.drained.set()
+    await transport.tell(Revoked(1, BOTH, 9.0))
+    await transport.tell()
+    assert transport.engine.told[1:] == [("revoked", BOTH)]
+    await transport.assign()
+    assert transport.engine.told[1:] == [("revoked", BOTH), ("assigned", BOTH)]
     await transport.close()
 
 
@@ -410,4 +468,75 @@ async def test_trouble_tells_silence_from_a_refusal() -> None:
         texts.append(transport._group_trouble)
     assert "does not answer" in (texts[0] or "")
     assert ERROR_CODES[81].text in (texts[1] or "")
+    await transport.close()
+
+
+async def test_trouble_names_a_topic_that_no_broker_names_after_a_while() -> None:
+    transport = Alone()
+    topic_id = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
+    transport.driver.unnamed = {topic_id: time.time()}
+    assert transport._unnamed_trouble is None, "it may have been created, or deleted, a moment ago"
+    transport.driver.unnamed = {topic_id: 1_700_000_000.0}
+    text = str(transport._unnamed_trouble)
+    assert "ABEiM0RVZneImaq7zN3u_w" in text, "as Kafka's commands print it"
+    assert "of a topic that" in text
+    assert "2023-11-14 22:13:20+00:00" in text
+    assert "deleted" in text
+    assert "DESCRIBE" in text
+
+    transport.driver.unnamed |= {uuid.UUID(int=1): time.time(), uuid.UUID(int=2**127): 1_600_000_000.0}
+    text = str(transport._unnamed_trouble)
+    assert "2 topics" in text
+    assert "gAAAAAAAAAAAAAAAAAAAAA first, since 2020-09-13" in text
+    transport._is_started = False  # no broker is there, which would count more
+    assert transport.trouble == text
+    await transport.close()
+    assert transport._unnamed_trouble is None
+
+
+class Wanting(Alone):
+    """Its brokers list the topics in none of the next *failures* look-ups."""
+
+    failures = 0
+    found: frozenset[str] = frozenset()
+    looks = 0
+
+    async def _wanted_topics(self) -> frozenset[str]:
+        self.looks += 1
+        if self.failures:
+            self.failures -= 1
+            raise TransportError(f"no answer to look-up {self.looks}")
+        return self.found
+
+    async def look_up(self, *, failures: int) -> None:
+        """Let it look up its topics, until it succeeds."""
+        self.failures = failures
+        looks = self.looks + failures + 1
+        self._subscription_changed.set()
+        async with asyncio.timeout(10.0):
+            while self.looks < looks:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Topics are looked up once a second then."""
+    caplog.set_level(logging.INFO, "aioshard.kafka.group")
+    monkeypatch.setattr(of_members, "_RETRY_PAUSE", 0.0)
+    transport = Wanting()
+    transport._tasks.append(asyncio.create_task(transport._watch_topics(), name="topics"))
+    logged = []
+    for failures in (0, 3, 0, 2):
+        transport.found |= {f"topic-{failures}"}
+        await transport.look_up(failures=failures)
+        logged.append([record.getMessage() for record in caplog.records])
+        caplog.clear()
+    (first, last), (again, _) = logged[1], logged[3]
+    assert logged[0] == logged[2] == []
+    assert "no answer to look-up 2" in first
+    assert "known again" in last
+    assert "no answer to look-up 7" in again
+    assert transport.driver.subscribed[-1] == (transport.found, ())
     await transport.close()
