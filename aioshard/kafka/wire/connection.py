@@ -282,6 +282,8 @@ class Connection(asyncio.Protocol):
     def _newest_version(self, api: Api, most: int) -> int:
         lowest, highest = self._versions.get(api.key, _NOT_OFFERED)
         version = min(api.highest, highest, most)
+        if version == api.skipped:
+            version -= 1
         return version if version >= max(api.lowest, lowest) else -1
 
     def _require_version(self, api: Api, most: int) -> int:

@@ -472,6 +472,7 @@ class Api:
         flexible: int,
         request: str,
         response: str,
+        skipped: int | None = None,
     ) -> None:
         """Describe it.
 
@@ -482,7 +483,9 @@ class Api:
             flexible: The first flexible version.
             request: The fields of the request, in the notation of this module.
             response: The fields of the response.
+            skipped: A version that is not used, because there are brokers that offer it without speaking it.
         """
+        self.skipped = skipped
         self.name = name
         self.key = key
         self.lowest, self.highest = versions

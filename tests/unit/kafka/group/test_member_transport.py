@@ -54,7 +54,7 @@ class Driver:
         self.refused: list[int] = []
         self.now = 0.0
         self.ownership = Ownership(1, "one", 5, BOTH, 10.0)
-        self.subscribed: list[tuple[Collection[str], Collection[str]]] = []
+        self.subscribed: list[Collection[str]] = []
         self.unnamed: dict[uuid.UUID, float] = {}
         self.let_go: list[tuple[int, Collection[TopicPartition]]] = []
 
@@ -68,8 +68,8 @@ class Driver:
         assert ownership.epoch == self.ownership.epoch
         self.refused.append(code)
 
-    def subscribe(self, topics: Collection[str], patterns: Collection[str]) -> None:
-        self.subscribed.append((topics, patterns))
+    def subscribe(self, topics: Collection[str]) -> None:
+        self.subscribed.append(topics)
 
     async def close(self, timeout: float, reason: str) -> None:
         """Nothing runs."""
@@ -538,5 +538,5 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     assert "no answer to look-up 2" in first
     assert "known again" in last
     assert "no answer to look-up 7" in again
-    assert transport.driver.subscribed[-1] == (transport.found, ())
+    assert transport.driver.subscribed[-1] == transport.found
     await transport.close()
