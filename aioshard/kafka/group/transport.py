@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -210,12 +211,16 @@ class MemberTransport(ConsumerTransport):
 
     def membership(self) -> Membership:
         """See `Transport.membership`. It ends with our time, also before the engine has heard of that."""
+        return self._membership if self.owned_for > 0.0 else NOT_A_MEMBER
+
+    @property
+    def owned_for(self) -> float:
+        """See `Transport.owned_for`. A later life owns nothing of which the engine has heard."""
         driver = self._driver
         if driver is None:
-            return self._membership
+            return math.inf
         own = driver.ownership
-        is_another_life = own.member_id != self._membership.member_id
-        return NOT_A_MEMBER if is_another_life or driver.clock() >= own.alive_until else self._membership
+        return own.alive_until - driver.clock() if own.member_id == self._membership.member_id else 0.0
 
     @property
     def _session(self) -> str:

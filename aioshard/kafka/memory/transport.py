@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -127,6 +129,7 @@ class InMemoryTransport:
         self._session_timeout = session_timeout
         self._assign = assign
         self._listener: GroupListener | None = None
+        self._clock: Callable[[], float] = time.monotonic
         self._topics: Collection[str] = ()
         self._pattern: str | None = None
         self._membership = NOT_A_MEMBER
@@ -166,6 +169,7 @@ class InMemoryTransport:
         """
         if self._listener is not None:
             raise StateError("this client was started before: create a new one with the transport factory")
+        self._clock = asyncio.get_running_loop().time
         self._listener = listener
         await self._pass_time("start")
         self._broker.check_available()
@@ -246,6 +250,7 @@ class InMemoryTransport:
             return
         self._reachable.clear()
         self._removal = self._leave_in(self._session_timeout)
+        self.owned_until = self._removal.when()
         self._changed()
 
     def reconnect(self) -> None:
@@ -253,6 +258,8 @@ class InMemoryTransport:
         if self._ending or self._removal is None:
             return
         self._removal.cancel()
+        if self._member_id in self._group.members:
+            self.owned_until = math.inf
         self._reachable.set()
         self._changed()
 
@@ -261,6 +268,14 @@ class InMemoryTransport:
     last_heartbeat: float | None = None
     slow_join: str | None = None
     inherits_within: float = 0.0
+
+    owned_until: float = math.inf
+    """Loop time from which on another member may own the partitions; `cut_off` sets it, and a test may."""
+
+    @property
+    def owned_for(self) -> float:
+        """See `Transport.owned_for`."""
+        return self.owned_until - self._clock()
 
     @property
     def trouble(self) -> str | None:
@@ -329,6 +344,7 @@ class InMemoryTransport:
         elif self._group.duty(self._member_id) == "adopt":
             partitions = self._group.assignment(self._member_id)
             self._membership = self._group.adopt(self._member_id)
+            self.owned_until = math.inf
             self._assigned = {partition: _Assigned() for partition in partitions}
             listener.assigned(partitions, self._membership)
 
