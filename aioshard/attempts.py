@@ -8,7 +8,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Self, cast
+from typing import Any, Final, Generic, NamedTuple, Self, cast
 
 import anyio.to_thread
 from typing_extensions import TypeVar
@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 from aioshard.engine.current_record import begin_thread
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Attempt, Dependencies, Dependency, Handler
+from aioshard.engine.lease import Lease
 from aioshard.engine.outgoing import RunMessages
 from aioshard.engine.pacing import ProcessSlots
 from aioshard.engine.shards import DeliveryBatch
@@ -198,7 +199,7 @@ class InProcesses(NamedTuple):
     number: int
     """How many processes there are."""
     run: Callable[..., Awaitable[object]]
-    """Runs one attempt: as a `CallNext`, with its *timeout* in seconds."""
+    """Runs one attempt: as a `CallNext`, with its *timeout* in seconds, and *until_ours*; see `Processes.run`."""
 
 
 def with_attempts(handler: Handler, provided: Provided, processes: InProcesses | None = None) -> Handler:
@@ -671,16 +672,16 @@ def _attempt_in_processes(attempt: Attempt, handler: Handler) -> Attempt:
 
 def _call_in_processes(handler: Handler, processes: InProcesses) -> CallNext:
     """Return a function that calls the handler in a process, and releases the slot as soon as that has returned."""
-    call: CallNext = functools.partial(processes.run, timeout=handler.timeout)
     slots = handler.slots
-    if slots is None:
-        return call
+    timeout = handler.timeout
 
     async def run(argument: Any, context: Any) -> object:
+        worker = SERVING.get()
         try:
-            return await call(argument, context)
+            return await processes.run(argument, context, timeout=timeout, until_ours=worker.lease.wait)
         finally:
-            slots.release(SERVING.get(None))
+            if slots is not None:
+                slots.release(worker)
 
     return run
 
@@ -756,8 +757,26 @@ def _have_ended(coroutines: Iterable[Any]) -> bool:
 # Threads ------------------------------------------------------------------------------
 
 
+_NOT_OURS: Final = object()
+"""Result of a thread that has called nothing, because other members may own our partitions."""
+
+
 async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> object:
-    """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4)."""
+    """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4).
+
+    The event loop may be blocked before the thread begins. So the thread itself looks whether our partitions are still
+    ours, and the run waits if they are not.
+    """
+    worker = SERVING.get(None)
+    lease = None if worker is None else worker.lease
+    while True:
+        result = await _in_thread(call, limiter, lease)
+        if result is not _NOT_OURS or lease is None:
+            return result
+        await lease.wait()
+
+
+async def _in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter, lease: Lease | None) -> object:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     # The first to arrive, thread or cancellation, decides whether the function runs: `setdefault` is atomic.
@@ -765,6 +784,8 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     thread = ThreadRun()
 
     def work() -> object:
+        if lease is not None and not lease.is_held:
+            return _NOT_OURS
         if first.setdefault("came", "thread") != "thread":
             return None
         thread.ident = threading.get_ident()
@@ -798,7 +819,7 @@ async def run_to_end(call: Callable[[], object], limiter: anyio.CapacityLimiter)
     with anyio.CancelScope(shield=True):
         while not begun:
             try:
-                await run_in_thread(work, limiter)
+                await _in_thread(work, limiter, None)
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:

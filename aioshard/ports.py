@@ -207,6 +207,14 @@ class Transport(Protocol):
         0 if the group does not let a member join before that.
         """
 
+    @property
+    def owned_for(self) -> float:
+        """Seconds for which our partitions are ours if the group does not answer any more; infinite without a limit.
+
+        0 or less once other members may own them. The time during which the machine is suspended counts. Safe from any
+        thread.
+        """
+
     async def start(
         self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
     ) -> None:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing import connection, spawn
 from typing import Any, NamedTuple, Self
 
@@ -130,14 +130,24 @@ class Processes:
         for process in self._processes:
             process.kill()
 
-    async def run(self, number: int, argument: object, context: object, timeout: float | None) -> object:
+    async def run(
+        self,
+        number: int,
+        argument: object,
+        context: object,
+        *,
+        timeout: float | None,
+        until_ours: Callable[[], Awaitable[None]],
+    ) -> object:
         """Run a call in an idle process; wait for one if necessary.
 
         Args:
             number: The number of the call.
             argument: Its first argument.
             context: Its second argument.
-            timeout: Seconds that the call may take; the wait for a process does not count.
+            timeout: Seconds that the call may take; the waits before it do not count.
+            until_ours: Waits until the partitions of the records are ours: other members may own them by the time when
+                a process is idle.
 
         Raises:
             AttemptTimeoutError: The call took longer. Its process was killed.
@@ -151,6 +161,7 @@ class Processes:
             restart.task = asyncio.create_task(self._start_again(process, restart), name="worker process starts")
             process = await self._idle.get()
         try:
+            await until_ours()
             async with asyncio.timeout(timeout):
                 response = await process.request(message)
             if response is None:

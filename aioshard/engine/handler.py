@@ -11,6 +11,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import FailureHandler
+from aioshard.engine.lease import Lease
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.pacing import LimitedBatchShards, LimitedShards, Pace, ProcessSlots, StartLimits
 from aioshard.engine.parking import Parking
@@ -195,6 +196,7 @@ class Resources(NamedTuple):
     """Publishes dead letters and parked records."""
     make_side_topics: SideTopicsFactory
     buffer: Buffer
+    lease: Lease
     clock: Callable[[], float]
     """Loop time."""
     exactly_once: bool = False
@@ -229,6 +231,7 @@ class ActiveHandler:
                 invoke=spec.attempt,
                 call=spec.call if self.parking is None else None,
                 failures=failures,
+                lease=resources.lease,
                 clock=precise(resources.clock),
                 timeout=spec.timeout,
                 divert=None if self.parking is None else self.parking.divert,

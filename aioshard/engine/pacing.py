@@ -46,6 +46,10 @@ class TokenBucket:
         self._taken += 1
         return True
 
+    def put_back(self) -> None:
+        """Return the token that `take` has just taken, which was not needed."""
+        self._taken -= 1
+
     def due(self, now: float) -> float:
         """Return the seconds until a token is available; 0 if there is one now."""
         return 0.0 if self._full(now) else max(self._due_at() - now, 0.0)
@@ -93,6 +97,10 @@ class Pace:
     def take(self) -> None:
         """Spend the token of a run that starts now."""
         self._bucket.take(self._clock())
+
+    def put_back(self) -> None:
+        """Return the token of a run that does not start."""
+        self._bucket.put_back()
 
     def _wait(self, seconds: float) -> None:
         if self._timer is None:
@@ -173,6 +181,11 @@ class StartLimits:
         if self._pace is not None:
             self._pace.take()
 
+    def put_back(self) -> None:
+        """Return the token of a run that does not start."""
+        if self._pace is not None:
+            self._pace.put_back()
+
 
 class LimitedShards(Shards):
     """Shards whose runs start only when the limits allow it.
@@ -199,6 +212,12 @@ class LimitedShards(Shards):
         self.release(delivery)
         return self.take()
 
+    def defer(self, batch: DeliveryBatch) -> None:
+        """See `Shards.defer`."""
+        if batch.deliveries[0].recovery is None:
+            self._limits.put_back()
+        super().defer(batch)
+
 
 class LimitedBatchShards(BatchShards):
     """Batch shards whose runs start only when the limits allow it; a batch is one run."""
@@ -217,3 +236,9 @@ class LimitedBatchShards(BatchShards):
         if batch is not None and batch.deliveries[0].recovery is None:
             self._limits.spend()
         return batch
+
+    def defer(self, batch: DeliveryBatch) -> None:
+        """See `Shards.defer`."""
+        if batch.deliveries[0].recovery is None:
+            self._limits.put_back()
+        super().defer(batch)

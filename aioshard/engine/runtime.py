@@ -18,6 +18,7 @@ from aioshard.engine.guard import Guard
 from aioshard.engine.handler import Handler, Observe, Resources
 from aioshard.engine.handler_set import HandlerSet
 from aioshard.engine.intake import Intake
+from aioshard.engine.lease import Lease
 from aioshard.engine.lifecycle import Lifecycle
 from aioshard.engine.outgoing import add_message
 from aioshard.engine.partition import Partition
@@ -26,6 +27,7 @@ from aioshard.engine.rebalance import Rebalance, uncommitted_of
 from aioshard.engine.rebalance_log import Rebalanced, RebalanceLog
 from aioshard.engine.recoveries import Send
 from aioshard.engine.tasks import TaskSet, finish
+from aioshard.engine.timing import precise
 from aioshard.engine.topics import MissingTopic, missing_outputs, written_topics
 from aioshard.engine.trouble import Trouble
 from aioshard.errors import (
@@ -139,6 +141,7 @@ class Engine:
                 send=add_message if exactly_once else _sending(producer),
                 make_side_topics=clients.side_topics,
                 buffer=self.buffer,
+                lease=Lease(self.client, precise(clock)),
                 clock=clock,
                 exactly_once=exactly_once,
                 observe=observe,

@@ -338,6 +338,11 @@ class Shards:
         else:
             self.hold(delivery)
 
+    def defer(self, batch: DeliveryBatch) -> None:
+        """Queue the deliveries of a batch that was just taken, and may not start now; none counts as started."""
+        for head in self.end(batch, [*batch.deliveries, *batch.left_out]):
+            self.resume(head)
+
     def put_back(self, batch: DeliveryBatch) -> None:
         """Requeue the deliveries of a cancelled batch ahead of everything else; hold those that may not start."""
         requeued: list[Delivery] = []

@@ -65,7 +65,7 @@ _NOWHERE = Stack(frames=(), place=None, waits_in=None, executing=False, thread=N
 
 
 class ThreadRun:
-    """Identifies the thread that runs a handler; `run_in_thread` holds one in a local variable meanwhile."""
+    """Identifies the thread that runs a handler; `attempts._in_thread` holds one in a local variable meanwhile."""
 
     ident: int | None = None
 
@@ -252,7 +252,7 @@ def _is_task(awaited: object) -> TypeGuard["asyncio.Task[Any]"]:
 def _thread_of(walk: _Walk) -> int | None:
     """Return the thread that runs the handler for one of our coroutines."""
     for frame in walk.frames:
-        if frame.f_code.co_name == "run_in_thread" and frame.f_code.co_filename.startswith(_AIOSHARD):
+        if frame.f_code.co_name == "_in_thread" and frame.f_code.co_filename.startswith(_AIOSHARD):
             for value in tuple(frame.f_locals.values()):
                 if type(value) is ThreadRun and value.ident is not None:
                     return value.ident

@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.failures import FailureHandler
+from aioshard.engine.lease import Lease
 from aioshard.engine.outcomes import Outcome
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.timing import AT_ONCE, QUICK, RunTimes, waited
@@ -89,6 +90,7 @@ class Worker(ABC):
 
     Invariants:
         * A record completes only if its handler returned and its run had not been cancelled.
+        * A run, of the handler or a recovery, begins only while our partitions are ours by the clock.
         * While `delivery` is set, its shard key is occupied.
     """
 
@@ -102,6 +104,7 @@ class Worker(ABC):
         *,
         invoke: Callable[[Any], Awaitable[object]],
         failures: FailureHandler,
+        lease: Lease,
         clock: Callable[[], float],
         call: Callable[[Record], Awaitable[object]] | None = None,
         timeout: float | None = None,
@@ -115,6 +118,7 @@ class Worker(ABC):
             shards: Shards to serve.
             invoke: Runs one attempt: of a delivery, or of a batch.
             failures: Handles failed attempts.
+            lease: Says whether our partitions are still ours.
             clock: Returns the loop time.
             call: The handler itself if it takes only the record, which saves a call.
             timeout: Seconds that an attempt may take; checked from outside through `overdue`.
@@ -133,6 +137,7 @@ class Worker(ABC):
         self.abandoned = False
         """Whether the app has stopped, so that the worker ends although a run may outlive it."""
         self.timeout = timeout
+        self.lease = lease
         self._batch: DeliveryBatch | None = None
         self._shards = shards
         self._invoke = invoke
@@ -261,25 +266,31 @@ class Worker(ABC):
         """Run the handler for a batch, or the recovery of a delivery that is alone, and handle the outcome."""
         head = batch.deliveries[0]
         recovery = head.recovery
-        # 1. It takes a recovery, and too many others run that fail or are slow.
+        now = self._clock()
+        # 1. Other members may own our partitions by now.
+        if now >= self.lease.due and not self.lease.lasts(now):
+            self._shards.defer(batch)
+            await self.lease.wait()
+            return
+        # 2. It takes a recovery, and too many others run that fail or are slow.
         if recovery is not None and not self.failures.may_recover():
             for delivery in self._ended(batch, (head,)):
                 self.failures.hold_back(delivery, recovery, self._shards)
             return
         self._batch = batch
         self.delivery = head
-        self.started = self._clock()
+        self.started = now
         self._start(batch)
         outcome = Outcome.PROCESSED
         try:
             head.raise_refusal()
-            # 2. It is an attempt of the handler.
+            # 3. It is an attempt of the handler.
             if recovery is None:
                 self.running = running = self._attempt(batch)
                 returned = await running
                 if returned is not None:
                     refuse_awaitable(returned, AWAIT_IT)
-            # 3. It is a recovery.
+            # 4. It is a recovery.
             else:
                 self.running = recovering = self.failures.recover(head, recovery)
                 outcome = await recovering
@@ -464,6 +475,7 @@ class RecordWorker(Worker):
         invoke = self._invoke
         clock = self._clock
         divert = self._divert
+        lease = self.lease
         take = shards.take
         next_after = shards.next_after
         times = self._times
@@ -487,8 +499,15 @@ class RecordWorker(Worker):
                 await self._run(DeliveryBatch.of_one(delivery))
                 delivery = take()
                 continue
-            # 3. It is an attempt. The runs before it are accounted for, at most once in 5 ms.
             now = clock()
+            # 3. Other members may own our partitions by now.
+            if now >= lease.due and not lease.lasts(now):
+                due = times.close(epoch, self.started, now)
+                shards.defer(DeliveryBatch.of_one(delivery))
+                await lease.wait()
+                delivery = take()
+                continue
+            # 4. It is an attempt. The runs before it are accounted for, at most once in 5 ms.
             if now >= due:
                 started = self.started
                 if due != started + QUICK or epoch is None:
@@ -542,12 +561,12 @@ class RecordWorker(Worker):
             self.running = None
             if epoch.complete(delivery):
                 epoch.counts.processed += 1
-            # 4. It has succeeded, and the worker may continue, with the same shard first.
+            # 5. It has succeeded, and the worker may continue, with the same shard first.
             ahead += 1
             if ahead < RUN_AHEAD:
                 delivery = next_after(delivery)
                 continue
-            # 5. The same, but heartbeats and other tasks have waited long enough.
+            # 6. The same, but heartbeats and other tasks have waited long enough.
             ahead = 0
             shards.release(delivery)
             due = times.close(epoch, self.started, clock())

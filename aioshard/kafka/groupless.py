@@ -1,6 +1,7 @@
 """The group methods of a transport that reads without a consumer group."""
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
@@ -45,6 +46,11 @@ class Groupless:
     def inherits_within(self) -> float:
         """See `Transport.inherits_within`: there are no other members."""
         return 0.0
+
+    @property
+    def owned_for(self) -> float:
+        """See `Transport.owned_for`: nobody else gets the partitions."""
+        return math.inf
 
     def membership(self) -> Membership:
         """See `Transport.membership`: never changes."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -165,6 +166,11 @@ class KafkaTransport(ABC):
     def inherits_within(self) -> float:
         """See `Transport.inherits_within`. In the classic protocol the joins of all end a rebalance together."""
         return 0.0
+
+    @property
+    def owned_for(self) -> float:
+        """See `Transport.owned_for`. Only a member whose heartbeats do not depend on the event loop knows a limit."""
+        return math.inf
 
     @property
     def _session(self) -> str:

@@ -1,5 +1,6 @@
 """Epochs with deliveries, for tests of single parts of the engine."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
@@ -15,6 +16,7 @@ from aioshard.engine.failures import FailureHandler
 from aioshard.engine.handler import Resources
 from aioshard.engine.handler_set import HandlerSet
 from aioshard.engine.intake import Intake
+from aioshard.engine.lease import Lease
 from aioshard.engine.outcomes import FailedAttempt, Recovery
 from aioshard.engine.partition import Partition
 from aioshard.engine.partitions import Partitions
@@ -27,6 +29,13 @@ from aioshard.records import Record, TopicPartition
 
 def make_buffer(records: int = 1_000, size: int = 1_000_000) -> Buffer:
     return Buffer(Usage(records, size), CurrentClient())
+
+
+def endless_lease() -> Lease:
+    """A lease that no worker asks about."""
+    lease = Lease(CurrentClient(), lambda: 0.0)
+    lease.due = math.inf
+    return lease
 
 
 class WokenClient(CurrentClient):

@@ -40,7 +40,7 @@ from aioshard import (
 from aioshard.errors import DecodeError, NotDrainedError, StartError, StateError
 from aioshard.processes import Processes
 from aioshard.testing import InMemoryBroker, InMemoryProducer, TestClient, run
-from tests.engine.live_apps import until
+from tests.engine.live_apps import engine_of, until
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -158,6 +158,35 @@ async def test_fixed_shards_share_the_processes(reports: Reports) -> None:
         await client.settle(PATIENCE)
 
     assert [what for _, what, *_ in steps] == ["begins", "ends"] * 12
+
+
+async def test_a_run_in_a_process_does_not_begin_while_another_member_may_own_its_partition(reports: Reports) -> None:
+    """The event loop may be blocked while the run waits for a process."""
+    app = make_app(1)
+    client = TestClient(app)
+    is_late = True
+
+    @app.middleware
+    async def late(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+        if is_late:
+            client.transports[-1].owned_until = 0.0
+        return await call_next(record, context)
+
+    app.consume("orders", run_in="process")(numbered)
+    async with client:
+        await client.publish("orders", reports.path, partition=0)
+        lease = engine_of(app).handlers.workers[0].lease
+        await until(lambda: lease._waiting, PATIENCE)
+        before = children()
+        await client.revoke("orders", 0)  # the run that waits is cancelled, and its process is free
+        is_late = False
+        await client.assign("orders", 0)
+        (pid, *begins), ends = await reports.take(2)
+        await client.settle(PATIENCE)
+        assert children() == before, "no process was killed"
+
+    assert (begins, ends[1:]) == (["begins", "0"], ["ends", "0"])
+    assert int(pid) in before
 
 
 # Failures ------------------------------------------------------------------------------------
@@ -856,13 +885,17 @@ async def test_a_stop_leaves_a_record_without_a_process_incomplete(
     assert client.committed("orders", 0) == 1
 
 
+async def at_once() -> None:
+    """Do not wait: the partitions are ours."""
+
+
 @pytest.mark.chaos
 async def test_a_process_with_an_interrupted_start_is_started_again() -> None:
     async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
         (process,) = pool._processes
         process.kill()
         process.spawn()  # and nothing else: the run that did this was cancelled
-        assert await pool.run(0, 21, None, PATIENCE) == 42
+        assert await pool.run(0, 21, None, timeout=PATIENCE, until_ours=at_once) == 42
 
 
 async def test_a_process_that_hangs_while_it_starts_is_reported(
@@ -875,7 +908,7 @@ async def test_a_process_that_hangs_while_it_starts_is_reported(
     async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
         pool._processes[0].kill()
         monkeypatch.setattr(sys, "executable", str(hanging))
-        running = asyncio.create_task(pool.run(0, 21, None, None), name="run")
+        running = asyncio.create_task(pool.run(0, 21, None, timeout=None, until_ours=at_once), name="run")
         await until(lambda: pool.trouble, PATIENCE)
         assert "1 of 1 worker processes do not start" in (pool.trouble or "")
         assert "they still import the handlers" in (pool.trouble or "")

@@ -19,7 +19,7 @@ from aioshard.engine.shards import Shards
 from aioshard.engine.timing import precise
 from aioshard.engine.worker import RecordWorker
 from aioshard.records import Record
-from tests.engine.deliveries import make_epoch
+from tests.engine.deliveries import endless_lease, make_epoch
 
 QUICK, SLOW = 0.000_5, 0.030_000
 
@@ -63,7 +63,13 @@ class Bench:
             workers=1,
         )
         worker = RecordWorker(
-            "worker", self.shards, call=self.handle, invoke=unused, failures=failures, clock=self.clock
+            "worker",
+            self.shards,
+            call=self.handle,
+            invoke=unused,
+            failures=failures,
+            lease=endless_lease(),
+            clock=self.clock,
         )
         await self.shards.put(self.deliveries)
         worker.task = serving = asyncio.create_task(worker.run())

@@ -13,7 +13,7 @@ from aioshard.engine.worker import RecordWorker
 from aioshard.errors import NotDrainedError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
-from tests.engine.deliveries import halting, make_epoch
+from tests.engine.deliveries import endless_lease, halting, make_epoch
 from tests.engine.live_apps import publish
 
 
@@ -144,7 +144,9 @@ def test_a_worker_ends_if_it_is_cancelled_together_with_its_run() -> None:
         shards = Shards()
         _, (delivery,) = make_epoch(["k"])
         clock = asyncio.get_running_loop().time
-        worker = RecordWorker("worker", shards, invoke=hang, failures=halting([shards]), clock=clock)
+        worker = RecordWorker(
+            "worker", shards, invoke=hang, failures=halting([shards]), lease=endless_lease(), clock=clock
+        )
         worker.task = asyncio.create_task(worker.run(), name="worker")
         await shards.put([delivery])
         await asyncio.sleep(1.0)

@@ -192,17 +192,23 @@ async def test_a_frozen_member_commits_nothing_for_partitions_it_lost(
     first.freeze()
     await scenario.until_settled("b")
     await scenario.until_finished(len(scenario.observations.finished) + 2_000)
-    first.thaw()
+    started = scenario.observations.refresh().of("a.1", Kind.STARTED)
+    before = {(seen.partition, seen.epoch) for seen in started}
     thawed = time.monotonic_ns()
+    first.thaw()
     await scenario.until_settled("a", "b")
 
-    # Buffered records may start until it learns at its next request that it was dropped.
     stale = [
         seen.at - thawed
         for seen in scenario.observations.of("a.1", Kind.STARTED)
-        if seen.at > thawed and (seen.partition, seen.epoch) in ownerships
+        if seen.at > thawed and (seen.partition, seen.epoch) in before
     ]
-    assert max(stale, default=0) < 2e9, f"it continued for {max(stale) / 1e9:.1f} s"
+    if scenario.client == "KIP-848":
+        # It looks at the clock before each start; the one of that moment may be reported late.
+        assert len(stale) <= 1, f"it started {len(stale)} records that were not its own"
+    else:
+        # Buffered records may start until it learns at its next request that it was dropped.
+        assert max(stale, default=0) < 2e9, f"it continued for {max(stale) / 1e9:.1f} s"
     now = {(number, found["epoch"]) for number, found in first.partitions.items()}
     assert now.isdisjoint(ownerships), "it kept what others have had"
     await scenario.verify(NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), CommitsOnlyAdvance(), LagZero())

@@ -1,19 +1,22 @@
-"""Cluster faults: the coordinator moves, a member is cut off from it, a partition has no leader.
+"""Cluster faults: the coordinator moves, a member is cut off from it or stands still, a partition has no leader.
 
 Each is a scenario here, and an event that all worlds choose. Clients with the mistakes that were found on a real
 cluster show that the worlds notice.
 """
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping
+from typing import cast
 
 import pytest
 
 from aioshard.errors import TransportError
 from aioshard.ports import Committed, GroupListener, LogRange
-from aioshard.records import TopicPartition
+from aioshard.records import Record, TopicPartition
+from aioshard.testing import VirtualTimeLoop
 from tests.simulation.test_interleavings import simulate
-from tests.simulation.world import GROUP, SESSION, TOPIC, ClusterTransport, World, live
+from tests.simulation.world import GROUP, MARGIN, SESSION, TOPIC, ClusterTransport, Process, World, live
 
 PARTITIONS = [TopicPartition(TOPIC, number) for number in range(3)]
 
@@ -26,7 +29,15 @@ class Credulous(ClusterTransport):
         return {partition: found.get(partition) for partition in partitions}
 
 
-class Unaware(ClusterTransport):
+class Timeless(ClusterTransport):
+    """A client that does not look at the clock before a record starts."""
+
+    @property
+    def owned_for(self) -> float:
+        return math.inf
+
+
+class Unaware(Timeless):
     """A client that does not know that its session is over until the coordinator says so."""
 
     async def _wait_for_coordinator(self, _: GroupListener) -> None:
@@ -57,6 +68,9 @@ class Scenario(World):
 
     async def fault(self) -> None:
         raise NotImplementedError
+
+    def owners(self) -> set[str | None]:
+        return {self.broker.group(GROUP).owner(name) for name in PARTITIONS}
 
     async def finish_within(self, seconds: float) -> None:
         """Wait until everything that has a leader is committed, and all members have started."""
@@ -94,8 +108,30 @@ class MemberIsCutOff(Scenario):
         async with asyncio.timeout(10.0):
             await self.broker.until(lambda: self.owners() == {cut.member_id, other.member_id})
 
-    def owners(self) -> set[str | None]:
-        return {self.broker.group(GROUP).owner(name) for name in PARTITIONS}
+
+class MemberStandsStill(Scenario):
+    """A member does nothing for longer than its session, in the middle of its work."""
+
+    _next: Process | None = None
+    """The process that stands still at the end of its next run."""
+
+    async def fault(self) -> None:
+        still, other = self.living
+        self._next = still
+        self.publish(300)
+        await self.broker.until(lambda: self._next is None)
+        await asyncio.sleep(MARGIN / 4)
+        assert self.owners() == {other.member_id}
+        async with asyncio.timeout(20.0):
+            await self.broker.until(lambda: self.owners() == {still.member_id, other.member_id})
+
+    async def _work(self, process: Process, *records: Record) -> bool:
+        is_done = await super()._work(process, *records)
+        if process is self._next:
+            self._next = None
+            self.cut_off(process, SESSION + 2 * MARGIN)
+            cast("VirtualTimeLoop", asyncio.get_running_loop()).pass_time(SESSION + 1.5 * MARGIN)
+        return is_done
 
 
 class LeaderIsAway(Scenario):
@@ -115,7 +151,12 @@ class LeaderIsAway(Scenario):
         assert self.done[PARTITIONS[0]].issuperset(self.offsets[PARTITIONS[0]])
 
 
-MISTAKES = [(CoordinatorMoves, Credulous), (MemberIsCutOff, Unaware), (LeaderIsAway, AllOrNothing)]
+MISTAKES = [
+    (CoordinatorMoves, Credulous),
+    (MemberIsCutOff, Unaware),
+    (MemberStandsStill, Timeless),
+    (LeaderIsAway, AllOrNothing),
+]
 
 
 def play(scenario: type[Scenario], reset: str) -> None:

@@ -45,6 +45,8 @@ class HandlerSnapshot:
         self._watch = watch
         self._now = engine.clock()
         self._show_keys = engine.settings.show_keys
+        client = engine.client.transport
+        self._is_ours = client is None or client.owned_for > 0.0
         self._workers: dict[Delivery, Worker] = {}
         self.runs: dict[Worker, Delivery] = {}
         """The busy workers, each with the first delivery that it runs."""
@@ -182,6 +184,13 @@ class HandlerSnapshot:
         if epoch.gate and not epoch.may_start(delivery):
             why = "paused" if epoch.gate is Gate.PAUSED else "being revoked, or is not confirmed yet"
             return Cause("held", None, f"may not start: its partition is {why}")
+        if not self._is_ours:
+            return Cause(
+                "held",
+                None,
+                "may not start: another member may own its partition by now, as far as this process knows",
+                "check that the brokers answer: it starts once the group has confirmed that it is still ours",
+            )
         return self._in_line(delivery)
 
     # Running

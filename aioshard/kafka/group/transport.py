@@ -4,6 +4,7 @@ import asyncio
 import base64
 import datetime as dt
 import logging
+import math
 import random
 import re
 import time
@@ -315,12 +316,16 @@ class MemberTransport(ConsumerTransport):
 
     def membership(self) -> Membership:
         """See `Transport.membership`. It ends with our time, also before the engine has heard of that."""
+        return self._membership if self.owned_for > 0.0 else NOT_A_MEMBER
+
+    @property
+    def owned_for(self) -> float:
+        """See `Transport.owned_for`. A later life owns nothing of which the engine has heard."""
         driver = self._driver
         if driver is None:
-            return self._membership
+            return math.inf
         own = driver.ownership
-        lasts = own.life == self._life and driver.clock() < own.alive_until
-        return self._membership if lasts else NOT_A_MEMBER
+        return own.alive_until - driver.clock() if own.life == self._life else 0.0
 
     @property
     def _session(self) -> str:

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -128,6 +130,7 @@ class InMemoryTransport:
         self._session_timeout = session_timeout
         self._assign = assign
         self._listener: GroupListener | None = None
+        self._clock: Callable[[], float] = time.monotonic
         self._topics: Collection[str] = ()
         self._pattern: str | None = None
         self._membership = NOT_A_MEMBER
@@ -167,6 +170,7 @@ class InMemoryTransport:
         """
         if self._listener is not None:
             raise StateError("this client was started before: create a new one with the transport factory")
+        self._clock = asyncio.get_running_loop().time
         self._listener = listener
         await self._pass_time("start")
         self._broker.check_available()
@@ -247,6 +251,7 @@ class InMemoryTransport:
             return
         self._reachable.clear()
         self._removal = self._leave_in(self._session_timeout)
+        self.owned_until = self._removal.when()
         self._changed()
 
     def reconnect(self) -> None:
@@ -254,6 +259,8 @@ class InMemoryTransport:
         if self._ending or self._removal is None:
             return
         self._removal.cancel()
+        if self._member_id in self._group.members:
+            self.owned_until = math.inf
         self._reachable.set()
         self._changed()
 
@@ -263,6 +270,14 @@ class InMemoryTransport:
     slow_join: str | None = None
     inherits_within: float = 0.0
     group_protocol: ChosenProtocol | None = None
+
+    owned_until: float = math.inf
+    """Loop time from which on another member may own the partitions; `cut_off` sets it, and a test may."""
+
+    @property
+    def owned_for(self) -> float:
+        """See `Transport.owned_for`."""
+        return self.owned_until - self._clock()
 
     @property
     def trouble(self) -> str | None:
@@ -331,6 +346,7 @@ class InMemoryTransport:
         elif self._group.duty(self._member_id) == "adopt":
             partitions = self._group.assignment(self._member_id)
             self._membership = self._group.adopt(self._member_id)
+            self.owned_until = math.inf
             self._assigned = {partition: _Assigned() for partition in partitions}
             listener.assigned(partitions, self._membership)
 

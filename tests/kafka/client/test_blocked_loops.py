@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 
-from aioshard import App, Record
+from aioshard import App, Context, Record
 from tests.kafka.client.members import PATIENCE
 from tests.support.brokers import SharedKafka
 from tests.support.starving import a_core, member, starve
@@ -125,6 +125,49 @@ async def test_a_blocked_member_stays_for_as_long_as_a_rebalance_may_take(
         assert statistics.rebalances > 1
     named = re.search(r"the event loop has been blocked for .*: handler handle blocks", caplog.text)
     assert bool(named) == (not case.in_a_thread)
+
+
+def block(seconds: float) -> None:
+    """Block the event loop, as a handler does by mistake."""
+    time.sleep(seconds)
+
+
+@pytest.mark.chaos
+async def test_nothing_starts_after_a_block_in_which_the_member_has_left(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    """The thread of the heartbeats has left the group, and another member may have joined."""
+    await kafka.create_topic(topic, 1)
+    app = App(
+        group,
+        bootstrap_servers=kafka.bootstrap,
+        auto_offset_reset="earliest",
+        group_protocol="consumer",
+        fetch_max_wait=0.05,
+        **SHORT_REBALANCE,
+    )
+    starts: list[asyncio.Event] = []
+    """The ownership in which each record started."""
+    starts_before = 0
+
+    @app.consume(topic, concurrency=8)
+    async def handle(_: Record, context: Context) -> None:
+        nonlocal starts_before
+        starts.append(context.revoked)
+        if len(starts) == 20:
+            block(6.5)
+            starts_before = len(starts)
+        else:
+            await asyncio.sleep(0.05)
+
+    async with app:
+        await kafka.produce(topic, [(b"%d" % number, b"") for number in range(500)])
+        async with asyncio.timeout(PATIENCE):
+            while [partition.committed for partition in app.statistics().partitions] != [500]:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.1)
+        assert app.statistics().rebalances > 1
+    assert starts_before == 20, "the loop was blocked"
+    assert starts[0] not in starts[starts_before:]
 
 
 @pytest.mark.slow

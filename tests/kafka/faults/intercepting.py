@@ -185,6 +185,10 @@ class InterceptedTransport:
     def inherits_within(self) -> float:
         return self.inner.inherits_within
 
+    @property
+    def owned_for(self) -> float:
+        return self.inner.owned_for
+
     def membership(self) -> Membership:
         return self._interceptor.disguise(self.inner.membership())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -143,8 +144,27 @@ class Alone(MemberTransport):
 async def test_a_membership_ends_with_its_time_before_the_engine_hears_of_that() -> None:
     transport = Alone()
     assert await transport.assign() == Membership("one", 5)
+    transport.driver.now = 4.0
+    assert transport.owned_for == 6.0
     transport.driver.now = 10.0
+    assert transport.owned_for == 0.0
     assert transport.membership() == NOT_A_MEMBER
+    await transport.close()
+
+
+async def test_nothing_starts_under_the_identity_of_a_later_life() -> None:
+    """The loss waits in the queue of the event loop, and the thread has joined again."""
+    transport = Alone()
+    await transport.assign()
+    transport.driver.begin_another_life()
+    assert transport.owned_for == 0.0
+    await transport.close()
+
+
+async def test_a_manual_assignment_is_ours_for_ever() -> None:
+    transport = Alone()
+    transport._driver = None
+    assert transport.owned_for == math.inf
     await transport.close()
 
 
