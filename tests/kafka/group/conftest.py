@@ -9,12 +9,12 @@ from tests.support.brokers import SharedKafka
 
 
 @pytest.fixture
-def librdkafka(kafka: SharedKafka, group: str, topic: str) -> Iterator[Callable[[], Librdkafka]]:
+def librdkafka(kafka: SharedKafka, group: str, topic: str) -> Iterator[Callable[..., Librdkafka]]:
     """Makes members of librdkafka."""
     members: list[Librdkafka] = []
 
-    def make() -> Librdkafka:
-        members.append(Librdkafka(kafka.bootstrap, group, topic))
+    def make(protocol: str = "classic") -> Librdkafka:
+        members.append(Librdkafka(kafka.bootstrap, group, topic, protocol))
         return members[-1]
 
     yield make

@@ -9,22 +9,25 @@ from aioshard.records import TopicPartition
 
 
 class Librdkafka:
-    """A member of the classic protocol with `cooperative-sticky`, in a thread."""
+    """A member of either protocol, in a thread; of the classic one with `cooperative-sticky`."""
 
-    def __init__(self, bootstrap: str, group: str, topic: str) -> None:
+    def __init__(self, bootstrap: str, group: str, topic: str, protocol: str = "classic") -> None:
         self.owned: set[TopicPartition] = set()
         self.lost = 0
         self._ends = threading.Event()
-        self._consumer = Consumer(
-            {
-                "bootstrap.servers": bootstrap,
-                "group.id": group,
+        options: dict[str, Any] = {
+            "bootstrap.servers": bootstrap,
+            "group.id": group,
+            "group.protocol": protocol,
+            "topic.metadata.refresh.interval.ms": 1_000,
+        }
+        if protocol == "classic":
+            options |= {
                 "partition.assignment.strategy": "cooperative-sticky",
                 "session.timeout.ms": 6_000,
                 "heartbeat.interval.ms": 200,
-                "topic.metadata.refresh.interval.ms": 1_000,
             }
-        )
+        self._consumer = Consumer(options)
         self._consumer.subscribe([topic], on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -87,13 +87,14 @@ async def test_brokers_without_the_protocol_of_kip_848_get_a_classic_member(own_
     assert "accepts no members" in (statistics.group_protocol_reason or "")
 
 
-async def test_an_app_joins_a_live_classic_group_of_another_client_and_both_run(
-    kafka: SharedKafka, topic: str, group: str, librdkafka: Callable[[], Librdkafka]
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+async def test_an_app_joins_a_live_group_of_another_client_and_both_run(
+    kafka: SharedKafka, topic: str, group: str, librdkafka: Callable[..., Librdkafka], protocol: str
 ) -> None:
-    """They do not agree on an assignor: the brokers assign for both."""
+    """Of a classic group, they do not agree on an assignor: the brokers assign for both."""
     await kafka.create_topic(topic, 4)
     everything = {TopicPartition(topic, number) for number in range(4)}
-    other = librdkafka()
+    other = librdkafka(protocol)
     async with asyncio.timeout(30):
         while other.owned != everything:  # noqa: ASYNC110 - another thread
             await asyncio.sleep(0.05)
