@@ -1,7 +1,6 @@
-"""Parse the responses that aiokafka's producer and coordinator get, and translate aiokafka's errors.
+"""Translate the errors of aiokafka's coordinator.
 
-Responses have errors at several levels. `tests/unit/properties/test_responses.py` feeds the readers every error code in
-every field. Our own client has its readers in `aioshard.kafka.wire.responses`. These errors are read elsewhere:
+Our own client has its readers of responses in `aioshard.kafka.wire.responses`. These errors are read elsewhere:
 
 * aiokafka's own refresh of commits reads the level of the partition only. It is not on our path, because every
   partition gets a position as soon as it is assigned (`Internals.take_assignment`).
@@ -9,9 +8,6 @@ every field. Our own client has its readers in `aioshard.kafka.wire.responses`. 
   not acknowledged (`ConsumerThread._refusal_in`).
 * confluent-kafka's `pause` and `resume` do not pass errors to Python. The seek that follows raises, and is repeated.
 """
-
-from collections.abc import Iterator
-from typing import Any
 
 from aiokafka import errors as kafka
 
@@ -23,12 +19,10 @@ from aioshard.kafka.errors import (
     UNSUPPORTED_VERSION,
     Cause,
 )
-from aioshard.records import TopicPartition
 
 _PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
 """Error codes that Kafka calls retriable, but aiokafka treats as final or does not know."""
 _EXPLAINED = {
-    87: ("INVALID_RECORD", "The record itself was rejected; a compacted topic accepts no record without a key"),
     88: (
         "UNSTABLE_OFFSET_COMMIT",
         "A transaction of the group is still open; it ends at transaction_timeout at the latest",
@@ -80,31 +74,3 @@ def cause_of(error: BaseException) -> Cause:
     topics = error.args[0] if isinstance(error, kafka.TopicAuthorizationFailedError) and error.args else ()
     topics = (topics,) if isinstance(topics, str) else tuple(sorted(topics))
     return Cause(code, reason(error), bool(getattr(error, "retriable", False)), topics)
-
-
-class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
-    """A broker's response leaves out something requested; a retry may succeed."""
-
-    retriable = True
-
-
-def _parts(response: Any) -> Iterator[tuple[TopicPartition, list[Any]]]:
-    """Return each partition of a response, with its fields in the response."""
-    return (
-        (TopicPartition(topic, number), part[: len(part) - len(tags)])
-        for topic, parts, *tags in response.topics
-        for number, *part in parts
-    )
-
-
-def produced(response: Any) -> dict[TopicPartition, tuple[int, kafka.KafkaError | None]]:
-    """Parse a Produce response, up to version 7: the offset of each stored batch, or the error of the others."""
-    return {
-        topic_partition: (offset, error_for(code, topic_partition.topic) if code else None)
-        for topic_partition, (code, offset, *_) in _parts(response)
-    }
-
-
-def throttled(response: Any) -> float:
-    """Return for how many seconds the broker reads nothing more from this connection; 0 if we are within our quota."""
-    return max(getattr(response, "throttle_time_ms", 0), 0) / 1000  # from version 1 on

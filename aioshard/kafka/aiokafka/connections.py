@@ -1,212 +1,25 @@
-"""Connect to brokers, explain why none answers, and keep connections usable."""
+"""Keep the connections of aiokafka's consumer usable, and close them."""
 
 import asyncio
 import contextlib
 import functools
 import logging
-import os
 import random
-import ssl
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from aiokafka import errors as kafka
 from aiokafka.client import ConnectionGroup
-from aiokafka.conn import CloseReason, collect_hosts, create_conn
+from aiokafka.conn import CloseReason
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from aioshard.errors import AuthenticationError, ConnectError, SettingsError, TransportError
-from aioshard.kafka.aiokafka.answers import reason
-from aioshard.settings import Settings
-
 logger = logging.getLogger("aioshard.kafka.aiokafka.connections")
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds for a broker to accept a connection, authenticate us and answer. The default `start_timeout` has room for
-three of them, so that the app reports the cause instead of a start that took too long."""
-START_TIMEOUT = 1.5 * CONNECT_TIMEOUT
-"""Seconds for a client to get a response from an advertised broker: the first one it tries may hang."""
-
-_CONNECTION_OPTIONS = frozenset(
-    {
-        "client_id",
-        "ssl_context",
-        "security_protocol",
-        "sasl_mechanism",
-        "sasl_plain_username",
-        "sasl_plain_password",
-        "sasl_kerberos_service_name",
-        "sasl_kerberos_domain_name",
-        "sasl_oauth_token_provider",
-    }
-)
-
-
-C = TypeVar("C", bound=Any)
-"""`BareClient` or `Internals`; this module is below them."""
-
-
-async def connected(settings: Settings, options: Mapping[str, Any], make: Callable[[dict[str, Any]], C]) -> C:
-    """Return a client connected to a broker that answers; takes at most `START_TIMEOUT` plus twice `CONNECT_TIMEOUT`.
-
-    Args:
-        settings: For the error messages.
-        options: The client's options.
-        make: Makes the client from its options.
-
-    Raises:
-        ConnectError: No broker could be reached.
-        AuthenticationError: The brokers refused our credentials, or we refused their certificate.
-        SettingsError: The client refused an option.
-    """
-    # The client itself would try the servers in turn, with its full timeout for each.
-    server = await find_broker(settings, options)
-    answered = False
-    try:
-        client = make({**options, "bootstrap_servers": server})
-        try:
-            async with asyncio.timeout(START_TIMEOUT):
-                answered = await client.begin()
-        except (RuntimeError, TimeoutError) as error:  # a KafkaError, or uvloop's error for a connection that was lost
-            logger.debug("connecting failed: %s", reason(error))
-        except BaseException:
-            await client.tear_down()
-            raise
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
-    if not answered:
-        advertised = [(broker.host, broker.port) for broker in client.cluster.brokers()]
-        await client.tear_down()
-        raise await why_unreachable(settings, options, advertised)
-    return client
-
-
-async def find_broker(settings: Settings, options: Mapping[str, Any]) -> str:
-    """Return the address of the first bootstrap server that answers; tries all of them concurrently.
-
-    Args:
-        settings: For the error messages: user, mechanism, files.
-        options: The client's options.
-
-    Raises:
-        AuthenticationError: A server refused our credentials, or we refused its certificate, and no server
-            accepted.
-        ConnectError: No server answered within `CONNECT_TIMEOUT`.
-    """
-    servers = collect_hosts(options["bootstrap_servers"], randomize=False)
-    probes = [asyncio.create_task(_probe(host, port, options), name=f"try {host}:{port}") for host, port, _ in servers]
-    try:
-        for probe in asyncio.as_completed(probes):
-            address, error = await probe
-            if error is None:
-                return address
-    finally:
-        await end_tasks(probes)
-    failures = [probe.result() for probe in probes]
-    raise _refusal(failures, settings) or ConnectError(
-        f"none of bootstrap_servers={options['bootstrap_servers']} could be reached "
-        f"({_describe_failures(failures, settings)}): check the addresses and that the brokers run"
-    )
-
-
-async def why_unreachable(
-    settings: Settings, options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
-) -> TransportError:
-    """Explain why no advertised broker answers although a bootstrap server did."""
-    results = await asyncio.gather(*(_probe(host, port, options) for host, port in advertised))
-    failures = [result for result in results if result[1] is not None]
-    if (refused := _refusal(failures, settings)) is not None:
-        return refused
-    servers, details = options["bootstrap_servers"], _describe_failures(failures, settings)
-    if len(failures) < len(advertised):
-        return ConnectError(
-            f"the brokers of bootstrap_servers={servers} did not answer in time, and "
-            + (f"one or more still do not ({details}): check these brokers" if details else "all did a moment later")
-        )
-    return ConnectError(
-        f"a broker of bootstrap_servers={servers} answered, but the addresses that it advertises do not ({details}): "
-        "advertised.listeners of the brokers must name addresses that this machine can reach"
-    )
-
-
-_ProbeResult = tuple[str, Exception | None]
-"""The address of a broker, and why it did not answer."""
-
-
-def _refusal(failures: Collection[_ProbeResult], settings: Settings) -> AuthenticationError | None:
-    return next(filter(None, (_authentication_error(error, address, settings) for address, error in failures)), None)
-
-
-def _describe_failures(failures: Collection[_ProbeResult], settings: Settings) -> str:
-    return "; ".join(f"{address}: {_describe_failure(error, settings)}" for address, error in failures)
-
-
-async def _probe(host: str, port: int, options: Mapping[str, Any]) -> _ProbeResult:
-    address, connection = f"{host}:{port}", None
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT):
-            connection = await create_conn(
-                host,
-                port,
-                request_timeout_ms=int(CONNECT_TIMEOUT * 1000),
-                **{name: value for name, value in options.items() if name in _CONNECTION_OPTIONS},
-            )
-            await connection.send(MetadataRequest([]))
-    except Exception as error:  # noqa: BLE001 - any error is a valid result
-        return address, error
-    finally:
-        if connection is not None and (closed := connection.close()) is not None:
-            await asyncio.wait([closed], timeout=1)
-    return address, None
-
-
-def _authentication_error(error: Exception | None, address: str, settings: Settings) -> AuthenticationError | None:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        trusted = f"ssl_cafile={settings.ssl_cafile}" if settings.ssl_cafile else "the system's certificates"
-        return AuthenticationError(
-            f"the certificate of {address} was not accepted ({error.verify_message or error.reason}) when checked "
-            f"against {trusted}: set ssl_cafile to the CA that signed it, and connect under a name that it contains"
-        )
-    if isinstance(error, kafka.UnsupportedSaslMechanismError | kafka.IllegalSaslStateError):
-        return AuthenticationError(
-            f"{address} does not support sasl_mechanism={settings.sasl_mechanism}: use one that its listener enables"
-        )
-    if isinstance(error, kafka.SaslAuthenticationFailed | kafka.AuthenticationFailedError):
-        return AuthenticationError(
-            f"{address} refused user {settings.sasl_username!r} with sasl_mechanism={settings.sasl_mechanism}: "
-            "check sasl_username and sasl_password"
-        )
-    return None
-
-
-def _describe_failure(error: Exception | None, settings: Settings) -> str:
-    if isinstance(error, ssl.SSLError):
-        failed = (error.reason or str(error)).replace("_", " ").lower()
-        return f"TLS failed ({failed}); security_protocol is {settings.security_protocol}"
-    if isinstance(error, TimeoutError):
-        return f"no answer within {CONNECT_TIMEOUT:g} s"
-    if isinstance(error, kafka.KafkaConnectionError | ConnectionResetError | EOFError):
-        message = (
-            "the connection was closed before the broker answered; "
-            f"security_protocol is {settings.security_protocol}, the listener may expect another one"
-        )
-        # A broker that requires a client certificate reports it in a TLS alert, which asyncio swallows.
-        wanted = settings.security_protocol.endswith("SSL") and settings.ssl_certfile is None
-        return f"{message}, or a client certificate (ssl_certfile)" if wanted else message
-    if isinstance(error, ConnectionError) and error.errno:
-        return os.strerror(error.errno)  # asyncio's own text leaves out the reason
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return reason(error) if error is not None else "it answers"
-
-
-def silence_client() -> None:
-    """Hide aiokafka's log lines if no logging is configured; error messages already say what went wrong."""
-    logging.getLogger("aiokafka").addHandler(logging.NullHandler())
-
+"""Seconds for a broker to accept a connection, authenticate us and answer."""
 
 _ANSWERED_IMMEDIATELY = (
     FindCoordinatorRequest,
@@ -220,11 +33,6 @@ _HUNG_PAUSE = 1.0
 """Seconds to leave a broker alone after a connection attempt timed out: other brokers come first."""
 CLOSE_GRACE = 1.0
 """Seconds to wait until cancelled tasks and closed connections end."""
-
-
-def is_connected(client: Any) -> bool:
-    """Whether a connection to any broker is open."""
-    return any(connection.connected() for connection in client._conns.values())
 
 
 def refuse_useless_connections(client: Any, patience: float = 10.0) -> None:

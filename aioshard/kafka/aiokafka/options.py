@@ -1,10 +1,7 @@
 """Translate settings into options of aiokafka's clients."""
 
-import inspect
 import logging
 from typing import Any
-
-from aiokafka.client import AIOKafkaClient
 
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.wire.options import connection_options
@@ -41,28 +38,6 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
         ),
         **security_options(settings),
         **settings.client_options,
-    }
-
-
-def client_options(settings: Settings, *, request_timeout: float) -> dict[str, Any]:
-    """Build all options of aiokafka's bare client.
-
-    Args:
-        settings: Options in `client_options` that this client does not know are ignored.
-        request_timeout: Seconds without a response after which a broker counts as gone.
-
-    Raises:
-        SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
-    """
-    accepted = inspect.signature(AIOKafkaClient).parameters
-    return {
-        "bootstrap_servers": settings.require_bootstrap_servers(),
-        "client_id": settings.client_id or "aioshard",
-        "metadata_max_age_ms": milliseconds(settings.metadata_max_age),
-        "request_timeout_ms": milliseconds(request_timeout),
-        **security_options(settings),
-        # Consumer options, such as fetch_min_bytes, have no meaning here.
-        **{name: value for name, value in settings.client_options.items() if name in accepted},
     }
 
 

@@ -22,18 +22,13 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.partitioner import murmur2
 from aiokafka.protocol.group import JoinGroupRequest
-from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import AuthorizationError, ClientLostError
 from aioshard.kafka import aiokafka
-from aioshard.kafka.aiokafka.client import BareClient
-from aioshard.kafka.aiokafka.connections import connected
-from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-from aioshard.settings import Settings
 from tests.kafka.client.members import Member
 from tests.support.brokers import SharedKafka
 
@@ -71,11 +66,6 @@ ATTRIBUTES = {
 }
 """Names as in our code."""
 
-INHERITED = {
-    "BareClient": {"_get_conn", "_metadata_update", "_sync_task", "_topics"},
-}
-"""Attributes that our subclasses use of themselves."""
-
 OTHERS = {
     "coordinator": {
         "check_errors",
@@ -109,13 +99,6 @@ def test_the_table_lists_every_private_attribute_that_aioshard_uses() -> None:
             if name != "self":
                 used.setdefault(name, set()).add(attribute)
     assert used == ATTRIBUTES
-
-
-def test_the_table_lists_every_private_attribute_that_our_client_uses() -> None:
-    used = set(re.findall(r"\bself\.(_[a-z][a-z_]*)", inspect.getsource(BareClient)))
-    ours = {"_creates_topics"}
-
-    assert used - ours == INHERITED["BareClient"]
 
 
 async def test_every_listed_attribute_exists_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
@@ -278,15 +261,6 @@ async def test_the_client_accepts_an_assignor_object_and_calls_these_methods(
 # Other clients --------------------------------------------------------------------------
 
 
-async def test_a_reader_has_the_attributes_that_we_use(kafka: SharedKafka) -> None:
-    settings = Settings(bootstrap_servers=kafka.bootstrap)
-    client = await connected(settings, client_options(settings, request_timeout=5), BareClient)
-    missing = [name for name in INHERITED["BareClient"] | ATTRIBUTES["client"] if not hasattr(client, name)]
-    await client.tear_down()
-
-    assert missing == []
-
-
 async def test_their_producer_still_breaks_a_partition_after_a_refusal(kafka: SharedKafka, topic: str) -> None:
     """Why ours is our own. Theirs would do once this fails."""
     await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
@@ -297,11 +271,6 @@ async def test_their_producer_still_breaks_a_partition_after_a_refusal(kafka: Sh
             await producer.send_and_wait(topic, bytes(5000))
         with pytest.raises(kafka_errors.OutOfOrderSequenceNumber):
             await producer.send_and_wait(topic, b"v")
-
-
-def test_their_metadata_lookup_would_create_topics() -> None:
-    assert "MetadataRequest(list(topics) if topics else None)" in inspect.getsource(AIOKafkaClient._metadata_update)
-    assert inspect.signature(MetadataRequest).parameters["allow_auto_topic_creation"].default is None
 
 
 def test_murmur2_matches_java() -> None:

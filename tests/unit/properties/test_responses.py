@@ -15,16 +15,12 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.api import Request, Response
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.protocol.types import Array, CompactArray, Schema
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from aioshard.errors import AioshardError
-from aioshard.kafka.aiokafka import answers
 from aioshard.kafka.aiokafka.internals import Internals
-from aioshard.kafka.aiokafka.producer import producer_identity
 from aioshard.records import TopicPartition
 
 Path = tuple[str, ...]
@@ -153,24 +149,9 @@ async def left_group(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     return asked
 
 
-async def produced(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    found = answers.produced(answer)
-    refusals = {partition: error for partition, (_, error) in found.items() if error is not None and error.errno != 46}
-    if set(found) != set(asked):
-        raise answers.IncompleteAnswerError("sent again, see tests/unit/kafka/test_readers.py")
-    for error in refusals.values():
-        raise error
-    return asked
-
-
 async def coordinator(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     client: Any = Client(answer)
     return asked if await AIOKafkaClient.coordinator_lookup(client, CoordinationType.GROUP, "billing") == 1 else ()
-
-
-async def producer_id(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    await producer_identity(Client(answer))
-    return asked
 
 
 async def heartbeat(answer: Any, asked: Asked) -> Collection[TopicPartition]:
@@ -191,20 +172,15 @@ class Question(NamedTuple):
     """Whether it is about one thing."""
     theirs: bool = False
     """Whether aiokafka makes the error, and with it says whether it passes."""
-    missing: bool = True
-    """Whether a part of the answer can be missing."""
     least: int = 0
     """The first version in which it is asked."""
 
 
 ALL = frozenset(CODES)
-IN_PARTITION = ("topics", "partitions", "error_code")
 QUESTIONS = [
-    Question(LeaveGroupRequest, left_group, single=True, missing=False),
-    Question(ProduceRequest, produced, {IN_PARTITION: frozenset({46})}),
-    Question(FindCoordinatorRequest, coordinator, single=True, theirs=True, missing=False),
-    Question(InitProducerIdRequest, producer_id, single=True, missing=False),
-    Question(HeartbeatRequest, heartbeat, {("error_code",): frozenset({27})}, single=True, theirs=True, missing=False),
+    Question(LeaveGroupRequest, left_group, single=True),
+    Question(FindCoordinatorRequest, coordinator, single=True, theirs=True),
+    Question(HeartbeatRequest, heartbeat, {("error_code",): frozenset({27})}, single=True, theirs=True),
 ]
 VERSIONS = [
     (question, struct.RESPONSE_TYPE)
@@ -246,18 +222,3 @@ async def test_an_error_in_any_field_means_neither_empty_nor_done(
             known, passes = await outcome(question, kind, asked, Fault(at, path, code))
             assert at not in known, (path, code)
             assert passes is None or question.theirs or passes is (code in RETRIABLE), (path, code)
-
-
-@pytest.mark.parametrize(("question", "kind"), [pair for pair in VERSIONS if pair[0].missing], ids=named)
-@settings(max_examples=20, phases=[Phase.generate])
-@given(several=several, data=st.data())
-async def test_an_omitted_partition_means_neither_empty_nor_done(
-    question: Question, kind: type[Response], several: set[TopicPartition], data: st.DataObject
-) -> None:
-    asked = frozenset([ONE]) if question.single else frozenset(several)
-    at = data.draw(st.sampled_from(sorted(asked)))
-
-    known, passes = await outcome(question, kind, asked, Fault(at))
-
-    assert at not in known
-    assert passes is not False
