@@ -703,10 +703,12 @@ class KafkaProducer:
         await cluster.look_up(topics, create=True)
         now = time.monotonic()
         self._looked_up_at = now
+        denied = cluster.metadata.denied
+        missing = cluster.metadata.missing
         for topic in topics:
-            if topic in cluster.metadata.denied:
+            if topic in denied:
                 error: TransportError = publish_error(error_for(TOPIC_DENIED, topic).cause, topic)
-            elif cluster.metadata.partitions(topic) and topic not in cluster.metadata.missing:
+            elif cluster.metadata.partitions(topic) and topic not in missing:
                 self._missing.pop(topic, None)
                 continue
             elif now > self._missing.setdefault(topic, now) + _TOPIC_TIMEOUT:

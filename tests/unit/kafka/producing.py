@@ -136,7 +136,7 @@ class Broker:
     def _attend(self, node: int) -> None:
         broker = self.model.brokers[node]
         broker.on(PRODUCE, lambda request: self._begin(node, request))
-        broker.on(INIT_PRODUCER_ID, self._identify)
+        broker.on(INIT_PRODUCER_ID, self.identify)
         broker.on(METADATA, self._describe)
 
     def add_broker(self) -> int:
@@ -145,7 +145,10 @@ class Broker:
         self._attend(node)
         return node
 
-    def _identify(self, request: Received) -> None:
+    def identify(self, request: Received) -> None:
+        """Issue a producer id."""
+        assert request.values.transactional_id is None
+        assert (request.values.producer_id, request.values.epoch) == (-1, -1)
         producer_id, epoch = self.identity
         self.identity = (producer_id + 1, 0)
         request.reply(producer_id=producer_id, epoch=epoch)
@@ -166,7 +169,8 @@ class Broker:
         self.sent += batches
         self.requests.append(batches)
         self.asked.append(node)
-        assert request.values.acks == -1
+        values = request.values
+        assert (values.acks, values.timeout_ms, values.transactional_id) == (-1, 10_000, None)
         assert len(self.requests) < 2000, "it is sent again and again"
         task = asyncio.get_running_loop().create_task(self._answer(node, request, batches))
         self._answering.add(task)

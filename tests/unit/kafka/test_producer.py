@@ -115,6 +115,22 @@ def test_a_batch_that_an_answer_leaves_out_is_in_doubt() -> None:
     scenario(test)
 
 
+def test_lost_answers_are_asked_again_and_again() -> None:
+    """Unlike an error that a broker cannot name."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        left = [lost] * 5
+
+        def answer(broker: Broker, batch: Batch) -> tuple[int, int]:
+            return left.pop()(broker, batch) if left else stored(broker, batch)
+
+        broker.answer = answer
+        assert await producer.publish(Message("orders", b"0")) == 0
+        assert broker.numbers() == [(7, 0, 0, 1)] * 6
+
+    scenario(test)
+
+
 # Batches in doubt ------------------------------------------------------------------------
 
 
@@ -595,6 +611,29 @@ def test_a_producer_id_comes_from_any_broker() -> None:
     scenario(test, brokers=2)
 
 
+def test_a_broker_without_a_version_that_we_speak_is_named() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        with pytest.raises(TransportError, match="kafka-1:9092 speaks no version of Produce"):
+            await producer.publish(Message("orders", b"0"))
+        assert not broker.sent
+
+    scenario(test, prepare=lambda model: model.brokers[1].versions.update({PRODUCE: (0, 2)}))
+
+
+def test_a_producer_id_is_requested_again_while_the_coordinator_loads() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def load(request: Received) -> None:
+            broker.model.brokers[1].on(INIT_PRODUCER_ID, broker.identify)
+            request.reply(error=14)
+
+        broker.model.brokers[1].on(INIT_PRODUCER_ID, load)
+        broker.answer = answering(INVALID_EPOCH)
+        assert await producer.publish(Message("orders", b"0")) == 0
+        assert broker.numbers() == [(7, 0, 0, 1), (8, 0, 0, 1)]
+
+    scenario(test)
+
+
 def test_a_refused_producer_id_fails_the_messages() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         broker.model.brokers[1].on(INIT_PRODUCER_ID, lambda request: request.reply(error=31))
@@ -649,20 +688,73 @@ def test_an_old_answer_without_the_topic_does_not_make_it_missing(monkeypatch: p
 
 
 def test_a_refusal_on_opening_a_connection_proves_that_nothing_was_sent() -> None:
-    """For example, the password was changed. The message waits, and its numbers stay its own."""
+    """For example, because the password was changed. The message waits, and its numbers stay its own."""
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         await producer.publish(Message("orders", b"0"))
         model = broker.model.brokers[1]
         versions = model.versions.pop(METADATA)
-        for session in model.open_sessions:
-            session.close()
+        model.received(PRODUCE)[-1].session.close()
         [call] = publish(producer, b"1")
         await asyncio.sleep(5)
         assert not call.done()
         model.versions[METADATA] = versions
         assert await call == 1
         assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1)]
+
+    scenario(test)
+
+
+def test_a_deleted_topic_is_missing_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.model.delete("orders")
+        for _ in range(2):
+            with pytest.raises(TransportError, match="topic 'orders' does not exist"):
+                await producer.publish(Message("orders", b"1"))
+        broker.model.create("orders")
+        await producer.publish(Message("orders", b"2"))
+
+    scenario(test)
+
+
+def test_a_topic_that_is_being_created_for_too_long_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def create(request: Received) -> None:
+            topics = [{"error": 5, "name": topic.name} for topic in request.values.topics]
+            request.reply(brokers=[{"node": 1, "host": "kafka-1", "port": 9092}], controller=1, topics=topics)
+
+        broker.model.brokers[1].on(METADATA, create)
+        with pytest.raises(TransportError, match="topic 'refunds' does not exist"):
+            await producer.publish(Message("refunds", b"0"))
+
+    scenario(test)
+
+
+def test_messages_without_a_key_avoid_partitions_without_a_leader() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.logs[TopicPartition("orders", 1)].lead(None)
+        await look_up(producer)
+        await asyncio.gather(*(producer.publish(Message("orders", b"0")) for _ in range(10)))
+        assert (len(broker.log(0)), len(broker.log(1)), len(broker.log(2))) == (5, 0, 5)
+
+    scenario(test, partitions=3)
+
+
+def test_files_that_have_become_useless_since_the_start_fail_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(_: Broker, producer: KafkaProducer) -> None:
+        async def connect(_: Settings) -> None:
+            raise SettingsError("ssl_cafile='ca.pem' cannot be used")
+
+        monkeypatch.setattr(producing, "connect", connect)
+        producer._drop_cluster()
+        with pytest.raises(TransportError, match=r"ssl_cafile='ca\.pem' cannot be used") as caught:
+            await producer.publish(Message("orders", b"0"))
+        assert caught.value.retriable, "they may be replaced again"
 
     scenario(test)
 
@@ -752,6 +844,22 @@ def test_a_topic_may_have_fewer_partitions_after_a_while(monkeypatch: pytest.Mon
         assert broker.log(0)[-1:] == [b"1"]
 
     scenario(test, partitions=4)
+
+
+def test_a_topic_without_an_id_may_have_fewer_partitions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.delete("orders")
+        broker.model.create("orders")
+        [waiting] = publish(producer, b"0", partition=3)
+        await asyncio.sleep(1)
+        await producer.publish(Message("orders", b"1", b"key"))
+        assert broker.log(0)[-1:] == [b"1"]
+        assert not waiting.done()
+        waiting.cancel()
+
+    scenario(test, partitions=4, prepare=lambda model: model.without_ids.add("orders"))
 
 
 def test_a_missing_codec_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
