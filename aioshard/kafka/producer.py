@@ -75,7 +75,7 @@ _TOPIC_TIMEOUT = 5.0
 _NO_ID = -1
 _NO_EPOCH = -1
 _TRANSACTION_TIMEOUT_MS = 60_000
-"""It has no meaning without a transactional id, but brokers check it."""
+"""Part of the request; brokers ignore it without a transactional id."""
 _REMEMBERED_KEYS = 10_000
 
 _THROTTLED = "brokers delay this client, because it exceeds its produce quota: publish less, or raise the quota"

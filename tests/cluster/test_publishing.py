@@ -40,7 +40,7 @@ class Publishing:
         return await self._producer.publish(Message(self._topic, b"%d" % number, partition=self._partition))
 
     async def until(self, count: int) -> None:
-        """Return when so many messages are acknowledged."""
+        """Return when *count* messages are acknowledged."""
         while len(self.offsets) < count:  # noqa: ASYNC110 - it publishes all the time
             await asyncio.sleep(0.01)
 

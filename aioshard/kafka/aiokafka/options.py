@@ -1,4 +1,4 @@
-"""Translate settings into options of aiokafka's clients."""
+"""Translate settings into options of aiokafka's consumer."""
 
 import logging
 from typing import Any
@@ -47,7 +47,7 @@ def milliseconds(seconds: float) -> int:
 
 
 def security_options(settings: Settings) -> dict[str, Any]:
-    """Build the TLS and SASL options that aiokafka's consumer, producer and admin client have in common.
+    """Build the TLS and SASL options of aiokafka's consumer.
 
     `Settings` has checked their combination; this finds mistakes that only show when the files are used.
 

@@ -754,7 +754,22 @@ def test_files_that_have_become_useless_since_the_start_fail_the_messages(monkey
         producer._drop_cluster()
         with pytest.raises(TransportError, match=r"ssl_cafile='ca\.pem' cannot be used") as caught:
             await producer.publish(Message("orders", b"0"))
+        assert type(caught.value) is TransportError, "the client has not failed"
         assert caught.value.retriable, "they may be replaced again"
+
+    scenario(test)
+
+
+def test_closing_does_not_wait_for_a_connection_attempt() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        producer._drop_cluster()
+        broker.model.network.silent.add(broker.model.addresses[1])
+        [call] = publish(producer, b"0")
+        await asyncio.sleep(0.5)
+        began = asyncio.get_running_loop().time()
+        await producer.close()
+        assert asyncio.get_running_loop().time() - began < 0.1
+        assert [type(end) for end in await ends([call])] == [ClientLostError]
 
     scenario(test)
 
