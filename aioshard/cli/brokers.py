@@ -8,9 +8,9 @@ from typing import TypeVar
 import click
 
 from aioshard.cli.output import progress
+from aioshard.engine.client_log import silence_clients
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.connections import silence_client
-from aioshard.kafka.aiokafka.producer import Publisher
+from aioshard.kafka.producer import Publisher
 from aioshard.kafka.side_topics import TopicReader
 from aioshard.loops import loop_factory
 from aioshard.ports import Message
@@ -32,7 +32,7 @@ def settings_of(bootstrap_servers: str | None) -> Settings:
 
 def run(work: Coroutine[object, object, T]) -> T:
     """Run a command's coroutine to its end, without the Kafka client's log lines in the terminal."""
-    silence_client()
+    silence_clients()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(work)
 

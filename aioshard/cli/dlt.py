@@ -42,10 +42,10 @@ from aioshard.errors import (
     TransportError,
 )
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.memory.broker import InMemoryBroker
 from aioshard.kafka.memory.side_topics import InMemorySideTopics
 from aioshard.kafka.memory.transport import InMemoryTransport
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.kafka.side_topics import TopicReader
 from aioshard.ports import Committed, Producer, record_size
 from aioshard.records import Record, TopicPartition, counted

@@ -143,6 +143,12 @@ CLIENT_LOG = ClientLog()
 """The filter of the process; loggers belong to the process, too."""
 
 
+def silence_clients() -> None:
+    """Hide the clients' log lines if no logging is configured: the errors of commands and tasks say what went wrong."""
+    for name in _CLIENTS:
+        logging.getLogger(name).addHandler(logging.NullHandler())
+
+
 def _loggers() -> Iterator[logging.Logger]:
     """Yield the loggers of the clients, which their modules create when they are imported."""
     for name, known in tuple(logging.root.manager.loggerDict.items()):

@@ -21,7 +21,7 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
         MissingExtraError: The chosen client is not installed.
     """
     settings.require_bootstrap_servers()
-    from aioshard.kafka.aiokafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
+    from aioshard.kafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
     from aioshard.kafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
 
     client: Callable[[Settings, str], Transport]

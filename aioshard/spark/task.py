@@ -24,13 +24,13 @@ import pyarrow as pa
 
 from aioshard.app import App
 from aioshard.core.options import DeadLetter
+from aioshard.engine.client_log import silence_clients
 from aioshard.engine.control import caught_up, halted_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Handler
 from aioshard.engine.runtime import Engine
 from aioshard.errors import HaltedError, NotDrainedError, StuckError, TransportError
-from aioshard.kafka.aiokafka.connections import silence_client
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.kafka.ranges import RangeTransport
 from aioshard.loops import loop_factory
 from aioshard.ports import (
@@ -68,7 +68,7 @@ def worker_loop() -> asyncio.AbstractEventLoop:
     """
     loop = loop_factory()()
     threading.Thread(target=loop.run_forever, name="aioshard event loop", daemon=True).start()
-    silence_client()
+    silence_clients()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
     return loop

@@ -1,6 +1,7 @@
 """Repeated lines of the Kafka clients are counted while an app runs, and the program's logging stays as it is."""
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -218,3 +219,17 @@ def test_the_loggers_of_both_clients_exist_when_an_app_starts() -> None:
         names = {logger.name for logger in CLIENT_LOG._attached}
     assert {"aiokafka", "aiokafka.consumer.fetcher", "aioshard.kafka.confluent.librdkafka"} <= names
     assert "aiokafka" in sys.modules
+
+
+def test_a_command_without_logging_shows_no_lines_of_the_clients() -> None:
+    script = (
+        "import logging\n"
+        "from aioshard.engine.client_log import silence_clients\n"
+        "logging.getLogger('aiokafka.conn').error('before')\n"
+        "silence_clients()\n"
+        "logging.getLogger('aiokafka.conn').error('after')\n"
+        "logging.getLogger('other').error('of the program')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stderr.splitlines() == ["before", "of the program"]

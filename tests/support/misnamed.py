@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 
-from aioshard.kafka.aiokafka.answers import produced
-from aioshard.kafka.aiokafka.client import BareClient
-from aioshard.kafka.aiokafka.connections import connected
-from aioshard.kafka.aiokafka.options import client_options
+from aioshard.kafka.wire.requests import PRODUCE
+from aioshard.kafka.wire.responses import stored_offsets
+from aioshard.kafka.wire.start import connect
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.support.batches import compressed
@@ -44,14 +42,15 @@ def batch_of(contents: Sequence[Content], *, codec: int = 0) -> bytes:
 
 async def produce(bootstrap: str, partition: TopicPartition, contents: Sequence[Content]) -> None:
     """Write a batch to a broker."""
-    settings = Settings(bootstrap_servers=bootstrap)
-    client = await connected(settings, client_options(settings, request_timeout=10.0), BareClient)
+    cluster = await connect(Settings(bootstrap_servers=bootstrap))
     try:
-        assert await client.look_up(partition.topic)
-        leader = client.leader(partition)
-        batches = [(partition.topic, [(partition.partition, batch_of(contents))])]
-        response = await client.send(leader, ProduceRequest(None, -1, 10_000, batches))
-        _, error = produced(response)[partition]
-        assert error is None
+        await cluster.look_up([partition.topic])
+        leader = cluster.metadata.leader(partition)
+        assert leader is not None
+        parts = [{"partition": partition.partition, "records": batch_of(contents)}]
+        topics = [{"topic": partition.topic, "partitions": parts}]
+        request = PRODUCE(transactional_id=None, acks=-1, timeout_ms=10_000, topics=topics)
+        answers = stored_offsets(await cluster.ask(leader.node, request), [partition])
+        assert not answers.errors
     finally:
-        await client.tear_down()
+        await cluster.close()

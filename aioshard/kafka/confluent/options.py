@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 from aioshard.core.flow import partition_share
-from aioshard.kafka.aiokafka.options import milliseconds
 from aioshard.settings import Settings
 
 _PARTITION_FETCH = 256 * 1024
@@ -81,3 +80,8 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
         "fetch.queue.backoff.ms": _FETCH_PAUSE_MS,
     }
     return connection_options(settings) | membership | options | settings.client_options
+
+
+def milliseconds(seconds: float) -> int:
+    """Return whole milliseconds, at least one."""
+    return max(round(seconds * 1000), 1)

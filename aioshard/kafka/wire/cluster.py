@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
+from aioshard.kafka.wire.connection import Connection
 from aioshard.kafka.wire.errors import ConnectionLostError, IncompleteResponseError, RequestTimedOutError, WireError
 from aioshard.kafka.wire.metadata import Broker, ClusterMetadata, Update
 from aioshard.kafka.wire.notation import Api, Request
@@ -44,7 +45,7 @@ class Cluster:
     to those with an open connection; when no known broker answers, to the bootstrap servers again.
 
     Invariants:
-        * Topics are never created by looking them up.
+        * Looking up topics creates none, except by `look_up` with `create`.
         * A broker that hangs delays a look-up by at most `QUICK_TIMEOUT`, and no request to another broker.
     """
 
@@ -144,12 +145,25 @@ class Cluster:
         Raises:
             WireError: The broker did not answer.
         """
+        connection = await self._connection(node, purpose)
+        return connection.newest_version(api) >= version
+
+    async def connect_to(self, node: int, *, purpose: Purpose = Purpose.GENERAL) -> None:
+        """Open the connection to a broker, unless it is open.
+
+        Call it before `ask` if it matters whether a request was sent: after an error here, nothing was.
+
+        Raises:
+            WireError: The broker did not answer.
+        """
+        await self._connection(node, purpose)
+
+    async def _connection(self, node: int, purpose: Purpose) -> Connection:
         try:
-            connection = await self._pool.connection(node, purpose=purpose)
+            return await self._pool.connection(node, purpose=purpose)
         except ConnectionLostError:
             self.request_refresh()
             raise
-        return connection.newest_version(api) >= version
 
     async def ask_any(self, request: Request, *, avoid: int | None = None) -> Any:
         """Send a request to one broker after the other until one answers; a request that each of them can answer.
@@ -235,13 +249,17 @@ class Cluster:
         while self.metadata.version <= version:
             await self._updated.wait()
 
-    async def look_up(self, topics: Collection[str]) -> Update:
+    async def look_up(self, topics: Collection[str], *, create: bool = False) -> Update:
         """Look up topics now, and return what has changed.
+
+        Args:
+            topics: Their names.
+            create: Whether the brokers may create those that do not exist, if they are set up to do so.
 
         Raises:
             WireError: No broker answered, or none named the brokers of the cluster.
         """
-        return await self._first_answer(lambda target: self.look_up_at(target, topics), self._behind)
+        return await self._first_answer(lambda target: self.look_up_at(target, topics, create=create), self._behind)
 
     async def describe(self, topics: Collection[str]) -> DescribedTopics:
         """Look up topics now, and return what one broker says of them.
@@ -253,13 +271,13 @@ class Cluster:
         self._accept(response)
         return described_topics(response, topics)
 
-    async def look_up_at(self, target: Target, topics: Collection[str]) -> Update:
-        """Look up topics at one broker or server, and return what has changed.
+    async def look_up_at(self, target: Target, topics: Collection[str], *, create: bool = False) -> Update:
+        """Look up topics at one broker or server, and return what has changed; see `look_up`.
 
         Raises:
             WireError: It did not answer, or did not name the brokers of the cluster.
         """
-        request = _metadata_request(topics)
+        request = _metadata_request(topics, create=create)
         response = await self._pool.ask(target, request, purpose=Purpose.GENERAL, timeout=QUICK_TIMEOUT)
         update = self._accept(response)
         if update.is_stale:
@@ -370,12 +388,12 @@ class Cluster:
             self._avoided[kind, key] = node
 
 
-def _metadata_request(topics: Collection[str] | None) -> Request:
+def _metadata_request(topics: Collection[str] | None, *, create: bool = False) -> Request:
     """Return a request for topics; for all of them if it is None."""
     names: list[Mapping[str, Any]] | None = None
     if topics is not None:
         names = [{"id": _NO_ID, "name": name} for name in sorted(topics)]
-    return METADATA(topics=names, create_topics=False, cluster_operations=False, topic_operations=False)
+    return METADATA(topics=names, create_topics=create, cluster_operations=False, topic_operations=False)
 
 
 def _metadata_by_id(topic_ids: Collection[uuid.UUID]) -> Request:

@@ -24,7 +24,7 @@ _ABSENT = frozenset({_UNKNOWN_TOPIC, _INVALID_TOPIC, _UNKNOWN_TOPIC_ID})
 UNKNOWN_EPOCH = -1
 _MOST_REWINDS = 5
 """Answers in a row with an older leader epoch after which we accept it: the newer one came from a broker that nobody
-confirmed before it died."""
+confirmed before it died. Likewise with fewer partitions: a topic without an id was created again."""
 _ABSENT_AFTER = 30.0
 """Seconds for which no broker may know a topic before we forget its partitions: one that has just started is behind."""
 
@@ -75,6 +75,8 @@ class TopicMetadata:
     """Since when every broker that we asked does not know it."""
     unknown_times: int = 0
     """How many of them there were: one may be behind."""
+    shrunk_times: int = 0
+    """Answers in a row with fewer partitions, if the topic has no id."""
 
 
 class Recreation(NamedTuple):
@@ -285,10 +287,12 @@ class ClusterMetadata:
 
     def _update_partitions(self, name: str, topic: TopicMetadata, answers: Collection[Any]) -> Update:
         moved: set[TopicPartition] = set()
-        is_stale = False
         # Partitions are never removed from a topic: an answer without some of them is old.
-        if topic.topic_id is not None and len(answers) < len(topic.partitions):
-            is_stale = True
+        is_stale = len(answers) < len(topic.partitions)
+        topic.shrunk_times = topic.shrunk_times + 1 if is_stale and topic.topic_id is None else 0
+        if topic.shrunk_times == _MOST_REWINDS:
+            topic.partitions.clear()
+            is_stale = False
         for answer in answers:
             known = topic.partitions.get(answer.partition)
             if known is None:

@@ -282,4 +282,30 @@ FETCH = Api(
     """,
 )
 
+PRODUCE = Api(
+    "Produce",
+    0,
+    (3, 12),  # from 13 on, topics have ids only
+    flexible=9,
+    request="transactional_id:s acks:i2 timeout_ms:i4 topics:[topic:s partitions:[partition:i4 records:b]]",
+    response="""
+        topics:[
+            topic:s
+            partitions:[
+                partition:i4 error:i2 offset:i8 timestamp:i8 log_start:i8@5+
+                record_errors:[index:i4 message:s]@8+ message:s@8+ leader:{node:i4 epoch:i4}#0@10+
+            ]
+        ]
+        throttle_ms:i4 endpoints:[node:i4 host:s port:i4 rack:s]#0@10+
+    """,
+)
+INIT_PRODUCER_ID = Api(
+    "InitProducerId",
+    22,
+    (0, 5),
+    flexible=2,
+    request="transactional_id:s timeout_ms:i4 producer_id:i8@3+ epoch:i2@3+",
+    response="throttle_ms:i4 error:i2 producer_id:i8 epoch:i2",
+)
+
 ALL: Final = tuple(api for api in list(globals().values()) if isinstance(api, Api))

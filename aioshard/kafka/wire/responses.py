@@ -28,7 +28,7 @@ from aioshard.kafka.groups import (
 from aioshard.kafka.wire.codes import error_for, raise_for
 from aioshard.kafka.wire.consumer_protocol import assigned_partitions, subscribed_topics
 from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, UnsupportedVersionError, WireError
-from aioshard.kafka.wire.metadata import Broker
+from aioshard.kafka.wire.metadata import Broker, Leader
 from aioshard.records import PartitionInfo, TopicPartition
 
 T = TypeVar("T")
@@ -256,6 +256,46 @@ def epoch_ends(response: Any, requested: Collection[TopicPartition]) -> Answers[
 def _epoch_end(part: Any) -> EpochEnd | None:
     answer = EpochEnd(_checked(part.epoch, "a leader epoch"), _checked(part.end, "the end of an epoch"))
     return None if UNKNOWN in answer else answer
+
+
+# Writing ----------------------------------------------------------------------------------
+
+
+def stored_offsets(response: Any, sent: Collection[TopicPartition]) -> Answers[int]:
+    """Read a response to Produce: the offset of the first record of each stored batch; -1 if the broker does not know.
+
+    An error does not prove that a batch was not stored: that depends on its code.
+
+    Raises:
+        IncompleteResponseError: The response names a partition that was not sent.
+    """
+    return _answers(response.topics, sent, "acknowledgement", lambda part: _checked(part.offset, "an offset of a log"))
+
+
+def named_leaders(response: Any) -> dict[TopicPartition, Leader]:
+    """Read the leaders in a response to Produce: brokers name them beside errors from version 10 on (KIP-951).
+
+    Raises:
+        IncompleteResponseError: The partitions of a topic are missing.
+    """
+    return {
+        partition: Leader(part.leader.node, part.leader.epoch)
+        for partition, part in _parts(response.topics or (), _NO_NAMES)
+        if part.error and part.leader is not None and part.leader.node >= 0
+    }
+
+
+def new_producer_id(response: Any) -> tuple[int, int]:
+    """Read a response to InitProducerId: a producer id and its epoch.
+
+    Raises:
+        BrokerError: The response has an error code.
+        IncompleteResponseError: The response has no producer id.
+    """
+    raise_for(response.error)
+    if response.producer_id < 0 or response.epoch < 0:
+        raise IncompleteResponseError("the producer id is missing in the response")
+    return response.producer_id, response.epoch
 
 
 # The cluster ------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 from aioshard import Settings
 from aioshard.cli.dlt import progress_group
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Committed
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import Failure, dead_letter, park

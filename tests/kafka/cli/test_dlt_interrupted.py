@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 
 from aioshard import Settings
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.brokers import SharedKafka

@@ -17,9 +17,9 @@ from confluent_kafka.admin import AclOperation
 from aioshard import Settings
 from aioshard.cli.publish import BadLineError, JsonLines
 from aioshard.errors import AuthorizationError, ConnectError, TransportError
-from aioshard.kafka.aiokafka import producer
-from aioshard.kafka.aiokafka.producer import Publisher
+from aioshard.kafka import producer
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.kafka.producer import Publisher
 from aioshard.ports import Message
 from tests.support.access import allow, create_scram_user
 from tests.support.brokers import SharedKafka

@@ -6,7 +6,7 @@ from aioshard import Settings
 from aioshard.cli.brokers import opened
 from aioshard.cli.dlt import DeadLetters, progress_group
 from aioshard.cli.options import Selection
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.brokers import SharedKafka

@@ -1,19 +1,19 @@
 """Clients start while one of several brokers accepts connections and never responds."""
 
 import asyncio
+import random
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.cluster import ClusterMetadata
-from aiokafka.structs import BrokerMetadata
 
-from aioshard.kafka.aiokafka import connections
-from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, START_TIMEOUT, find_broker, why_unreachable
-from aioshard.kafka.aiokafka.options import client_options
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.errors import ConnectError
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.wire.metadata import Broker, ClusterMetadata, Update
+from aioshard.kafka.wire.pool import CONNECT_TIMEOUT
+from aioshard.kafka.wire.start import START_TIMEOUT, connect
 from aioshard.ports import Message
 from aioshard.settings import Settings
 from tests.support.brokers import SharedKafka
@@ -33,56 +33,69 @@ def hanging() -> Iterator[str]:
 async def advertised(kafka: SharedKafka, topic: str, hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hanging broker is one of the cluster, and the first that the client tries each time."""
     await kafka.create_topic(topic)
-    update = ClusterMetadata.update_metadata
-    host, _, port = hanging.partition(":")
+    broker = broker_at(hanging)
+    accept = ClusterMetadata.update
 
-    def update_metadata(self: Any, metadata: Any) -> None:
-        update(self, metadata)
-        self._brokers[HANGING] = BrokerMetadata(HANGING, host, int(port), None)
+    def update_ours(self: ClusterMetadata, response: Any, now: float) -> Update:
+        changes = accept(self, response, now)
+        self.brokers = {HANGING: broker, **self.brokers}
+        return changes
 
-    monkeypatch.setattr(ClusterMetadata, "update_metadata", update_metadata)
-    first = SimpleNamespace(shuffle=lambda nodes: nodes.sort(key=str, reverse=True), choice=max)
-    monkeypatch.setattr("aiokafka.client.random", first)
+    monkeypatch.setattr(ClusterMetadata, "update", update_ours)
+    first = SimpleNamespace(
+        shuffle=lambda nodes: nodes.sort(key=str, reverse=True),
+        choice=max,
+        sample=random.sample,
+        uniform=random.uniform,
+    )
+    monkeypatch.setattr("aioshard.kafka.wire.cluster.random", first)
 
 
-def options_of(servers: str) -> tuple[Settings, dict[str, Any]]:
-    settings = Settings(bootstrap_servers=servers, auto_offset_reset="earliest")
-    return settings, client_options(settings, request_timeout=30.0)
+def broker_at(address: str) -> Broker:
+    host, _, port = address.partition(":")
+    return Broker(HANGING, host, int(port), None)
+
+
+def settings_for(servers: str) -> Settings:
+    return Settings(bootstrap_servers=servers, auto_offset_reset="earliest")
 
 
 async def test_a_hanging_bootstrap_server_delays_nothing(kafka: SharedKafka, hanging: str) -> None:
-    settings, options = options_of(f"{hanging},{kafka.bootstrap},{hanging}")
     async with asyncio.timeout(CONNECT_TIMEOUT - 1.0):
-        assert await find_broker(settings, options) == kafka.bootstrap.split(",")[0]
+        cluster = await connect(settings_for(f"{hanging},{kafka.bootstrap},{hanging}"))
+    await cluster.close()
 
 
-@pytest.mark.chaos
 @pytest.mark.usefixtures("advertised")
 async def test_a_producer_starts_despite_a_hanging_advertised_broker(
     kafka: SharedKafka, hanging: str, topic: str
 ) -> None:
-    settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
-    producer = KafkaProducer(settings)
+    producer = KafkaProducer(settings_for(f"{hanging},{kafka.bootstrap}"))
     try:
         async with asyncio.timeout(2 * START_TIMEOUT):
             await producer.publish(Message(topic, b"1", partition=0))
+        cluster = producer._cluster
+        assert cluster is not None
+        assert HANGING in cluster.metadata.brokers
+        async with asyncio.timeout(1.0):  # of a broker to which a connection is open
+            await cluster.look_up([topic])
     finally:
         await producer.close()
 
 
-async def test_the_hint_names_the_hanging_broker_and_not_the_listeners(
+@pytest.mark.chaos
+async def test_an_advertised_address_that_hangs_is_named(
     kafka: SharedKafka, hanging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "CONNECT_TIMEOUT", 1.0)
-    settings, options = options_of(kafka.bootstrap)
-    addresses = [
-        (host, int(port))
-        for host, _, port in (address.partition(":") for address in (kafka.bootstrap.split(",")[0], hanging))
-    ]
+    accept = ClusterMetadata.update
+    broker = broker_at(hanging)
 
-    mixed = str(await why_unreachable(settings, options, addresses))
-    unreachable = str(await why_unreachable(settings, options, addresses[1:]))
+    def update(self: ClusterMetadata, response: Any, now: float) -> Update:
+        changes = accept(self, response, now)
+        self.brokers = {HANGING: broker}
+        return changes
 
-    assert hanging in mixed
-    assert "advertised.listeners" not in mixed
-    assert "advertised.listeners" in unreachable
+    monkeypatch.setattr(ClusterMetadata, "update", update)
+
+    with pytest.raises(ConnectError, match=rf"{hanging}: no answer within .* advertised\.listeners"):
+        await connect(settings_for(kafka.bootstrap))

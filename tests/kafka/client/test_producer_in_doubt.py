@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,15 +10,17 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from aioshard.errors import AuthorizationError, MessageTooLargeError, TransportError
-from aioshard.kafka.aiokafka import producer as producing
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka import producer as producing
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.wire.requests import PRODUCE
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.support.brokers import SharedKafka
 from tests.support.cluster import KafkaCluster
 from tests.support.kafka import KafkaBroker
-from tests.support.proxies import PRODUCE, Proxies, Request, Rule
+from tests.support.proxies import Proxies, Request, Rule
+from tests.unit.kafka.wire.messages import as_dictionaries
 
 INVALID_EPOCH = 47
 PATIENCE = 3.0
@@ -55,15 +56,26 @@ async def values(cluster: KafkaCluster, topic: str) -> list[bytes | None]:
     return [record.value for record in await cluster.read(topic)]
 
 
-def code_position(frame: bytes) -> int:
-    """Where the error code of the only partition is in the answer to a Produce request, up to version 8."""
-    length: int = struct.unpack_from(">h", frame, 8)[0]
-    return 8 + 2 + length + 4 + 4
+def code_of(request: Request, frame: bytes) -> int:
+    """The error code of the only partition in the answer to a Produce request."""
+    (topic,) = PRODUCE.decode(request.api_version, frame, _body(request)).topics
+    (part,) = topic.partitions
+    code: int = part.error
+    return code
 
 
-def forged(frame: bytes, code: int) -> bytes:
-    position = code_position(frame)
-    return frame[:position] + struct.pack(">h", code) + frame[position + 2 :]
+def forged(request: Request, frame: bytes, code: int) -> bytes:
+    """The same answer with another error code."""
+    answer = as_dictionaries(PRODUCE.decode(request.api_version, frame, _body(request)))
+    (topic,) = answer["topics"]
+    (part,) = topic["partitions"]
+    part["error"] = code
+    return frame[: _body(request)] + PRODUCE.encode_response(request.api_version, answer)
+
+
+def _body(request: Request) -> int:
+    """Where the body of an answer begins, behind the correlation id."""
+    return 5 if PRODUCE.is_flexible(request.api_version) else 4
 
 
 async def limit_messages(cluster: KafkaCluster, topic: str, size: int) -> None:
@@ -86,12 +98,12 @@ async def test_a_retry_that_is_refused_does_not_free_its_numbers(
     """The broker stores a message and its answer gets lost; when it is sent again, the topic's limit is lower."""
     held: list[Rule] = []
 
-    def lose(_: Request, frame: bytes) -> None:
-        assert struct.unpack_from(">h", frame, code_position(frame)) == (0,)
+    def lose(request: Request, frame: bytes) -> None:
+        assert code_of(request, frame) == 0
         losing.lift()
-        held.append(proxies.hold(api_key=PRODUCE))
+        held.append(proxies.hold(api_key=PRODUCE.key))
 
-    losing = proxies.answer(lose, api_key=PRODUCE)
+    losing = proxies.answer(lose, api_key=PRODUCE.key)
     call = asyncio.create_task(producer.publish(Message(topic, bytes(5000))))
     await losing.lifted.wait()
     await held[0].met.wait()
@@ -127,10 +139,10 @@ async def test_an_acknowledged_message_is_in_the_log_whatever_the_retry_before_i
 ) -> None:
     answers = itertools.count()
 
-    def change(_: Request, frame: bytes) -> bytes | None:
-        return forged(frame, code) if next(answers) else None
+    def change(request: Request, frame: bytes) -> bytes | None:
+        return forged(request, frame, code) if next(answers) else None
 
-    rule = proxies.answer(change, api_key=PRODUCE)
+    rule = proxies.answer(change, api_key=PRODUCE.key)
     with pytest.raises(error):
         await producer.publish(Message(topic, b"1"))
     rule.lift()
@@ -142,11 +154,11 @@ async def test_an_acknowledged_message_is_in_the_log_whatever_the_retry_before_i
 async def test_an_unknown_error_for_a_stored_message_is_asked_again(
     breakable_kafka: KafkaBroker, topic: str, proxies: Proxies, producer: KafkaProducer
 ) -> None:
-    def change(_: Request, frame: bytes) -> bytes:
+    def change(request: Request, frame: bytes) -> bytes:
         rule.lift()
-        return forged(frame, -1)
+        return forged(request, frame, -1)
 
-    rule = proxies.answer(change, api_key=PRODUCE)
+    rule = proxies.answer(change, api_key=PRODUCE.key)
     assert await producer.publish(Message(topic, b"1")) == 1
     assert await producer.publish(Message(topic, b"2")) == 2
     assert await values(breakable_kafka, topic) == [b"0", b"1", b"2"]
@@ -157,10 +169,10 @@ async def test_a_message_that_was_given_up_is_not_stored_behind_later_ones(
 ) -> None:
     """Its request is still on the way when its caller gives up, publishes it again, and publishes another."""
     monkeypatch.setattr(producing, "_PATIENCE", PATIENCE)
-    stranded = proxies.strand(api_key=PRODUCE)
+    stranded = proxies.strand(api_key=PRODUCE.key)
     call = asyncio.create_task(producer.publish(Message(topic, b"1")))
     await stranded.met.wait()
-    cut = proxies.cut(api_key=PRODUCE)
+    cut = proxies.cut(api_key=PRODUCE.key)
     with pytest.raises(TransportError) as caught:
         await call
     assert caught.value.retriable
@@ -170,7 +182,7 @@ async def test_a_message_that_was_given_up_is_not_stored_behind_later_ones(
     assert await producer.publish(Message(topic, b"1")) == 1
     assert await producer.publish(Message(topic, b"2")) == 2
     answer = await stranded.arrive()
-    assert struct.unpack_from(">h", answer, code_position(answer)) == (INVALID_EPOCH,)
+    assert code_of(stranded.requests[0], answer) == INVALID_EPOCH
     assert await values(breakable_kafka, topic) == [b"0", b"1", b"2"]
 
 

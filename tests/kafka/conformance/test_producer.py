@@ -15,8 +15,8 @@ from aioshard.errors import (
     MessageTooLargeError,
     TransportError,
 )
-from aioshard.kafka.aiokafka import producer as producing
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka import producer as producing
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message, Producer
 from aioshard.records import Record
 from aioshard.settings import Settings

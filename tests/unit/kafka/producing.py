@@ -1,22 +1,25 @@
-"""A simulated broker for the producer: it checks sequence numbers as Kafka does, and answers as a test says."""
+"""Simulated brokers for the producer: they check sequence numbers as Kafka does, and answer as a test says."""
 
 import asyncio
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-from aiokafka.errors import NodeNotReadyError
-from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.errors import TransportError
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.wire.requests import INIT_PRODUCER_ID, METADATA, PRODUCE
+from aioshard.ports import Message
 from aioshard.records import TopicPartition
-from aioshard.settings import Settings
-from aioshard.testing import run
+from tests.support.memory_network import MemoryNetwork, run_on_network
+from tests.support.model_broker import Received
+from tests.support.model_cluster import ModelCluster
 
 OUT_OF_ORDER, INVALID_EPOCH = 45, 47
+NOT_LEADER, INVALID_RECORD = 6, 87
 _CACHED = 5
 """How many batches of a producer a broker knows per partition."""
 _MOST_SEQUENCE = 2**31
@@ -84,8 +87,12 @@ class Log:
         return 0, offset
 
 
+class LostError(Exception):
+    """An answer is not sent: the connection is lost instead."""
+
+
 Answer = Callable[["Broker", Batch], tuple[int, int] | None]
-"""Returns the error code and the offset of a batch; None to leave it out; raises if the connection is lost."""
+"""Returns the error code and the offset of a batch; None to leave it out; raises `LostError`."""
 
 
 def stored(broker: "Broker", batch: Batch) -> tuple[int, int]:
@@ -94,76 +101,112 @@ def stored(broker: "Broker", batch: Batch) -> tuple[int, int]:
 
 
 class Broker:
-    """Leads all partitions of all topics.
+    """All brokers of a model cluster, as the producer sees them.
 
     Attributes:
+        model: The cluster.
         sent: Every batch, in the order of their arrival.
         requests: The batches of each request.
-        answer: Answers a batch.
+        asked: The node of each request.
+        answer: Answers a batch that its leader got.
         answers: While it is not set, nothing is answered.
         throttle: Milliseconds for which the next answers tell the client to send nothing.
-        is_ready: Whether a connection can be made.
+        visible: How many partitions of a topic the metadata name; None for all.
+        names_leaders: Whether an answer with an error names the leader (KIP-951).
+        identity: The next producer id and its epoch.
     """
 
-    lost = None
-
-    def __init__(self, partitions: int = 1) -> None:
-        self.count = partitions
-        self.led: Mapping[TopicPartition, int | None] = {}
+    def __init__(self, model: ModelCluster, identity: tuple[int, int]) -> None:
+        self.model = model
         self.logs: defaultdict[TopicPartition, Log] = defaultdict(Log)
         self.sent: list[Batch] = []
         self.requests: list[list[Batch]] = []
+        self.asked: list[int] = []
         self.answer: Answer = stored
         self.answers = asyncio.Event()
         self.answers.set()
         self.throttle: list[int] = []
-        self.is_ready = True
-        self.ids = 7
-        self.updated_at = 0.0
-        self.clock: Callable[[], float] = lambda: 0.0
-        self.cluster = SimpleNamespace(available_partitions_for_topic=lambda _: set(range(self.count)))
+        self.visible: int | None = None
+        self.names_leaders = False
+        self.identity = identity
+        self._answering: set[asyncio.Task[None]] = set()
+        for node in model.brokers:
+            self._attend(node)
 
-    def partition_count(self, _: str) -> int:
-        return self.count
+    def _attend(self, node: int) -> None:
+        broker = self.model.brokers[node]
+        broker.on(PRODUCE, lambda request: self._begin(node, request))
+        broker.on(INIT_PRODUCER_ID, self.identify)
+        broker.on(METADATA, self._describe)
 
-    def leader(self, partition: TopicPartition) -> int | None:
-        return self.led.get(partition, 1)
+    def add_broker(self) -> int:
+        """Add a broker, and return its node id."""
+        node = self.model.add_broker()
+        self._attend(node)
+        return node
 
-    def get_random_node(self) -> int:
-        return 1
+    def identify(self, request: Received) -> None:
+        """Issue a producer id."""
+        assert request.values.transactional_id is None
+        assert (request.values.producer_id, request.values.epoch) == (-1, -1)
+        producer_id, epoch = self.identity
+        self.identity = (producer_id + 1, 0)
+        request.reply(producer_id=producer_id, epoch=epoch)
 
-    def forget(self, _: str) -> None: ...
+    def _describe(self, request: Received) -> None:
+        logs = self.model.logs
+        if self.visible is not None:
+            self.model.logs = {name: log for name, log in logs.items() if name.partition < self.visible}
+        self.model.describe(request)
+        self.model.logs = logs
 
-    def may_not_see(self, _: str) -> bool:
-        return False
-
-    async def look_up(self, *_: str) -> bool:
-        self.updated_at = self.clock()
-        return True
-
-    async def tear_down(self) -> None:
-        """Do nothing."""
-
-    async def send(self, _: int, request: Any) -> Any:
-        if isinstance(request, InitProducerIdRequest):
-            self.ids += 1
-            return SimpleNamespace(error_code=0, producer_id=self.ids, producer_epoch=0)
-        if not self.is_ready:
-            raise NodeNotReadyError
+    def _begin(self, node: int, request: Received) -> None:
         batches = [
-            Batch(TopicPartition(topic, number), data) for topic, parts in request._topics for number, data in parts
+            Batch(TopicPartition(topic.topic, part.partition), part.records)
+            for topic in request.values.topics
+            for part in topic.partitions
         ]
         self.sent += batches
         self.requests.append(batches)
+        self.asked.append(node)
+        values = request.values
+        assert (values.acks, values.timeout_ms, values.transactional_id) == (-1, 10_000, None)
         assert len(self.requests) < 2000, "it is sent again and again"
+        task = asyncio.get_running_loop().create_task(self._answer(node, request, batches))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, node: int, request: Received, batches: list[Batch]) -> None:
         await self.answers.wait()
-        await asyncio.sleep(0)
-        topics = []
-        for batch in batches:
+        try:
+            parts = [(batch, self._part(node, batch)) for batch in batches]
+        except LostError:
+            request.cut()
+            return
+        topics = [
+            {"topic": batch.partition.topic, "partitions": [part]} for batch, part in parts if part is not None
+        ]  # fmt: skip
+        nodes = self.model.brokers if self.names_leaders else ()
+        endpoints = [{"node": node, "host": f"kafka-{node}", "port": 9092} for node in nodes]
+        throttle_ms = self.throttle.pop(0) if self.throttle else 0
+        request.reply(topics=topics, throttle_ms=throttle_ms, endpoints=endpoints or None)
+
+    def _part(self, node: int, batch: Batch) -> dict[str, Any] | None:
+        log = self.model.logs.get(batch.partition)
+        answered: tuple[int, int] | None
+        if log is None:
+            answered = 3, -1
+        elif log.leader != node:
+            answered = NOT_LEADER, -1
+        else:
             answered = self.answer(self, batch)
-            if answered is not None:
-                topics.append((batch.partition.topic, [(batch.partition.partition, *answered, -1)]))
-        return SimpleNamespace(topics=topics, throttle_time_ms=self.throttle.pop(0) if self.throttle else 0)
+        if answered is None:
+            return None
+        code, offset = answered
+        part: dict[str, Any] = {"partition": batch.partition.partition, "error": code, "offset": offset}
+        if code and self.names_leaders and log is not None:
+            part["leader"] = {"node": log.leader, "epoch": log.epoch}
+        return part
 
     def numbers(self, partition: int = 0) -> list[tuple[int, int, int, int]]:
         """Return producer id, epoch, first number and size of each batch of a partition, for any topic."""
@@ -175,6 +218,13 @@ class Broker:
 
     def log(self, partition: int = 0, topic: str = "orders") -> list[bytes]:
         return self.logs[TopicPartition(topic, partition)].values
+
+    async def close(self) -> None:
+        """Forget the requests that wait for their answers."""
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+        await self.model.close()
 
 
 def answering(*codes: int, stores: Collection[int] = (), then: Answer = stored) -> Answer:
@@ -204,19 +254,40 @@ def scenario(
     test: Callable[[Broker, KafkaProducer], Awaitable[None]],
     *,
     partitions: int = 1,
+    brokers: int = 1,
     identity: tuple[int, int] = (7, 0),
+    prepare: Callable[[ModelCluster], object] = lambda _: None,
     seed: int | None = None,
 ) -> None:
-    """Run a test in virtual time, with a producer that is connected to a simulated broker."""
+    """Run a test in virtual time, with a producer that is connected to simulated brokers.
 
-    async def live() -> None:
-        broker = Broker(partitions)
-        producer = KafkaProducer(Settings(bootstrap_servers="127.0.0.1:9"))
-        producer._client = broker  # type: ignore[assignment]
-        producer._identity = identity
+    It has a producer id, and knows topic "orders", whose partitions the first broker leads.
+    """
+
+    async def live(network: MemoryNetwork) -> None:
+        model = ModelCluster(network, brokers)
+        prepare(model)
+        for log in model.create("orders", partitions):
+            log.leader = 1
+        broker = Broker(model, identity)
+        producer = KafkaProducer(model.settings)
         try:
+            await _warm_up(broker, producer)
             await test(broker, producer)
         finally:
             await producer.close()
+            await broker.close()
 
-    run(live(), seed=seed)
+    run_on_network(live, seed=seed)
+
+
+async def _warm_up(broker: Broker, producer: KafkaProducer) -> None:
+    """Let the producer connect and look up its topic, with a message that leaves nothing behind."""
+    broker.answer = answering(INVALID_RECORD)
+    with contextlib.suppress(TransportError):
+        await producer.publish(Message("orders", b"warm-up", partition=0))
+    await asyncio.sleep(0.2)  # the pause before the next look-up
+    broker.sent.clear()
+    broker.requests.clear()
+    broker.asked.clear()
+    broker.answer = stored

@@ -1,11 +1,9 @@
 """Refusals to let a member join: which of them end the start, and which are waited out."""
 
 import pytest
-from aiokafka import errors as kafka
 from confluent_kafka import KafkaError
 
 from aioshard.errors import AuthorizationError, ClientLostError, SessionTimeoutRefusedError
-from aioshard.kafka.aiokafka.answers import cause_of
 from aioshard.kafka.confluent import translate
 from aioshard.kafka.errors import Cause, group_error
 
@@ -55,8 +53,3 @@ def test_a_refused_session_timeout_is_named_with_the_limits() -> None:
 def test_a_missing_permission_and_an_unknown_error_are_what_they_were() -> None:
     assert isinstance(group_error(Cause(30, "REASON"), "billing", 45), AuthorizationError)
     assert isinstance(group_error(Cause(-1, "REASON"), "billing", 45), ClientLostError)
-
-
-@pytest.mark.parametrize("refused", [kafka.UnsupportedVersionError(), kafka.InvalidRequestError()], ids=str)
-def test_a_refusal_that_aiokafka_wraps_keeps_its_code(refused: kafka.BrokerResponseError) -> None:
-    assert cause_of(kafka.KafkaError(repr(refused))).code == refused.errno

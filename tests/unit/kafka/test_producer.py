@@ -4,20 +4,24 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
 
 import pytest
-from aiokafka.errors import KafkaConnectionError
 
 from aioshard.errors import AuthorizationError, ClientLostError, MessageTooLargeError, SettingsError, TransportError
-from aioshard.kafka.aiokafka import producer as producing
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka import producer as producing
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.wire.cluster import QUICK_TIMEOUT
+from aioshard.kafka.wire.requests import INIT_PRODUCER_ID, METADATA, PRODUCE
 from aioshard.ports import UNKNOWN_OFFSET, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from tests.unit.kafka.producing import Batch, Broker, answering, scenario, stored
+from tests.support.model_broker import Received
+from tests.unit.kafka.producing import Batch, Broker, LostError, answering, scenario, stored
 
 UNKNOWN, TOO_LARGE, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER, DUPLICATE = -1, 10, 19, 45, 46
 NOT_LEADER, TOPIC_DENIED, INVALID_EPOCH, INVALID_RECORD = 6, 29, 47, 87
+ORDERS = TopicPartition("orders", 0)
 IN_DOUBT = [3, 5, 6, 7, 13, 20, 56, 999]
 """Codes after which a batch may be stored; 999 is unknown."""
 REFUSALS = [2, 10, 17, 18, 29, 31, 32, 43, 44, 45, 47, 59, 76, 87, 999]
@@ -34,10 +38,21 @@ async def ends(calls: Sequence[Awaitable[int]]) -> list[int | BaseException]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def look_up(producer: KafkaProducer) -> None:
+    """Do what the client does now and then."""
+    assert producer._cluster is not None
+    await producer._cluster.look_up(["orders"])
+
+
+def look_ups(broker: Broker) -> list[Received]:
+    """The look-ups of topics, in the order of their arrival at each broker."""
+    return [request for model in broker.model.brokers.values() for request in model.received(METADATA)]
+
+
 def lost(broker: Broker, batch: Batch) -> tuple[int, int]:
     """Store a batch and lose the answer."""
     stored(broker, batch)
-    raise KafkaConnectionError
+    raise LostError
 
 
 # Retries ---------------------------------------------------------------------------------
@@ -96,6 +111,22 @@ def test_a_batch_that_an_answer_leaves_out_is_in_doubt() -> None:
         assert caught.value.retriable
         assert await producer.publish(Message("orders", b"1")) == 1
         assert broker.log() == [b"0", b"1"]
+
+    scenario(test)
+
+
+def test_lost_answers_are_asked_again_and_again() -> None:
+    """Unlike an error that a broker cannot name."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        left = [lost] * 5
+
+        def answer(broker: Broker, batch: Batch) -> tuple[int, int]:
+            return left.pop()(broker, batch) if left else stored(broker, batch)
+
+        broker.answer = answer
+        assert await producer.publish(Message("orders", b"0")) == 0
+        assert broker.numbers() == [(7, 0, 0, 1)] * 6
 
     scenario(test)
 
@@ -215,12 +246,12 @@ def test_a_new_epoch_leaves_batches_of_other_partitions_alone() -> None:
 def test_a_batch_that_was_never_sent_uses_no_numbers() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         await producer.publish(Message("orders", b"0"))
-        broker.is_ready = False
+        broker.model.stop(1)
+        await asyncio.sleep(0.01)  # the client has seen that its connections are gone
         with pytest.raises(TransportError) as caught:
             await producer.publish(Message("orders", b"1"))
         assert caught.value.retriable
-        producer._client = broker  # type: ignore[assignment]  # it was dropped, and this one is there again
-        broker.is_ready = True
+        broker.model.start(1)
         assert await producer.publish(Message("orders", b"2")) == 1
         assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1)]
 
@@ -231,15 +262,17 @@ def test_a_broken_client_leaves_its_batches_in_doubt() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         await producer.publish(Message("orders", b"0"))
 
-        def broken(broker: Broker, batch: Batch) -> tuple[int, int]:
-            stored(broker, batch)
+        cluster: Any = producer._cluster
+        ask = cluster.ask
+
+        async def broken(*arguments: Any, **options: Any) -> None:
+            await ask(*arguments, **options)
             raise ZeroDivisionError
 
-        broker.answer = broken
+        cluster.ask = broken
         with pytest.raises(ClientLostError):
             await producer.publish(Message("orders", b"1"))
-        producer._client = broker  # type: ignore[assignment]
-        broker.answer = stored
+        assert broker.log() == [b"0", b"1"]
         assert await producer.publish(Message("orders", b"2")) == 2
         assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1), (7, 1, 0, 1)]
 
@@ -417,7 +450,8 @@ def test_nothing_is_sent_to_a_broker_that_throttles() -> None:
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         loop = asyncio.get_running_loop()
-        broker.led = {TopicPartition("orders", 1): 2}
+        broker.model.logs[TopicPartition("orders", 1)].leader = 2
+        await look_up(producer)
         broker.throttle = [12_000]
         await producer.publish(Message("orders", b"0", partition=0))
         began = loop.time()
@@ -425,27 +459,328 @@ def test_nothing_is_sent_to_a_broker_that_throttles() -> None:
         await producer.publish(Message("orders", b"0", partition=1))
         assert loop.time() - began < 1, "other brokers do not throttle"
         assert await waiting == 1
-        assert loop.time() - began >= 11.9
+        assert 11.9 <= loop.time() - began < 12.1, "it does not wait twice"
         assert len(broker.requests) == 3
 
-    scenario(test, partitions=2)
+    scenario(test, partitions=2, brokers=2)
+
+
+def test_a_message_that_is_given_up_while_the_broker_throttles_is_not_sent() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.throttle = [12_000]
+        await producer.publish(Message("orders", b"0"))
+        [call] = publish(producer, b"1")
+        await asyncio.sleep(1)
+        call.cancel()
+        assert await producer.publish(Message("orders", b"2")) == 1
+        assert broker.log() == [b"0", b"2"]
+
+    scenario(test)
 
 
 def test_a_throttled_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new client would only add load."""
     monkeypatch.setattr(producing, "_QUIET", 0.0)
-    monkeypatch.setattr(producing, "is_connected", lambda _: True)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         broker.throttle = [60_000]
         await producer.publish(Message("orders", b"0"))
+        cluster = producer._cluster
         [call] = publish(producer, b"1")
         await asyncio.sleep(1)
         assert producer.trouble is not None
         assert "quota" in producer.trouble
         with pytest.raises(TransportError, match="quota"):
             await call
-        assert producer._client is broker
+        assert producer._cluster is cluster
+
+    scenario(test)
+
+
+# Brokers ---------------------------------------------------------------------------------
+
+
+def test_a_batch_moves_with_its_leader() -> None:
+    """The old leader does not name the new one; a look-up does."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.model.logs[ORDERS].lead(2)
+        assert await ends(publish(producer, b"1", b"2")) == [1, 2]
+        assert broker.asked == [1, 1, 2]
+        assert broker.sent[1].data == broker.sent[2].data
+
+    scenario(test, brokers=2)
+
+
+def test_a_batch_is_sent_immediately_to_the_leader_that_an_answer_names() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.names_leaders = True
+        broker.model.logs[ORDERS].lead(2)
+        looked_up = len(look_ups(broker))
+        began = asyncio.get_running_loop().time()
+        assert await producer.publish(Message("orders", b"1")) == 1
+        assert asyncio.get_running_loop().time() - began < 0.05
+        assert broker.asked == [1, 1, 2]
+        assert broker.sent[1].data == broker.sent[2].data
+        assert len(look_ups(broker)) == looked_up
+
+    scenario(test, brokers=2)
+
+
+def test_a_leader_that_is_not_news_does_not_end_the_pause() -> None:
+    """Two brokers that each name the other would be asked again and again."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.names_leaders = True
+        broker.answer = answering(NOT_LEADER, NOT_LEADER, NOT_LEADER)
+        began = asyncio.get_running_loop().time()
+        await producer.publish(Message("orders", b"0"))
+        assert asyncio.get_running_loop().time() - began > 0.19
+        assert len(broker.requests) == 4
+
+    scenario(test)
+
+
+def test_a_broker_that_a_leader_hint_introduces_is_found() -> None:
+    """It has joined since the last look-up."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.names_leaders = True
+        new = broker.add_broker()
+        broker.model.logs[ORDERS].lead(new)
+        looked_up = len(look_ups(broker))
+        assert await producer.publish(Message("orders", b"1")) == 1
+        assert broker.asked == [1, 1, new]
+        assert len(look_ups(broker)) == looked_up
+
+    scenario(test)
+
+
+def test_a_broker_that_hangs_delays_no_messages_for_others() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.logs[TopicPartition("orders", 1)].leader = 2
+        await look_up(producer)
+        for partition in range(2):
+            await producer.publish(Message("orders", b"0", partition=partition))
+        broker.model.brokers[2].silent = True
+        began = asyncio.get_running_loop().time()
+        [hanging] = publish(producer, b"1", partition=1)
+        await ends(publish(producer, b"1", partition=0))
+        await producer.publish(Message("orders", b"2", partition=0))
+        assert asyncio.get_running_loop().time() - began < 0.1
+        # Nor a look-up, which a new topic needs.
+        broker.model.create("refunds")
+        await producer.publish(Message("refunds", b"0"))
+        assert asyncio.get_running_loop().time() - began < QUICK_TIMEOUT + 0.5
+        broker.model.brokers[2].silent = False
+        assert await hanging == 1
+        assert asyncio.get_running_loop().time() - began >= 10
+
+    scenario(test, partitions=2, brokers=2)
+
+
+def test_a_slow_request_delays_no_look_up() -> None:
+    """Its broker answers the requests of one connection one after another."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.answers.clear()
+        [slow] = publish(producer, b"0")
+        sent = await broker.model.brokers[1].arrival(PRODUCE, 2)
+        await look_up(producer)
+        assert look_ups(broker)[-1].session is not sent.session
+        assert not slow.done()
+        broker.answers.set()
+        assert await slow == 0
+
+    scenario(test)
+
+
+def test_a_producer_id_comes_from_any_broker() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.brokers[1].on(INIT_PRODUCER_ID, lambda _: None)
+        broker.answer = answering(INVALID_EPOCH, INVALID_EPOCH)  # both times, a new id is needed
+        began = asyncio.get_running_loop().time()
+        await ends(publish(producer, b"0"))
+        assert await producer.publish(Message("orders", b"1")) == 0
+        assert asyncio.get_running_loop().time() - began < 2 * 3.5
+        assert {number[0] for number in broker.numbers()} == {7, 8, 9}
+
+    scenario(test, brokers=2)
+
+
+def test_a_broker_without_a_version_that_we_speak_is_named() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        with pytest.raises(TransportError, match="kafka-1:9092 speaks no version of Produce"):
+            await producer.publish(Message("orders", b"0"))
+        assert not broker.sent
+
+    scenario(test, prepare=lambda model: model.brokers[1].versions.update({PRODUCE: (0, 2)}))
+
+
+def test_a_producer_id_is_requested_again_while_the_coordinator_loads() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def load(request: Received) -> None:
+            broker.model.brokers[1].on(INIT_PRODUCER_ID, broker.identify)
+            request.reply(error=14)
+
+        broker.model.brokers[1].on(INIT_PRODUCER_ID, load)
+        broker.answer = answering(INVALID_EPOCH)
+        assert await producer.publish(Message("orders", b"0")) == 0
+        assert broker.numbers() == [(7, 0, 0, 1), (8, 0, 0, 1)]
+
+    scenario(test)
+
+
+def test_a_refused_producer_id_fails_the_messages() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.brokers[1].on(INIT_PRODUCER_ID, lambda request: request.reply(error=31))
+        broker.answer = answering(INVALID_EPOCH)
+        with pytest.raises(AuthorizationError, match="IDEMPOTENT_WRITE"):
+            await producer.publish(Message("orders", b"0"))
+
+    scenario(test)
+
+
+def test_only_its_own_look_ups_create_topics() -> None:
+    """Those that keep the metadata up to date would create topics that were just deleted."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        before = len(look_ups(broker))
+        broker.model.create("refunds")
+        await producer.publish(Message("refunds", b"0"))
+        assert producer._cluster is not None
+        created = len(look_ups(broker))
+        producer._cluster.request_refresh()
+        await broker.model.brokers[1].arrival(METADATA, created + 1)
+        flags = [request.values.create_topics for request in look_ups(broker)[before:]]
+        assert flags == [True] * (created - before) + [False]
+
+    scenario(test)
+
+
+def test_a_topic_that_this_user_may_not_see_fails_its_messages() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.denied.add("refunds")
+        with pytest.raises(AuthorizationError, match="write to topic 'refunds'"):
+            await producer.publish(Message("refunds", b"0"))
+        broker.model.denied.clear()
+        broker.model.create("refunds")
+        assert await producer.publish(Message("refunds", b"0")) == 0
+
+    scenario(test)
+
+
+def test_an_old_answer_without_the_topic_does_not_make_it_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        known = broker.model.topic_ids.pop("orders")
+        broker.answer = answering(NOT_LEADER)
+        [call] = publish(producer, b"0")
+        await broker.model.brokers[1].arrival(METADATA, len(look_ups(broker)) + 1)
+        broker.model.topic_ids["orders"] = known
+        assert await call == 0
+
+    scenario(test)
+
+
+def test_a_refusal_on_opening_a_connection_proves_that_nothing_was_sent() -> None:
+    """For example, because the password was changed. The message waits, and its numbers stay its own."""
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        model = broker.model.brokers[1]
+        versions = model.versions.pop(METADATA)
+        model.received(PRODUCE)[-1].session.close()
+        [call] = publish(producer, b"1")
+        await asyncio.sleep(5)
+        assert not call.done()
+        model.versions[METADATA] = versions
+        assert await call == 1
+        assert broker.numbers() == [(7, 0, 0, 1), (7, 0, 1, 1)]
+
+    scenario(test)
+
+
+def test_a_deleted_topic_is_missing_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        broker.model.delete("orders")
+        for _ in range(2):
+            with pytest.raises(TransportError, match="topic 'orders' does not exist"):
+                await producer.publish(Message("orders", b"1"))
+        broker.model.create("orders")
+        await producer.publish(Message("orders", b"2"))
+
+    scenario(test)
+
+
+def test_a_topic_that_is_being_created_for_too_long_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        def create(request: Received) -> None:
+            topics = [{"error": 5, "name": topic.name} for topic in request.values.topics]
+            request.reply(brokers=[{"node": 1, "host": "kafka-1", "port": 9092}], controller=1, topics=topics)
+
+        broker.model.brokers[1].on(METADATA, create)
+        with pytest.raises(TransportError, match="topic 'refunds' does not exist"):
+            await producer.publish(Message("refunds", b"0"))
+
+    scenario(test)
+
+
+def test_messages_without_a_key_avoid_partitions_without_a_leader() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.logs[TopicPartition("orders", 1)].lead(None)
+        await look_up(producer)
+        await asyncio.gather(*(producer.publish(Message("orders", b"0")) for _ in range(10)))
+        assert (len(broker.log(0)), len(broker.log(1)), len(broker.log(2))) == (5, 0, 5)
+
+    scenario(test, partitions=3)
+
+
+def test_files_that_have_become_useless_since_the_start_fail_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(_: Broker, producer: KafkaProducer) -> None:
+        async def connect(_: Settings) -> None:
+            raise SettingsError("ssl_cafile='ca.pem' cannot be used")
+
+        monkeypatch.setattr(producing, "connect", connect)
+        producer._drop_cluster()
+        with pytest.raises(TransportError, match=r"ssl_cafile='ca\.pem' cannot be used") as caught:
+            await producer.publish(Message("orders", b"0"))
+        assert type(caught.value) is TransportError, "the client has not failed"
+        assert caught.value.retriable, "they may be replaced again"
+
+    scenario(test)
+
+
+def test_closing_does_not_wait_for_a_connection_attempt() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        producer._drop_cluster()
+        broker.model.network.silent.add(broker.model.addresses[1])
+        [call] = publish(producer, b"0")
+        await asyncio.sleep(0.5)
+        began = asyncio.get_running_loop().time()
+        await producer.close()
+        assert asyncio.get_running_loop().time() - began < 0.1
+        assert [type(end) for end in await ends([call])] == [ClientLostError]
+
+    scenario(test)
+
+
+def test_a_client_that_was_dropped_a_moment_ago_is_closed_too() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        producer._drop_cluster()
+        await producer.close()
+        await asyncio.sleep(0.01)
+        assert not broker.model.brokers[1].open_sessions
 
     scenario(test)
 
@@ -478,14 +813,12 @@ def test_a_partition_that_a_broker_does_not_know_yet_is_waited_for() -> None:
     """Messages for other partitions do not wait behind it."""
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
-        broker.clock = time.monotonic
-        await broker.look_up()
         await producer.publish(Message("orders", b"0", partition=0))
         [waiting] = publish(producer, b"new", partition=1)
         await asyncio.sleep(0.5)
         await producer.publish(Message("orders", b"1", partition=0))
         assert not waiting.done()
-        broker.count = 2
+        broker.model.extend("orders")
         assert await waiting == 0
         assert broker.log(1) == [b"new"]
 
@@ -496,14 +829,16 @@ def test_keys_keep_their_partitions_while_a_broker_reports_fewer() -> None:
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         keys = [b"key-%d" % number for number in range(20)]
 
-        async def publish_all(calls: Sequence[Awaitable[int]] = ()) -> None:
+        async def publish_all() -> None:
             calls = [asyncio.create_task(producer.publish(Message("orders", key, key))) for key in keys]
             await asyncio.sleep(0.3)
-            broker.count = 4
+            assert not any(call.done() for call in calls) or broker.visible is None
+            broker.visible = None
             await asyncio.gather(*calls)
 
         await publish_all()
-        broker.count = 1
+        broker.visible = 1
+        producer._drop_cluster()  # a new client does not know them from before
         await publish_all()
         placed = {(value, number) for number in range(4) for value in broker.log(number)}
         assert len(placed) == len(keys)
@@ -517,11 +852,29 @@ def test_a_topic_may_have_fewer_partitions_after_a_while(monkeypatch: pytest.Mon
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         await producer.publish(Message("orders", b"0", b"key"))
-        broker.count = 1
+        broker.model.delete("orders")
+        broker.model.create("orders")
+        await look_up(producer)
         await producer.publish(Message("orders", b"1", b"key"))
         assert broker.log(0)[-1:] == [b"1"]
 
     scenario(test, partitions=4)
+
+
+def test_a_topic_without_an_id_may_have_fewer_partitions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        broker.model.delete("orders")
+        broker.model.create("orders")
+        [waiting] = publish(producer, b"0", partition=3)
+        await asyncio.sleep(1)
+        await producer.publish(Message("orders", b"1", b"key"))
+        assert broker.log(0)[-1:] == [b"1"]
+        assert not waiting.done()
+        waiting.cancel()
+
+    scenario(test, partitions=4, prepare=lambda model: model.without_ids.add("orders"))
 
 
 def test_a_missing_codec_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +904,7 @@ class Chaos:
                 return lost(broker, batch)
             case 1:
                 self.late.append(batch)
-                raise KafkaConnectionError
+                raise LostError
             case 2:
                 stored(broker, batch)
                 return random.choice(self.PERHAPS), -1

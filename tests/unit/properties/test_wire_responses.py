@@ -25,12 +25,14 @@ from aioshard.kafka.wire.requests import (
     DESCRIBE_GROUPS,
     FIND_COORDINATOR,
     INCREMENTAL_ALTER_CONFIGS,
+    INIT_PRODUCER_ID,
     LEAVE_GROUP,
     LIST_OFFSETS,
     METADATA,
     OFFSET_COMMIT,
     OFFSET_FETCH,
     OFFSET_FOR_LEADER_EPOCH,
+    PRODUCE,
 )
 from aioshard.kafka.wire.responses import ResourceKind
 from aioshard.records import TopicPartition
@@ -48,6 +50,7 @@ VALUES = {
     "timestamp": 7,
     "epoch": 3,
     "end": 9,
+    "producer_id": 11,
     "node": 1,
     "leader": 1,
     "port": 9092,
@@ -217,6 +220,18 @@ def epoch_ends(response: Any, asked: Asked) -> Results:
     return {partition: None for partition, end in answers.values.items() if end is not None} | answers.errors
 
 
+def stored(response: Any, asked: Asked) -> Results:
+    answers = responses.stored_offsets(response, asked)
+    assert sorted([*answers.values, *answers.errors]) == sorted(asked)
+    assert set(answers.values.values()) <= {VALUES["offset"]}
+    return dict.fromkeys(answers.values) | answers.errors
+
+
+def identified(response: Any, asked: Asked) -> Results:
+    assert responses.new_producer_id(response) == (VALUES["producer_id"], VALUES["epoch"])
+    return dict.fromkeys(asked)
+
+
 def found_coordinator(response: Any, asked: Asked) -> Results:
     assert responses.coordinator(response, "billing") == (1, "localhost", 9092, None)
     return dict.fromkeys(asked)
@@ -329,6 +344,8 @@ QUESTIONS = [
     Question(OFFSET_COMMIT, commits, isolates=True),
     Question(LIST_OFFSETS, listed, isolates=True),
     Question(OFFSET_FOR_LEADER_EPOCH, epoch_ends, isolates=True),
+    Question(PRODUCE, stored, harmless=[((*PARTITIONS, "record_errors"), change) for change in CHANGES], isolates=True),
+    Question(INIT_PRODUCER_ID, identified, single=True),
     Question(FIND_COORDINATOR, found_coordinator, single=True),
     Question(METADATA, described, harmless=[*OTHER_BROKERS, MORE_PARTITIONS], isolates=True),
     Question(METADATA, described_by_id, harmless=[*OTHER_BROKERS, MORE_PARTITIONS], isolates=True, least=10),

@@ -25,6 +25,8 @@ KAFKA_2_8: Final[Ranges] = {
     "DescribeConfigs": (0, 4),
     "SaslAuthenticate": (0, 2),
     "IncrementalAlterConfigs": (0, 1),
+    "Produce": (0, 9),
+    "InitProducerId": (0, 4),
 }
 KAFKA_3_9: Final[Ranges] = {
     **KAFKA_2_8,
@@ -37,6 +39,8 @@ KAFKA_3_9: Final[Ranges] = {
     "LeaveGroup": (0, 5),
     "ApiVersions": (0, 4),
     "ConsumerGroupDescribe": (0, 0),
+    "Produce": (0, 11),
+    "InitProducerId": (0, 5),
 }
 KAFKA_4_1: Final[Ranges] = {
     **KAFKA_3_9,
@@ -50,6 +54,7 @@ KAFKA_4_1: Final[Ranges] = {
     "OffsetForLeaderEpoch": (2, 4),
     "DescribeConfigs": (1, 4),
     "ConsumerGroupDescribe": (0, 1),
+    "Produce": (0, 13),
 }
 KAFKA_4_4: Final[Ranges] = {
     **KAFKA_4_1,
@@ -67,6 +72,7 @@ REDPANDA: Final[Ranges] = {
     "OffsetFetch": (1, 7),
     "CreateTopics": (0, 6),
     "IncrementalAlterConfigs": (0, 0),
+    "Produce": (0, 7),
 }
 EVENT_HUBS: Final[Ranges] = {
     "Fetch": (4, 6),
@@ -77,6 +83,8 @@ EVENT_HUBS: Final[Ranges] = {
     "FindCoordinator": (0, 4),
     "LeaveGroup": (0, 5),
     "ApiVersions": (0, 3),
+    "Produce": (0, 7),
+    "InitProducerId": (0, 1),
 }
 WITHOUT_TOPIC_IDS: Final[Ranges] = {**KAFKA_2_8, "Metadata": (0, 9), "OffsetFetch": (0, 8)}
 """A service that has newer requests of groups than of metadata."""

@@ -3,8 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from aioshard.kafka.wire.cluster import Cluster
+from aioshard.kafka.wire.errors import ConnectionLostError
 from aioshard.kafka.wire.metadata import Leader
+from aioshard.kafka.wire.pool import Purpose
 from aioshard.kafka.wire.requests import METADATA
 from aioshard.kafka.wire.start import connect
 from aioshard.records import TopicPartition
@@ -113,3 +117,30 @@ def test_an_update_before_the_wait_for_it_is_not_missed() -> None:
             await cluster.updated_after(version)
 
     scenario(test)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_look_up_creates_topics_only_if_it_is_told_to(create: bool) -> None:
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        await asyncio.sleep(1)  # the look-up that the start has begun is over
+        await cluster.look_up(["orders"], create=create)
+        *others, last = model.brokers[1].received(METADATA)
+        assert last.values.create_topics is create
+        assert not any(request.values.create_topics for request in others)
+
+    scenario(test)
+
+
+def test_a_connection_that_cannot_be_opened_makes_the_cluster_look_for_other_leaders() -> None:
+    async def test(model: ModelCluster, cluster: Cluster) -> None:
+        await cluster.connect_to(2, purpose=Purpose.PRODUCE)
+        model.stop(2)
+        model.logs[ORDERS].lead(1)
+        await asyncio.sleep(1)
+        looked_up = len(model.brokers[1].received(METADATA)) + len(model.brokers[3].received(METADATA))
+        with pytest.raises(ConnectionLostError):
+            await cluster.connect_to(2, purpose=Purpose.PRODUCE)
+        await asyncio.sleep(1)
+        assert len(model.brokers[1].received(METADATA)) + len(model.brokers[3].received(METADATA)) > looked_up
+
+    scenario(test, brokers=3)

@@ -281,6 +281,31 @@ def test_new_partitions_are_added_and_an_answer_without_them_is_old() -> None:
     assert metadata.partitions("orders").keys() == {0, 1}
 
 
+@pytest.mark.parametrize("unknown", [None, ZEROS])
+def test_a_topic_without_an_id_may_have_fewer_partitions_if_five_answers_agree(unknown: uuid.UUID | None) -> None:
+    """It was created again: nothing else tells it from a broker that is behind."""
+    metadata = knowing(topic(partition(0), partition(1), topic_id=unknown))
+    fewer = response(topic(partition(0, leader=2), topic_id=unknown))
+    more = response(topic(partition(0), partition(1), topic_id=unknown))
+
+    for answer in (fewer, fewer, fewer, fewer, more, fewer, fewer, fewer, fewer):
+        assert metadata.update(answer, 1.0).is_stale is (answer is fewer)
+        assert metadata.partitions("orders").keys() == {0, 1}
+    update = metadata.update(fewer, 1.0)
+
+    assert not update.is_stale
+    assert update.moved == {ORDERS}
+    assert metadata.partitions("orders").keys() == {0}
+
+
+def test_a_topic_with_an_id_keeps_its_partitions_whatever_old_answers_say() -> None:
+    metadata = knowing(topic(partition(0), partition(1)))
+
+    for _ in range(10):
+        assert metadata.update(response(topic(partition(0))), 1.0).is_stale
+    assert metadata.partitions("orders").keys() == {0, 1}
+
+
 def test_a_forgotten_topic_leaves_nothing_behind() -> None:
     metadata = knowing(topic(partition()))
     metadata.update(response(topic(error=29)), 1.0)

@@ -8,18 +8,20 @@ import pytest
 
 from aioshard.kafka.groups import HEARTBEAT_INTERVAL, SESSION_TIMEOUT, GroupTime, GroupTimes
 from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, UnsupportedVersionError, WireError
-from aioshard.kafka.wire.metadata import Broker
+from aioshard.kafka.wire.metadata import Broker, Leader
 from aioshard.kafka.wire.notation import Api
 from aioshard.kafka.wire.requests import (
     CONSUMER_GROUP_DESCRIBE,
     DESCRIBE_CONFIGS,
     FIND_COORDINATOR,
     INCREMENTAL_ALTER_CONFIGS,
+    INIT_PRODUCER_ID,
     LIST_OFFSETS,
     METADATA,
     OFFSET_COMMIT,
     OFFSET_FETCH,
     OFFSET_FOR_LEADER_EPOCH,
+    PRODUCE,
 )
 from aioshard.kafka.wire.responses import (
     CommittedOffset,
@@ -36,7 +38,10 @@ from aioshard.kafka.wire.responses import (
     existing_topics,
     group_times,
     listed_offsets,
+    named_leaders,
+    new_producer_id,
     refused_offsets,
+    stored_offsets,
 )
 from aioshard.records import PartitionInfo, TopicPartition
 from tests.support.model_broker import encode_response
@@ -226,6 +231,51 @@ def test_each_partition_has_an_end_or_an_error() -> None:
     assert codes(answers.errors) == {OTHERS: 74, SALES: -1}
     assert all(error.retriable for error in answers.errors.values())
     assert codes(epoch_ends(ends((0, 0, 4, -7)), [ORDERS]).errors) == {ORDERS: -1}
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+def acknowledged(*parts: tuple[int, int, int, dict[str, int] | None], version: int = 12) -> Any:
+    """A response to Produce: partition, error, offset and leader of each part."""
+    names = ("partition", "error", "offset", "leader")
+    rest = {"timestamp": -1, "log_start": 0, "record_errors": [], "message": None}
+    partitions = [dict(zip(names, part, strict=True)) | rest for part in parts]
+    return answer(PRODUCE, version, topics=[{"topic": "orders", "partitions": partitions}])
+
+
+@pytest.mark.parametrize("version", range(PRODUCE.lowest, PRODUCE.highest + 1))
+def test_a_batch_is_stored_at_an_offset_or_refused(version: int) -> None:
+    answers = stored_offsets(acknowledged((0, 0, 7, None), (1, 87, -1, None), version=version), [ORDERS, OTHERS])
+
+    assert answers.values == {ORDERS: 7}
+    assert codes(answers.errors) == {OTHERS: 87}
+    assert "no record without a key" in str(answers.errors[OTHERS])
+
+
+def test_the_offset_of_a_stored_batch_may_be_unknown_but_not_invalid() -> None:
+    answers = stored_offsets(acknowledged((0, 0, -1, None), (1, 0, -2, None)), [ORDERS, OTHERS])
+
+    assert answers.values == {ORDERS: -1}
+    assert isinstance(answers.errors[OTHERS], IncompleteResponseError)
+
+
+def test_a_leader_is_read_only_beside_an_error_and_if_there_is_one() -> None:
+    moved, none = {"node": 3, "epoch": 8}, {"node": -1, "epoch": -1}
+
+    assert named_leaders(acknowledged((0, 6, -1, moved), (1, 6, -1, none))) == {ORDERS: Leader(3, 8)}
+    assert named_leaders(acknowledged((0, 0, 7, moved), (1, 6, -1, None))) == {}
+    assert named_leaders(answer(PRODUCE, 12, topics=None)) == {}
+
+
+@pytest.mark.parametrize("version", range(INIT_PRODUCER_ID.lowest, INIT_PRODUCER_ID.highest + 1))
+def test_a_producer_id_has_an_epoch(version: int) -> None:
+    assert new_producer_id(answer(INIT_PRODUCER_ID, version, error=0, producer_id=7, epoch=0)) == (7, 0)
+    with pytest.raises(BrokerError, match="CLUSTER_AUTHORIZATION_FAILED"):
+        new_producer_id(answer(INIT_PRODUCER_ID, version, error=31, producer_id=-1, epoch=-1))
+    for missing in ({"producer_id": -1, "epoch": 0}, {"producer_id": 7, "epoch": -1}):
+        with pytest.raises(IncompleteResponseError, match="producer id is missing"):
+            new_producer_id(answer(INIT_PRODUCER_ID, version, error=0, **missing))
 
 
 # The cluster ----------------------------------------------------------------------------------

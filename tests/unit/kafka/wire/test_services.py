@@ -5,6 +5,7 @@ import pytest
 from aioshard.errors import ConnectError
 from aioshard.kafka.fetcher import Fetcher
 from aioshard.kafka.offsets import READ_COMMITTED, log_ranges
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.kafka.wire.requests import (
     ALL,
     CONSUMER_GROUP_DESCRIBE,
@@ -12,13 +13,15 @@ from aioshard.kafka.wire.requests import (
     HEARTBEAT,
     JOIN_GROUP,
     METADATA,
+    PRODUCE,
     SYNC_GROUP,
 )
 from aioshard.kafka.wire.start import connect
-from aioshard.ports import Allowance, FetchedBatch
+from aioshard.ports import Allowance, FetchedBatch, Message
 from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_cluster import ModelCluster
+from tests.unit.kafka.producing import Broker, scenario
 from tests.unit.kafka.wire.services import EVENT_HUBS, USABLE, Ranges
 
 ORDERS = TopicPartition("orders", 0)
@@ -77,6 +80,18 @@ def test_records_are_read(ranges: Ranges) -> None:
             await model.close()
 
     run_on_network(live)
+
+
+@each_usable
+def test_messages_are_published(ranges: Ranges) -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        assert await producer.publish(Message("orders", b"0")) == 0
+        assert await producer.publish(Message("orders", b"1")) == 1
+        assert broker.log() == [b"0", b"1"]
+        sent = broker.model.brokers[1].received(PRODUCE)[-1]
+        assert sent.version == min(PRODUCE.highest, ranges["Produce"][1])
+
+    scenario(test, prepare=lambda model: offer(model, ranges))
 
 
 def test_a_service_with_the_metadata_of_kafka_1_is_refused_with_the_reason() -> None:

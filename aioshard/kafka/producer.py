@@ -1,7 +1,7 @@
-"""The producer port on aiokafka's connections.
+"""The producer port on our own client.
 
-aiokafka's own producer does not fit: after a broker has refused a batch, its partition accepts nothing more, and a
-batch that nobody waits for is retried forever.
+aiokafka's producer does not fit: after a broker has refused a batch, its partition accepts nothing more, and a batch
+that nobody waits for is retried forever.
 """
 
 import asyncio
@@ -18,11 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aiokafka import codec
-from aiokafka import errors as kafka
-from aiokafka.client import AIOKafkaClient
 from aiokafka.partitioner import murmur2
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard.errors import (
@@ -32,11 +28,16 @@ from aioshard.errors import (
     SettingsError,
     TransportError,
 )
-from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, cause_of, produced, raise_for, reason, throttled
-from aioshard.kafka.aiokafka.client import BareClient
-from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected
-from aioshard.kafka.aiokafka.options import client_options
-from aioshard.kafka.errors import missing_topic, nothing_acknowledged, publish_error
+from aioshard.kafka.errors import TOPIC_DENIED, missing_topic, nothing_acknowledged, publish_error
+from aioshard.kafka.wire.cluster import Cluster
+from aioshard.kafka.wire.codes import error_for
+from aioshard.kafka.wire.connection import CLOSE_GRACE
+from aioshard.kafka.wire.errors import BrokerError, UnsupportedVersionError, WireError
+from aioshard.kafka.wire.metadata import Broker
+from aioshard.kafka.wire.pool import Purpose
+from aioshard.kafka.wire.requests import INIT_PRODUCER_ID, PRODUCE
+from aioshard.kafka.wire.responses import Answers, named_leaders, new_producer_id, stored_offsets
+from aioshard.kafka.wire.start import connect, new_cluster
 from aioshard.ports import RECORD_OVERHEAD, UNKNOWN_OFFSET, Message, record_size
 from aioshard.records import TOPIC_NAME, TopicPartition, by_topic
 from aioshard.serde.payloads import unwritable
@@ -44,7 +45,7 @@ from aioshard.settings import Settings
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 
-logger = logging.getLogger("aioshard.kafka.aiokafka.producer")
+logger = logging.getLogger("aioshard.kafka.producer")
 
 _CODECS: Mapping[Compression, int] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 _HAS_CODEC: Mapping[Compression, Callable[[], bool]] = {
@@ -71,6 +72,10 @@ _QUIET = 5.0
 """Seconds that a message may wait before `trouble` reports it."""
 _TOPIC_TIMEOUT = 5.0
 """Seconds to wait until an unknown topic or partition appears: a broker may not have heard of it yet."""
+_NO_ID = -1
+_NO_EPOCH = -1
+_TRANSACTION_TIMEOUT_MS = 60_000
+"""Part of the request; brokers ignore it without a transactional id."""
 _REMEMBERED_KEYS = 10_000
 
 _THROTTLED = "brokers delay this client, because it exceeds its produce quota: publish less, or raise the quota"
@@ -123,15 +128,21 @@ _FINAL = frozenset({17, 32, 43, 44, 76, 87})
 """Error codes that the same message will get again."""
 
 
-def _verdict(error: kafka.KafkaError | None) -> _Verdict:
+class _NotSentError(WireError):
+    """The connection to the broker was not opened, so nothing was sent."""
+
+
+def _verdict(error: WireError | None) -> _Verdict:
     """Return what an error says about a batch. A code that no one has listed proves nothing: it is in doubt."""
     if error is None:
         return _Verdict.STORED
-    if isinstance(error, kafka.NodeNotReadyError):
-        return _Verdict.AGAIN  # there is no connection, so nothing was sent
-    if isinstance(error, kafka.IncompatibleBrokerVersion):
+    if isinstance(error, _NotSentError):
+        return _Verdict.AGAIN
+    if isinstance(error, UnsupportedVersionError):
         return _Verdict.REFUSED  # by the client, which has not sent it
-    known = _VERDICTS.get(getattr(error, "errno", 0))
+    if not isinstance(error, BrokerError):
+        return _Verdict.IN_DOUBT  # the broker did not answer, or left the batch out
+    known = _VERDICTS.get(error.code)
     if known is not None:
         return known
     return _Verdict.IN_DOUBT if error.retriable else _Verdict.SUSPECT
@@ -270,7 +281,7 @@ class _Partition:
             self.sequence = 0
         return self.identity[0]
 
-    def apply(self, offset: int, error: kafka.KafkaError | None) -> None:
+    def apply(self, offset: int, error: WireError | None) -> None:
         """Act on the answer to the batch; the batch stays if it must be sent again."""
         batch = self.batch
         assert batch is not None  # noqa: S101 - it was sent
@@ -289,7 +300,7 @@ class _Partition:
                 self.batch = None
                 self._give_up(batch, verdict, error)
 
-    def _give_up(self, batch: _Batch, verdict: _Verdict, error: kafka.KafkaError) -> None:
+    def _give_up(self, batch: _Batch, verdict: _Verdict, error: WireError) -> None:
         """Fail the messages of a batch that the broker does not take, or put them back."""
         if batch.is_in_doubt:
             # 1. Perhaps an earlier attempt has stored it. Only its callers may send it again; its numbers are spent.
@@ -358,8 +369,9 @@ class KafkaProducer:
             )
         self._settings = settings
         self._codec = _CODECS[compression]
-        self._options = client_options(settings, request_timeout=_REQUEST_TIMEOUT)
-        self._client: BareClient | None = None
+        new_cluster(settings)
+        self._cluster: Cluster | None = None
+        """Connected; None before the first message, and after it was lost."""
         self._closed = False
         self._identity: tuple[int, int] | None = None
         """Producer id and its first epoch; None while a new one is needed."""
@@ -373,6 +385,8 @@ class KafkaProducer:
         """The partitions whose batch must be sent again."""
         self._missing: dict[str, float] = {}
         """When the brokers first reported that a topic does not exist."""
+        self._looked_up_at = 0.0
+        """When a broker last answered a look-up of the topics of all messages, by `time.monotonic`."""
         self._counts: dict[str, int] = {}
         """Number of partitions by topic, as last used."""
         self._shrunk: dict[str, float] = {}
@@ -387,6 +401,8 @@ class KafkaProducer:
         self._recovering = False
         self._recover_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        """These close the connections of clients that were dropped."""
 
     @property
     def trouble(self) -> str | None:
@@ -399,7 +415,7 @@ class KafkaProducer:
             f"messages not acknowledged by the brokers: {len(waiting)}; the oldest, for topic "
             f"{oldest.message.topic!r}, has waited {waited:.0f} s"
         )
-        if self._client is None or not is_connected(self._client):
+        if self._cluster is None or not self._cluster.is_connected:
             return f"{text}; no connection to a broker of {self._settings.bootstrap_servers} is open"
         if self._throttled:
             return f"{text}; {_THROTTLED}"
@@ -456,9 +472,12 @@ class KafkaProducer:
         """See `Producer.close`; takes at most 2 s."""
         self._closed = True
         self._fail_all(_closed_error())
-        await end_tasks(self._tasks)
-        if self._client is not None:
-            await self._client.tear_down()
+        for task in self._tasks:
+            task.cancel()
+        self._drop_cluster()
+        ending = {*self._tasks, *self._closing}
+        if ending:
+            await asyncio.wait(ending, timeout=2 * CLOSE_GRACE)
 
     def _schedule(self) -> None:
         """Send soon: messages published in the same iteration of the event loop share a batch."""
@@ -473,33 +492,42 @@ class KafkaProducer:
         self._scheduled = False
         if self._closed:
             return
-        client = self._client if self._client is not None and self._client.lost is None else None
-        recover = self._has_unassigned(client) or bool(self._held)
+        cluster = self._usable
+        recover = self._has_unassigned(cluster) or bool(self._held)
         ready: dict[int, list[_Partition]] = {}
         for partition in [partition for partition in self._pending if not partition.is_busy]:
             partition.drop_given_up()
             if partition.is_empty:
                 del self._pending[partition]
                 continue
-            leader = self._leader(client, partition)
+            leader = self._leader(cluster, partition)
             if leader is None:
                 recover = True
             elif leader not in self._requests:
                 ready.setdefault(leader, []).append(partition)
-        if client is not None and self._identity is not None:
+        if cluster is not None and self._identity is not None:
             for node, partitions in ready.items():
                 if chosen := self._fill_request(partitions, self._identity):
                     self._requests.add(node)
-                    self._start(self._request(client, node, chosen))
+                    self._start(self._request(cluster, node, chosen))
         if recover and not self._recovering:
             self._recovering = True
             self._start(self._recover())
 
-    def _leader(self, client: BareClient | None, partition: _Partition) -> int | None:
+    @property
+    def _usable(self) -> Cluster | None:
+        """The client; None if there is none, or it was lost."""
+        cluster = self._cluster
+        return None if cluster is None or cluster.failure is not None else cluster
+
+    def _leader(self, cluster: Cluster | None, partition: _Partition) -> int | None:
         """Return the broker to send a partition to; None while something is missing for that."""
         if partition.needs_new_id and partition.identity is self._identity:
             self._identity = None
-        return None if client is None or self._identity is None else client.leader(partition.name)
+        if cluster is None or self._identity is None:
+            return None
+        known = cluster.metadata.partition(partition.name)
+        return None if known is None else known.leader
 
     def _fill_request(self, partitions: Iterable[_Partition], identity: tuple[int, int]) -> list[_Partition]:
         """Choose the partitions whose batches one request has room for."""
@@ -520,23 +548,23 @@ class KafkaProducer:
             self._pending[partition] = None
         return chosen
 
-    def _has_unassigned(self, client: BareClient | None) -> bool:
+    def _has_unassigned(self, cluster: Cluster | None) -> bool:
         """Move messages to the queues of their partitions; return whether some have no partition yet."""
         for topic, calls in list(self._topics.items()):
-            if client is not None:
-                self._assign_partitions(client, topic, calls)
+            if cluster is not None:
+                self._assign_partitions(cluster, topic, calls)
             _drop_given_up(calls)
             if not calls:
                 del self._topics[topic]
         return bool(self._topics)
 
-    def _count_partitions(self, client: BareClient, topic: str) -> int:
+    def _count_partitions(self, cluster: Cluster, topic: str) -> int:
         """Return the number of partitions of a topic; 0 while it is unknown.
 
         A broker that lags behind may report fewer than there are. They must not be used before that is certain: keys
         would change their partitions.
         """
-        count = client.partition_count(topic)
+        count = len(cluster.metadata.partitions(topic))
         if count < self._counts.get(topic, 0):
             now = time.monotonic()
             if now < self._shrunk.setdefault(topic, now) + _TOPIC_TIMEOUT:
@@ -545,9 +573,9 @@ class KafkaProducer:
         self._counts[topic] = count
         return count
 
-    def _assign_partitions(self, client: BareClient, topic: str, calls: deque[_Call]) -> None:
+    def _assign_partitions(self, cluster: Cluster, topic: str, calls: deque[_Call]) -> None:
         """Move messages of a topic to the queues of their partitions, except those whose partition is unknown."""
-        count = self._count_partitions(client, topic)
+        count = self._count_partitions(cluster, topic)
         if not count:
             return
         led: Sequence[int] = ()
@@ -561,10 +589,10 @@ class KafkaProducer:
                     if key is not None:
                         number = _hash(key) % count
                     else:
-                        led = led or sorted(client.cluster.available_partitions_for_topic(topic) or range(count))
+                        led = led or _led_partitions(cluster, topic) or range(count)
                         number = led[next(self._round_robin[topic]) % len(led)]
                 elif not 0 <= number < count:
-                    if client.updated_at < call.since + _TOPIC_TIMEOUT:
+                    if self._looked_up_at < call.since + _TOPIC_TIMEOUT:
                         unknown.append(call)  # it may be new
                     else:
                         call.fail(_no_partition(call.message, count))
@@ -578,35 +606,31 @@ class KafkaProducer:
             self._pending[partition] = None
         calls.extend(unknown)
 
-    async def _request(self, client: BareClient, node: int, partitions: Collection[_Partition]) -> None:
+    async def _request(self, cluster: Cluster, node: int, partitions: Collection[_Partition]) -> None:
         """Send the batches of these partitions in one request; hold those that must be sent again."""
         batches = {partition.name: partition.batch.data for partition in partitions if partition.batch is not None}
-        results: dict[TopicPartition, tuple[int, kafka.KafkaError | None]] = {}
-        failure: kafka.KafkaError = IncompleteAnswerError("a batch is missing in the response")
         pause = 0.0
+        moved: Collection[TopicPartition] = ()
+        answers: Answers[int]
         try:
-            request = ProduceRequest(
-                None,
-                -1,
-                round(_REQUEST_TIMEOUT * 1000),
-                by_topic(batches, lambda name: (name.partition, batches[name])),
-            )
-            response = await client.send(node, request)
-            results = produced(response)
-            pause = throttled(response)
-        except kafka.KafkaError as error:
-            logger.debug("a request to broker %d failed: %s", node, reason(error))
-            failure = error
+            response = await _produce(cluster, node, batches)
+            pause = max(response.throttle_ms, 0) / 1000
+            answers = stored_offsets(response, batches)
+            moved = _learn_leaders(cluster, response)
+        except WireError as error:
+            logger.debug("a request to broker %d failed: %s", node, error)
+            answers = Answers({}, dict.fromkeys(batches, error))
         finally:
             self._requests.discard(node)
         for partition in partitions:
-            partition.apply(*results.get(partition.name, (UNKNOWN_OFFSET, failure)))
-            if partition.batch is None:
+            name = partition.name
+            partition.apply(answers.values.get(name, UNKNOWN_OFFSET), answers.errors.get(name))
+            if partition.batch is None or name in moved:  # it is sent to the new leader immediately
                 partition.is_busy = False
             else:
                 self._held.append(partition)
         if pause:
-            # The broker reads nothing from us for so long. A request would only time out.
+            # The broker reads nothing from us for so long. A message that is given up meanwhile must not be sent.
             self._requests.add(node)
             self._throttled.add(node)
             asyncio.get_running_loop().call_later(pause, self._resume, node)
@@ -625,48 +649,83 @@ class KafkaProducer:
         self._recover_at = loop.time() + _PAUSE
         held, self._held = self._held, []
         try:
-            if self._client is None or self._client.lost is not None:
-                self._drop_client()
-                self._client = await connected(
-                    self._settings, self._options, lambda options: BareClient(options, creates_topics=True)
-                )
+            cluster = await self._connected()
             if self._identity is None:
-                self._identity = await producer_identity(self._client)
-            await self._look_up(self._client)
+                await self._identify(cluster)
+            await self._look_up(cluster)
         except TransportError as error:
             self._fail_all(error)
-        except kafka.KafkaError as error:
-            if not error.retriable:
-                for call in self._unacknowledged():
-                    call.fail(publish_error(cause_of(error), call.message.topic))
+        except SettingsError as error:
+            self._fail_all(TransportError(str(error)))
+        except WireError as error:
+            logger.debug("messages wait for the brokers: %s", error)
         finally:
             self._recovering = False
             for partition in held:
                 partition.is_busy = False
         self._schedule()
 
-    async def _look_up(self, client: BareClient) -> None:
-        """Look up the topics of all messages; fail those of missing topics."""
+    async def _connected(self) -> Cluster:
+        """Return a client that is connected; connect a new one if there is none, or it was lost.
+
+        Raises:
+            TransportError: No broker could be reached, or it did not accept us.
+            SettingsError: A file with certificates or keys is no longer what it was at the start.
+        """
+        if self._usable is None:
+            self._drop_cluster()
+        if self._cluster is None:
+            self._cluster = await connect(self._settings)
+        return self._cluster
+
+    async def _identify(self, cluster: Cluster) -> None:
+        """Get a new producer id; fail all messages if the brokers refuse it.
+
+        Raises:
+            WireError: No broker answered, or the answer has an error.
+        """
+        try:
+            self._identity = await _new_identity(cluster)
+        except (BrokerError, UnsupportedVersionError) as error:
+            if not error.retriable:
+                for call in self._unacknowledged():
+                    call.fail(publish_error(error.cause, call.message.topic))
+            raise
+
+    async def _look_up(self, cluster: Cluster) -> None:
+        """Look up the topics of all messages; fail those of missing topics.
+
+        Raises:
+            WireError: No broker answered.
+        """
         self._refuse_names()
         topics = {*self._topics, *(partition.name.topic for partition in self._pending)}
-        if not await client.look_up(*topics):
-            return
+        await cluster.look_up(topics, create=True)
         now = time.monotonic()
+        self._looked_up_at = now
+        denied = cluster.metadata.denied
+        missing = cluster.metadata.missing
         for topic in topics:
-            if not client.partition_count(topic):
-                if client.may_not_see(topic):
-                    error = publish_error(cause_of(kafka.TopicAuthorizationFailedError(topic)), topic)
-                elif now > self._missing.setdefault(topic, now) + _TOPIC_TIMEOUT:
-                    error = missing_topic(topic, _TOPIC_TIMEOUT)
-                else:
-                    continue
-                client.forget(topic)
-                self._counts.pop(topic, None)
-                self._shrunk.pop(topic, None)
-                for call in self._unacknowledged():
-                    if call.message.topic == topic:
-                        call.fail(error)
-            self._missing.pop(topic, None)
+            if topic in denied:
+                error: TransportError = publish_error(error_for(TOPIC_DENIED, topic).cause, topic)
+            elif cluster.metadata.partitions(topic) and topic not in missing:
+                self._missing.pop(topic, None)
+                continue
+            elif now > self._missing.setdefault(topic, now) + _TOPIC_TIMEOUT:
+                error = missing_topic(topic, _TOPIC_TIMEOUT)
+            else:
+                continue
+            self._forget(cluster, topic)
+            for call in self._unacknowledged():
+                if call.message.topic == topic:
+                    call.fail(error)
+
+    def _forget(self, cluster: Cluster, topic: str) -> None:
+        """Know nothing of a topic any more; the numbers of its partitions stay."""
+        cluster.forget(topic)
+        self._missing.pop(topic, None)
+        self._counts.pop(topic, None)
+        self._shrunk.pop(topic, None)
 
     def _refuse_names(self) -> None:
         """Fail the messages for topics that no look-up can name; it would fail for all topics."""
@@ -687,17 +746,19 @@ class KafkaProducer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail_all(ClientLostError(f"the Kafka producer ended by itself ({reason(error)})"))
-            self._drop_client()
+            self._fail_all(ClientLostError(f"the Kafka producer ended by itself ({_reason(error)})"))
+            self._drop_cluster()
             # Requests that are still in flight know the old partitions only.
             self._partitions = {name: partition.successor() for name, partition in self._partitions.items()}
             self._pending.clear()
             self._held.clear()
 
-    def _drop_client(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            self._start(client.tear_down())
+    def _drop_cluster(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            closing = asyncio.create_task(cluster.close(), name="close connections to brokers")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def _unacknowledged(self) -> list[_Call]:
         calls = [*itertools.chain(*self._topics.values())]
@@ -722,15 +783,56 @@ class KafkaProducer:
                 f"a message for topic {message.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
                 "were: check that its partition has a leader and enough replicas in sync"
             )
-        self._drop_client()  # The next one starts over with the bootstrap addresses.
+        self._drop_cluster()  # The next one starts over with the bootstrap addresses.
         return nothing_acknowledged(self._settings.bootstrap_servers, _PATIENCE)
 
 
-async def producer_identity(client: AIOKafkaClient) -> tuple[int, int]:
-    """Request a new producer id and its epoch."""
-    response = await client.send(client.get_random_node(), InitProducerIdRequest(None, 60_000))
-    raise_for(response.error_code)
-    return response.producer_id, response.producer_epoch
+async def _produce(cluster: Cluster, node: int, batches: Mapping[TopicPartition, bytes]) -> Any:
+    """Send batches to a broker in one request, and return the response.
+
+    Raises:
+        _NotSentError: The connection to the broker was not opened.
+        UnsupportedVersionError: The broker speaks no version of the request that we speak.
+        WireError: The broker did not answer; it may have stored the batches.
+    """
+    try:
+        await cluster.connect_to(node, purpose=Purpose.PRODUCE)
+    except WireError as error:
+        raise _NotSentError(str(error)) from error
+    parts = by_topic(batches, lambda name: {"partition": name.partition, "records": batches[name]})
+    request = PRODUCE(
+        transactional_id=None,
+        acks=-1,
+        timeout_ms=round(_REQUEST_TIMEOUT * 1000),
+        topics=[{"topic": topic, "partitions": partitions} for topic, partitions in parts],
+    )
+    return await cluster.ask(node, request, purpose=Purpose.PRODUCE, timeout=_REQUEST_TIMEOUT)
+
+
+def _learn_leaders(cluster: Cluster, response: Any) -> set[TopicPartition]:
+    """Accept the leaders that a broker names beside errors; return the partitions whose leader is news."""
+    for endpoint in response.endpoints or ():
+        cluster.learn_broker(Broker(*endpoint))
+    leaders = named_leaders(response)
+    return {name for name, leader in leaders.items() if cluster.metadata.learn_leader(name, leader)}
+
+
+def _led_partitions(cluster: Cluster, topic: str) -> list[int]:
+    """Return the partitions of a topic that have a leader."""
+    partitions = cluster.metadata.partitions(topic)
+    return sorted(number for number, known in partitions.items() if known.leader is not None)
+
+
+async def _new_identity(cluster: Cluster) -> tuple[int, int]:
+    """Request a new producer id and its epoch; any broker issues them.
+
+    Raises:
+        WireError: No broker answered, or the answer has an error.
+    """
+    request = INIT_PRODUCER_ID(
+        transactional_id=None, timeout_ms=_TRANSACTION_TIMEOUT_MS, producer_id=_NO_ID, epoch=_NO_EPOCH
+    )
+    return new_producer_id(await cluster.ask_any(request))
 
 
 def _drop_given_up(calls: deque[_Call]) -> None:
@@ -742,7 +844,7 @@ def _closed_error() -> ClientLostError:
     return ClientLostError("the Kafka producer is closed")
 
 
-def _refused(error: kafka.KafkaError, message: Message, *, is_in_doubt: bool = False) -> TransportError:
+def _refused(error: WireError, message: Message, *, is_in_doubt: bool = False) -> TransportError:
     """Return the error of a message that a broker does not take.
 
     Args:
@@ -751,14 +853,14 @@ def _refused(error: kafka.KafkaError, message: Message, *, is_in_doubt: bool = F
         is_in_doubt: Whether an earlier attempt may have stored it. The error is then retriable, as for any message
             whose fate is unknown.
     """
-    code = getattr(error, "errno", None)
+    code = error.code
     if code in _TOO_LARGE:
         refused: TransportError = MessageTooLargeError(
             f"a message of {_size(message)} bytes is too large for topic {message.topic!r}: raise max.message.bytes of "
             "the topic, or publish smaller messages"
         )
     else:
-        refused = publish_error(cause_of(error), message.topic)
+        refused = publish_error(error.cause, message.topic)
         if not isinstance(refused, AuthorizationError):
             refused.retriable = code not in _FINAL
     if is_in_doubt:
@@ -767,8 +869,13 @@ def _refused(error: kafka.KafkaError, message: Message, *, is_in_doubt: bool = F
 
 
 def _not_encoded(message: Message, error: Exception | None = None) -> TransportError:
-    why = unwritable(message) or (f"it cannot be encoded ({reason(error)})" if error else "it cannot be encoded")
+    why = unwritable(message) or (f"it cannot be encoded ({_reason(error)})" if error else "it cannot be encoded")
     return TransportError(f"a message for topic {message.topic!r} was not published: {why}", retriable=False)
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's text without the final full stop, or its class name if it has no text."""
+    return str(error).strip().rstrip(".") or type(error).__name__
 
 
 def _no_partition(message: Message, count: int) -> TransportError:
