@@ -242,7 +242,7 @@ class Statistics:
     catch_up_seconds: float | None = None
     """Seconds until the last partition has caught up, if lags shrink as in the last minute; None if one does not."""
     heartbeat_age: float | None = None
-    """Seconds since the last heartbeat that was answered; None without a session, or if the event loop sends none."""
+    """Seconds since the last heartbeat that was answered; None without a session, and with confluent."""
     commit_durations: HistogramCounts | None = None
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None

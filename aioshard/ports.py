@@ -172,7 +172,7 @@ class Transport(Protocol):
 
     @property
     def last_heartbeat(self) -> float | None:
-        """Loop time of the last answered heartbeat; None without a session, or if the event loop sends none."""
+        """Loop time of the last answered heartbeat; None without a session, or if the client does not tell."""
 
     @property
     def trouble(self) -> str | None:

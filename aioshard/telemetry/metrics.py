@@ -150,7 +150,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_heartbeat_age_seconds": MetricInfo(
         "gauge",
-        "Time since the last answered heartbeat; absent if a thread of the client sends them (`confluent`).",
+        "Time since the last answered heartbeat; absent with `confluent`.",
         attrgetter("heartbeat_age"),
     ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(
