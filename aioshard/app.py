@@ -76,6 +76,9 @@ logger = logging.getLogger("aioshard.app")
 T = TypeVar("T")
 Resources = Callable[["App[Any]"], AbstractAsyncContextManager[State]]
 
+_RUN_AHEAD = 0.005
+"""Seconds for which workers of a backfill may run ahead: no heartbeat waits for them. Each turn of the event loop also
+polls the client, which costs as much as ten quick records."""
 _ANSWER_TIMEOUT = 10.0
 
 
@@ -553,6 +556,7 @@ class App(Router, Generic[State]):
                 rebalanced=None if self._journal is None else self._journal.rebalanced,
                 exactly_once=exactly_once,
                 awaits_topics=not replay,
+                run_ahead=_RUN_AHEAD if replay else 0.0,
                 processes=self._processes,
             )
             await self._start_engine(self._engine, replay=replay)

@@ -137,29 +137,6 @@ class Handler(NamedTuple):
         """The same handler, with *wrap* around each of its attempts."""
         return self._replace(call=None, invoke=wrap(self.attempt))
 
-    def timed(self, clock: Callable[[], float]) -> "Handler":
-        """The same handler, with attempts that store their times and their result in the delivery."""
-        clock, is_batch = precise(clock), self.batch is not None
-
-        def wrap(attempt: Attempt) -> Attempt:
-            async def run(argument: Any) -> object:
-                began = clock()
-                result: object = None
-                try:
-                    result = await attempt(argument)
-                finally:
-                    times = (began, clock(), result)
-                    if is_batch:
-                        for delivery in argument.deliveries:
-                            delivery.run = times
-                    else:
-                        argument.run = times
-                return result
-
-            return run
-
-        return self.through(wrap)
-
     def takes(self, topic: str) -> bool:
         """Whether the handler takes the records of *topic*."""
         return is_subscribed(topic, self.topics, self.pattern)
@@ -171,7 +148,8 @@ Adapt = Callable[[Handler], Handler]
 Completed = Callable[[Delivery], None]
 """Called with each complete delivery; its `outcome`, `run`, `failures` and `failure` say how it ended.
 
-Runs in the event loop for each record, so it must be quick. It must neither raise nor keep the delivery.
+Runs in the event loop for each record, so it must be quick. It must neither raise nor keep the delivery, unless it
+drops it before the engine takes more records in: the buffer no longer counts its memory.
 """
 
 Observe = Callable[[Handler], Completed]
@@ -203,6 +181,8 @@ class Resources(NamedTuple):
     """Whether messages become visible with the completions of one epoch."""
     observe: Observe | None = None
     """Observes how deliveries end; None if nobody does."""
+    run_ahead: float = 0.0
+    """Seconds for which workers may run ahead without yielding to the event loop; see `Worker`."""
 
 
 class ActiveHandler:
@@ -213,8 +193,6 @@ class ActiveHandler:
 
     def __init__(self, spec: Handler, resources: Resources) -> None:
         """Create the parts; nothing runs before `start`."""
-        if resources.observe is not None:
-            spec = spec.timed(resources.clock)
         self.spec = spec
         self._resources = resources
         self.pace = None if spec.rate_limit is None else Pace(spec.rate_limit, resources.clock)
@@ -236,6 +214,8 @@ class ActiveHandler:
                 timeout=spec.timeout,
                 divert=None if self.parking is None else self.parking.divert,
                 read=spec.read,
+                is_observed=resources.observe is not None,
+                run_ahead=resources.run_ahead,
             )
             for number, shards in enumerate(self.shards * (spec.concurrency if spec.shards is None else 1))
         ]

@@ -88,6 +88,7 @@ class Engine:
         rebalanced: Rebalanced | None = None,
         exactly_once: bool = False,
         awaits_topics: bool = True,
+        run_ahead: float = 0.0,
         processes: "Processes | None" = None,
     ) -> None:
         """Make an engine; nothing runs yet.
@@ -103,6 +104,7 @@ class Engine:
             exactly_once: Whether commits are transactions with the messages of completed records.
             awaits_topics: Whether the start waits for topics of the handlers that do not exist; a backfill reads only
                 some of them.
+            run_ahead: Seconds for which workers may run ahead without yielding to the event loop; see `Worker`.
             processes: Worker processes of the handlers, whose trouble is reported with the engine's.
         """
         self.group_id = group_id
@@ -145,6 +147,7 @@ class Engine:
                 clock=clock,
                 exactly_once=exactly_once,
                 observe=observe,
+                run_ahead=run_ahead,
             ),
         )
         self.pauses = Pauses(self.handlers)

@@ -110,6 +110,8 @@ class Worker(ABC):
         timeout: float | None = None,
         divert: Divert | None = None,
         read: Callable[[Record], Any] | None = None,
+        is_observed: bool = False,
+        run_ahead: float = 0.0,
     ) -> None:
         """Create a worker; start `run` as its `task`.
 
@@ -124,6 +126,8 @@ class Worker(ABC):
             timeout: Seconds that an attempt may take; checked from outside through `overdue`.
             divert: Inspects each delivery first; None if nothing can be diverted before it has failed.
             read: Converts a record of a batch before the attempt, and raises if it cannot; None without conversion.
+            is_observed: Whether to store the times and the result of each attempt in its deliveries.
+            run_ahead: Seconds for which it may run ahead after `RUN_AHEAD` records, without yielding to the event loop.
         """
         self.name = name
         self.delivery: Delivery | None = None
@@ -143,6 +147,8 @@ class Worker(ABC):
         self._invoke = invoke
         self._call = call
         self._read = read
+        self._is_observed = is_observed
+        self._run_ahead = run_ahead
         self.failures = failures
         self._clock = clock
         self._divert = divert
@@ -286,7 +292,7 @@ class Worker(ABC):
             head.raise_refusal()
             # 3. It is an attempt of the handler.
             if recovery is None:
-                self.running = running = self._attempt(batch)
+                self.running = running = self._observe(batch) if self._is_observed else self._attempt(batch)
                 returned = await running
                 if returned is not None:
                     refuse_awaitable(returned, AWAIT_IT)
@@ -305,6 +311,18 @@ class Worker(ABC):
         else:
             head.outcome = outcome
         self._ended(batch, (), outcome)
+
+    async def _observe(self, batch: DeliveryBatch) -> object:
+        """Run the handler for a batch; store the times and the result in its deliveries, however it ends."""
+        began = self._clock()
+        result: object = None
+        try:
+            result = await self._attempt(batch)
+        finally:
+            run = (began, self._clock(), result)
+            for delivery in batch.deliveries:
+                delivery.run = run
+        return result
 
     def _start(self, batch: DeliveryBatch) -> None:
         """Record that the deliveries of a batch start."""
@@ -476,11 +494,13 @@ class RecordWorker(Worker):
         clock = self._clock
         divert = self._divert
         lease = self.lease
+        is_observed = self._is_observed
         take = shards.take
         next_after = shards.next_after
         times = self._times
         cancelling = self.task.cancelling
         ahead = 0
+        yielded = clock()
         due = AT_ONCE
         epoch: Epoch | None = None
         delivery = take()
@@ -551,6 +571,8 @@ class RecordWorker(Worker):
                 if self.asked:
                     raise self._refused()  # noqa: TRY301 - as in `_run`
             except BaseException as error:  # noqa: BLE001 - _handle_error tells cancellation and exit apart
+                if is_observed:
+                    delivery.run = (now, clock(), None)
                 due = times.cut(now)
                 self._handle_error(DeliveryBatch.of_one(delivery), error)
                 delivery = take()
@@ -559,6 +581,8 @@ class RecordWorker(Worker):
                 self._clear_handler_cancellations()
             self.delivery = None
             self.running = None
+            if is_observed:  # as `_observe` does, without another coroutine per record
+                delivery.run = (now, clock(), returned)
             if epoch.complete(delivery):
                 epoch.counts.processed += 1
             # 5. It has succeeded, and the worker may continue, with the same shard first.
@@ -566,11 +590,16 @@ class RecordWorker(Worker):
             if ahead < RUN_AHEAD:
                 delivery = next_after(delivery)
                 continue
-            # 6. The same, but heartbeats and other tasks have waited long enough.
             ahead = 0
+            now = clock()
+            if now - yielded < self._run_ahead:
+                delivery = next_after(delivery)
+                continue
+            # 6. The same, but heartbeats and other tasks have waited long enough.
             shards.release(delivery)
-            due = times.close(epoch, self.started, clock())
+            due = times.close(epoch, self.started, now)
             await self._yield_to_loop()
+            yielded = clock()
             delivery = take()
 
     def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:

@@ -65,8 +65,8 @@ RAW_COLUMNS = from_arrow_schema(RAW)
 _SPLIT_TASKS = 8
 """Number of tasks for records without order, if no option sets it."""
 _TASKS_PER_SLOT = 4
-"""Maximum tasks per slot, if no option sets their number. A task costs as much as ten thousand quick records, but with
-more tasks, a slow one delays the end less."""
+"""Maximum tasks per slot, if there are several and no option sets their number. A task costs as much as ten thousand
+quick records, but with more tasks, a slow one delays the end less. A single slot has nothing to balance."""
 _DEFAULTS = {"start": "earliest", "end": "latest"}
 """Values of the options `start` and `end` that do not name offsets."""
 
@@ -237,7 +237,7 @@ def _tasks(options: Mapping[str, str]) -> int | None:
     tasks = _number(options, "tasks")
     slots = _number(options, "slots")
     if tasks is None and slots is not None:
-        return _TASKS_PER_SLOT * slots
+        return _TASKS_PER_SLOT * slots if slots > 1 else 1
     return tasks
 
 

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import functools
 import gc
-import math
 import queue
 import threading
 import time
@@ -46,10 +45,11 @@ from aioshard.ports import (
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import as_text
 from aioshard.settings import Settings
+from aioshard.spark.outcomes import Outcomes
 from aioshard.spark.plans import DEAD_LETTER
-from aioshard.spark.rows import outcome_batch, raw_batch
+from aioshard.spark.rows import raw_batch
 from aioshard.spark.work import Work, check_handlers
-from aioshard.telemetry.outcome_rows import OutcomeRows, Trouble
+from aioshard.telemetry.outcome_rows import Trouble
 
 T = TypeVar("T")
 
@@ -83,6 +83,9 @@ _ROWS = 5_000
 """Rows of one Arrow batch."""
 _BATCHES = 6
 """Batches that may wait for Spark; beyond that, reading pauses."""
+_HAND_OVER = 0.005
+"""Seconds for which the event loop is blocked while Spark's thread writes a batch. Arrow writes each buffer of it by
+a call into Python. If handlers never wait, each call would wait that long for the interpreter lock."""
 _CHECK_INTERVAL = 0.1
 """Seconds between checks for halted or stuck handlers."""
 _SHORT_INTERVAL = 0.01
@@ -140,10 +143,13 @@ class _Task:
         self._awaits_more = awaits_more
         self._work = work
         self._make_transport = make_transport
-        self._rows = OutcomeRows(self._flush, _ROWS, max_bytes=math.inf, keep_failed=True)
+        # Read once, so that intervals do not change.
+        ahead = time.time() - worker_loop().time()
+        self._outcomes = Outcomes(self._hand_over, _ROWS, ahead)
         self._ready: queue.SimpleQueue[pa.RecordBatch | None] = queue.SimpleQueue()
+        self._written = threading.Event()
+        """Set by Spark's thread when it has written a batch."""
         self._ended = threading.Event()
-        self._ahead = time.time() - worker_loop().time()  # read once, so that intervals do not change
 
     def run(self) -> Iterator[pa.RecordBatch]:
         """Yield rows until the end."""
@@ -151,6 +157,7 @@ class _Task:
         try:
             while (batch := self._take()) is not None:
                 yield batch
+                self._written.set()
             running.result()
         finally:
             running.cancel()
@@ -177,9 +184,11 @@ class _Task:
                     f"{self._app.explain().strip()}"
                 )
 
-    def _flush(self) -> None:
-        # In Spark's thread, each call into Arrow would contend with the event loop for the interpreter lock.
-        self._ready.put(outcome_batch(self._rows.take()[0], self._ahead))
+    def _hand_over(self, batch: pa.RecordBatch) -> None:
+        """Pass rows to Spark's thread, and let it write them."""
+        self._written.clear()
+        self._ready.put(batch)
+        self._written.wait(_HAND_OVER)
 
     def _is_full(self) -> bool:
         """Return whether Spark has fallen behind."""
@@ -191,21 +200,22 @@ class _Task:
         try:
             try:
                 async with app.started(
-                    lambda: _Paced(self._make_transport(app), self._is_full),
+                    lambda: _Paced(self._make_transport(app), self._is_full, self._outcomes.collect),
                     (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
                     adapt=functools.partial(_adapted, self._work, self._work.concurrency_of(app.handlers)),
-                    observe=self._rows.observe,
+                    observe=self._outcomes.observe,
                     replay=True,
                 ):
                     engine = app.running_engine()
                     obstacles = await self._until_done(engine)
                     for delivery, trouble in obstacles:
-                        self._rows.add(engine.handlers.of(delivery.epoch.topic_partition.topic).spec, delivery, trouble)
+                        self._outcomes.add(
+                            engine.handlers.of(delivery.epoch.topic_partition.topic).spec, delivery, trouble
+                        )
             except NotDrainedError:
                 if not obstacles:
                     raise
-            if len(self._rows):
-                self._flush()
+            self._outcomes.finish()
             if obstacles and not self._work.halted_rows:
                 raise HaltedError(
                     f"{delivery!r} (key {delivery.record.key!r}, {trouble.error_type}: {trouble.error})"
@@ -224,8 +234,9 @@ class _Task:
                 await caught_up(engine, _SHORT_INTERVAL)
                 return ()
             now = time.monotonic()
-            if len(self._rows) != rows or self._is_full() or self._awaits_more(engine):
-                rows = len(self._rows)
+            self._outcomes.collect()
+            if self._outcomes.count != rows or self._is_full() or self._awaits_more(engine):
+                rows = self._outcomes.count
                 progress_at = now
             # Records after a halted one would be repeated together with it, so continuing gains nothing.
             obstacles: Sequence[_Obstacle] = [_halted(delivery) for delivery in halted_of(engine)]
@@ -255,11 +266,16 @@ class _Task:
 
 
 class _Paced:
-    """Wraps a client so that it delivers nothing while Spark has fallen behind."""
+    """Wraps a client so that it delivers nothing while Spark has fallen behind.
 
-    def __init__(self, transport: Transport, is_full: Callable[[], bool]) -> None:
+    Outcomes are collected before records are taken in: the records of both never take more memory than those that the
+    engine may buffer.
+    """
+
+    def __init__(self, transport: Transport, is_full: Callable[[], bool], collect: Callable[[], None]) -> None:
         self._transport = transport
         self._is_full = is_full
+        self._collect = collect
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -269,7 +285,12 @@ class _Paced:
         if self._is_full():
             await asyncio.sleep(min(timeout, _SHORT_INTERVAL))
             return ()
-        return await self._transport.poll(allowance, timeout)
+
+        def collected(topic_partition: TopicPartition) -> Allowance:
+            self._collect()
+            return allowance(topic_partition)
+
+        return await self._transport.poll(collected, timeout)
 
 
 def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:

@@ -1,6 +1,5 @@
 """One row per completed record, as the journal and Spark write it: collected in the event loop, converted to Arrow."""
 
-import functools
 import logging
 import math
 import types
@@ -197,19 +196,19 @@ def outcome_columns(flat: Sequence[Any], ahead: float) -> dict[str, pa.Array]:
     shards = hashes(shard_keys) if has_one_handler and first.shards is None else _shards(specs, shard_keys)
     durations = [ended - began for began, ended in zip(begins, ends, strict=True)]
     return {
-        "topic": _column(topics, pa.string(), count),
-        "partition": _column(partitions, pa.int32(), count),
+        "topic": column(topics, pa.string(), count),
+        "partition": column(partitions, pa.int32(), count),
         "offset": pa.array(offsets, pa.int64()),
-        "handler": _column(names, pa.string(), count),
-        "status": _column([outcome.status for outcome in outcomes], pa.string(), count),
-        "attempts": _column(attempts, pa.int32(), count),
-        "error_type": _column([outcome.error_type for outcome in outcomes], pa.string(), count),
-        "error": _column([outcome.error for outcome in outcomes], pa.string(), count),
-        "started": _times([began + ahead for began in begins]),
-        "duration": _times(durations),
+        "handler": column(names, pa.string(), count),
+        "status": column([outcome.status for outcome in outcomes], pa.string(), count),
+        "attempts": column(attempts, pa.int32(), count),
+        "error_type": column([outcome.error_type for outcome in outcomes], pa.string(), count),
+        "error": column([outcome.error for outcome in outcomes], pa.string(), count),
+        "started": times([began + ahead for began in begins]),
+        "duration": times(durations),
         "shard": shards,
         "key": pa.array(keys, pa.binary()),
-        "result": _column(results, pa.binary(), count),
+        "result": column(results, pa.binary(), count),
     }
 
 
@@ -229,27 +228,44 @@ def columns_of(flat: Sequence[Any]) -> list[Sequence[Any]]:
 
 def hashes(keys: Sequence[ShardKey]) -> pa.Array:
     """Return the hashes of record keys or shard keys; null without a key."""
-    return pa.array(map(_hash, keys), pa.int64(), size=len(keys))
+    try:
+        found: list[int | None] = list(map(_known_hashes.__getitem__, keys))
+    except Exception:  # noqa: BLE001 - the user's own methods may raise anything: only those keys have no hash
+        found = [_hash(key) for key in keys]
+    if len(_known_hashes) > _MOST_HASHES:
+        _known_hashes.clear()
+    return pa.array(found, pa.int64())
 
 
-def _column(values: Sequence[object], kind: pa.DataType, count: int) -> pa.Array:
+def column(values: Sequence[object], kind: pa.DataType, count: int) -> pa.Array:
     """Create an array, with a fast path for equal values, which are the usual case."""
     if values.count(values[0]) == len(values):
         return pa.repeat(pa.scalar(values[0], kind), count)
     return pa.array(values, kind)
 
 
-def _times(moments: Iterable[float]) -> pa.Array:
+def times(moments: Iterable[float]) -> pa.Array:
     """Create an array, with null for missing times."""
     return pa.array(moments, pa.float64(), from_pandas=True)
+
+
+class _Hashes(dict[ShardKey, int | None]):
+    """The hashes of keys; a new key is hashed when it is looked up."""
+
+    def __missing__(self, key: ShardKey) -> int | None:
+        found = key_hash(key)
+        self[key] = found
+        return found
+
+
+_known_hashes = _Hashes()
+_MOST_HASHES = 10_000
+"""Known hashes after which all are forgotten."""
 
 
 def _hash(key: ShardKey) -> int | None:
     """Return the hash of a record key or shard key; None without a key, or if the user's own key cannot be hashed."""
     try:
-        return _cached_hash(key)
-    except Exception:  # noqa: BLE001 - the user's own methods may raise anything, also those that a cache calls
+        return _known_hashes[key]
+    except Exception:  # noqa: BLE001 - the user's own methods may raise anything, also those that a dictionary calls
         return None
-
-
-_cached_hash = functools.lru_cache(10_000)(key_hash)

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,7 +28,10 @@ QUICK, SLOW = 0.000_5, 0.030_000
 class Bench:
     """Workers on a clock that is stopped unless a handler moves it."""
 
-    def __init__(self, durations: list[float], *, fails: Callable[[int], bool] = lambda _: False) -> None:
+    def __init__(
+        self, durations: list[float], *, fails: Callable[[int], bool] = lambda _: False, **options: Any
+    ) -> None:
+        self.options = options
         self.now = 100.0
         self.durations = durations
         self.fails = fails
@@ -70,6 +74,7 @@ class Bench:
             failures=failures,
             lease=endless_lease(),
             clock=self.clock,
+            **self.options,
         )
         await self.shards.put(self.deliveries)
         worker.task = serving = asyncio.create_task(worker.run())
@@ -123,6 +128,41 @@ async def test_other_tasks_run_at_a_yield_do_not_count_as_run_time() -> None:
     await bench.run()
     meddling.cancel()
     check(bench.counts.durations.counts(), durations)
+
+
+async def test_an_observed_attempt_stores_its_times_however_it_ends() -> None:
+    durations = [0.25, 0.5, 1.0]
+    bench = Bench(durations, fails=lambda offset: offset == 1, is_observed=True)
+    await bench.run()
+    times = [(100.0, 100.25, None), (100.25, 100.75, None), (100.75, 101.75, None)]
+    assert [delivery.run for delivery in bench.deliveries] == times
+
+
+async def test_an_attempt_that_nobody_observes_stores_nothing() -> None:
+    bench = Bench([QUICK, QUICK], fails=lambda offset: offset == 1)
+    await bench.run()
+    assert not any(hasattr(delivery, "run") for delivery in bench.deliveries)
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "duration", "turns"),
+    [(0.0, 0.000_01, 7), (0.005, 0.000_01, 1), (0.005, 0.000_02, 3), (0.005, SLOW, 7)],
+    ids=["an app", "quick", "less quick", "slow"],
+)
+async def test_a_backfill_yields_only_after_a_while(run_ahead: float, duration: float, turns: int) -> None:
+    bench = Bench([duration] * 1_000, run_ahead=run_ahead)
+    before: list[int] = []
+
+    async def look() -> None:
+        while True:
+            before.append(bench.attempts)
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    await bench.run()
+    looking.cancel()
+    assert len({attempts for attempts in before if 0 < attempts < 1_000}) == turns
+    check(bench.counts.durations.counts(), [duration] * 1_000)
 
 
 async def test_sampled_waits_represent_the_unsampled_records() -> None:

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import pytest
 from aioshard import App
 from aioshard.errors import HaltedError, PlanError, StuckError
 from aioshard.kafka.memory.transport import InMemoryTransport
-from aioshard.ports import Transport
+from aioshard.ports import NOTHING, Allowance, AllowanceOf, FetchedBatch, Transport
 from aioshard.records import TopicPartition
 from aioshard.spark.rows import OUTCOMES
-from aioshard.spark.task import run_handlers
+from aioshard.spark.task import _Paced, run_handlers
 from aioshard.spark.work import Work
 from aioshard.testing import InMemoryBroker
 
@@ -270,6 +270,48 @@ async def handle(record: Record) -> None:
     assert first.num_rows + sum(batch.num_rows for batch in rows) == 60_000
 
 
+def test_the_event_loop_is_blocked_while_spark_writes_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshard.spark.task._HAND_OVER", 30.0)
+    task = make(
+        """
+@app.consume("orders")
+async def handle(record: Record) -> None:
+    seen.append(record.offset)
+""",
+        records=20_000,
+    )
+    rows = task.run()
+    began = time.monotonic()
+    written = 0
+    for _ in range(2):
+        written += next(rows).num_rows
+        before = len(task.module.seen)
+        time.sleep(0.2)  # what is looked for is that nothing happens
+        assert len(task.module.seen) == before < 20_000
+
+    assert written + sum(batch.num_rows for batch in rows) == 20_000
+    assert time.monotonic() - began < 30.0  # it continues as soon as Spark asks for more
+
+
+async def test_rows_are_collected_before_records_are_taken_in() -> None:
+    calls: list[str] = []
+
+    class Client:
+        async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch]:
+            assert timeout == 1.0
+            allowance(TopicPartition("orders", 0))
+            return ()
+
+    def allowance(_: TopicPartition) -> Allowance:
+        calls.append("allowance")
+        return NOTHING
+
+    client: Any = Client()
+    await _Paced(client, lambda: False, lambda: calls.append("collect")).poll(allowance, 1.0)
+
+    assert calls == ["collect", "allowance"]
+
+
 def _until_at_rest(seen: list[int]) -> int:
     """Count the records that ran, once none runs any longer."""
     before = -1
@@ -305,7 +347,7 @@ async def handle(record):
 
     with monkeypatch.context() as patched:
         patched.setattr("aioshard.spark.task._ROWS", rows)
-        patched.setattr("aioshard.spark.task.outcome_batch", refuse)
+        patched.setattr("aioshard.spark.outcomes.ProcessedRows.take", refuse)
         with pytest.raises(pa.ArrowCapacityError):
             make(handler).rows()
     assert len(make(handler).rows()) == 20  # the loop serves the next one

@@ -54,8 +54,8 @@ def test_the_data_source_is_found_by_name_and_names_missing_options() -> None:
     assert "format('aioshard') needs the option plan" in done.stderr
 
 
-@pytest.mark.parametrize(("slots", "tasks"), [(None, 9), (1, 4), (2, 8), (3, 9)])
-async def test_there_are_four_tasks_per_slot_or_one_per_partition(
+@pytest.mark.parametrize(("slots", "tasks"), [(None, 9), (1, 1), (2, 8), (3, 9)])
+async def test_several_slots_get_four_tasks_each_and_a_single_one_gets_one(
     kafka: SharedKafka,
     topic: str,
     group: str,
