@@ -503,30 +503,32 @@ class Rebalance:
         assignment = frozenset(name for name in self._assignment if name.topic not in self.unhandled)
         membership = self._assigned_under
         while True:
+            # 1. Nobody opens partitions during a pause of the membership. If it has ended, this task is cancelled soon.
+            if not self._is_ours(membership):
+                await asyncio.sleep(_RETRY_DELAY)
+                continue
             try:
-                if not self._is_ours(membership):
-                    return
                 self.unresolved = await self._open_assigned(assignment, membership)
             except (AioshardError, TimeoutError) as error:
-                # 1. No retry can help.
+                # 2. No retry can help.
                 if not _may_pass(error):
                     self._lifecycle.fail(error)
                     return
-                # 2. The brokers did not answer, or refused a request.
+                # 3. The brokers did not answer, or refused a request.
                 self.lookups_refused = isinstance(error, TransportError) and not error.retriable
                 why = str(error) or self._transport.hang or "the brokers do not answer"
                 self.unresolved = {name: why for name in assignment if not self._is_open(name)}
                 delay = _RETRY_DELAY
             else:
-                # 3. The membership has ended: the next assignment opens the partitions.
+                # 4. The membership has paused or ended meanwhile.
                 if not self._is_ours(membership):
-                    return
+                    continue
                 self._is_opened = True
                 self._note_opened()
-                # 4. All are open.
+                # 5. All are open.
                 if not self.unresolved:
                     return
-                # 5. All are open except those whose leader is away, and those of a topic that is denied.
+                # 6. All are open except those whose leader is away, and those of a topic that is denied.
                 delay = _LEADER_DELAY
             await asyncio.sleep(delay)
 

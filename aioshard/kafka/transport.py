@@ -153,7 +153,7 @@ class KafkaTransport(ABC):
     @property
     def slow_join(self) -> str | None:
         """See `Transport.slow_join`."""
-        if not self._joining_with or self._closed or self._membership != NOT_A_MEMBER:
+        if not self._joining_with or self._closed or self.membership() != NOT_A_MEMBER:
             return None
         return _still_joining(self._group_id, self._joining_with, self._session)
 
@@ -366,7 +366,7 @@ class KafkaTransport(ABC):
         was_outside = True  # the first join begins now
         while True:
             await asyncio.sleep(self._settings.heartbeat_interval)  # members that answer rejoin within it
-            is_outside = self._membership == NOT_A_MEMBER
+            is_outside = self.membership() == NOT_A_MEMBER
             self._joining_with = await self._look_up_others() if is_outside and was_outside else ()
             was_outside = is_outside
 

@@ -85,3 +85,33 @@ def test_an_assignment_with_a_lapsed_membership_does_not_settle() -> None:
             await until(lambda: len(handled) == 5)
 
     run(live())
+
+
+def test_partitions_open_after_a_pause_of_the_membership() -> None:
+    """A classic member pauses while a rebalance lasts for too long; when nothing has changed for it, nobody says so."""
+    handled: list[int] = []
+
+    async def live() -> None:
+        broker = InMemoryBroker(clock=lambda: 0.0)
+        broker.create_topic("orders", 1)
+        for _ in range(5):
+            broker.publish("orders", b"")
+        app = App("group", auto_offset_reset="earliest", start_timeout=None)
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            handled.append(record.offset)
+
+        transport = Lapsing(broker, "group", latency=lambda operation: TAKES if operation == "committed" else 0.0)
+        async with app.started(lambda: transport):
+            engine = engine_of(app)
+            await until(lambda: engine.rebalance._opening)
+            transport.lapsed = True
+            await asyncio.sleep(3 * TAKES)
+            assert handled == []
+
+            transport.lapsed = False
+            await asyncio.wait_for(engine.rebalance.opened.wait(), 30)
+            await until(lambda: len(handled) == 5)
+
+    run(live())

@@ -47,6 +47,7 @@ class HandlerSnapshot:
         self._show_keys = engine.settings.show_keys
         client = engine.client.transport
         self._is_ours = client is None or client.owned_for > 0.0
+        self._slow_join = None if client is None else client.slow_join
         self._workers: dict[Delivery, Worker] = {}
         self.runs: dict[Worker, Delivery] = {}
         """The busy workers, each with the first delivery that it runs."""
@@ -185,13 +186,18 @@ class HandlerSnapshot:
             why = "paused" if epoch.gate is Gate.PAUSED else "being revoked, or is not confirmed yet"
             return Cause("held", None, f"may not start: its partition is {why}")
         if not self._is_ours:
-            return Cause(
-                "held",
-                None,
-                "may not start: another member may own its partition by now, as far as this process knows",
-                "check that the brokers answer: it starts once the group has confirmed that it is still ours",
-            )
+            return self._not_ours()
         return self._in_line(delivery)
+
+    def _not_ours(self) -> Cause:
+        """Why nothing starts at all."""
+        if self._slow_join is not None:
+            why = "the group rebalances for so long that another member may own its partition"
+            advice = f"look at the members that have not joined yet: {self._slow_join}"
+        else:
+            why = "another member may own its partition by now, as far as this process knows"
+            advice = "check that the brokers answer: it starts once the group has confirmed that it is still ours"
+        return Cause("held", None, f"may not start: {why}", advice)
 
     # Running
 

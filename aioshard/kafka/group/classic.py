@@ -619,6 +619,7 @@ class ClassicMember:
         """
         wanted = frozenset(partition for partition in target if partition.topic in self._topics)
         gone = self._holdings.owned - target
+        self._holdings.postpone(self._session.removal)
         is_complete = wanted == target or bool(wanted - self._holdings.owned)
         self._state = _State.STABLE
         if self._claimed - target:

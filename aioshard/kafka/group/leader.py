@@ -117,9 +117,11 @@ class Leader:
         return None
 
     def _report(self, plan: Plan, partitions: Mapping[str, Collection[int]], now: float) -> None:
+        denied = self._cluster.metadata.denied
         absent = [topic for topic, numbers in partitions.items() if not numbers]
         if absent:
-            logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(absent))
+            hidden = " to this user, who may not DESCRIBE all of them" if denied.intersection(absent) else ""
+            logger.warning("no partitions of %s were assigned: the brokers report none%s", ", ".join(absent), hidden)
         if plan.withheld:
             logger.warning(
                 "%d partitions of a lost member stay unassigned for %.3g s, until a replacement joins: %s",

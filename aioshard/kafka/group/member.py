@@ -286,6 +286,11 @@ class Holdings:
             self._has_assignment = True
             self._events.append(Assigned(self.ownership.life, gained, self.ownership))
 
+    def postpone(self, deadline: float) -> None:
+        """Accept that everything that is being revoked may take until *deadline*: the group waits longer by now."""
+        self._revoking.update((partition, max(deadline, until)) for partition, until in self._revoking.items())
+        self._replace()
+
     def await_assignment(self) -> None:
         """Report the next assignment also if it brings nothing: it replaces what an eager member has released."""
         self._has_assignment = False

@@ -16,7 +16,7 @@ import anyio
 
 from aioshard.errors import ClientLostError, CommitRefusedError, InstanceIdTakenError, TransportError
 from aioshard.kafka.consumer import ConsumerTransport
-from aioshard.kafka.errors import Cause, commit_error, named
+from aioshard.kafka.errors import TOPIC_DENIED, Cause, commit_error, named, request_error
 from aioshard.kafka.group.assignors import GroupAssignor
 from aioshard.kafka.group.classic import ClassicEvent, ClassicMember, Elected
 from aioshard.kafka.group.classic_driver import ClassicDriver, ClassicProtocol
@@ -155,7 +155,7 @@ class MemberTransport(ConsumerTransport):
             return ChosenProtocol(chosen, "group_protocol is set")
         if given:
             return ChosenProtocol("classic", f"only this protocol has {' and '.join(given)}")
-        return ChosenProtocol("consumer", "the brokers and the group accept it")
+        return ChosenProtocol("consumer", "no setting asks for the classic one")
 
     def _become_member(self, protocol: ChosenProtocol) -> None:
         logger.info("group %r: group_protocol=%r, because %s", self._group_id, *protocol)
@@ -169,7 +169,9 @@ class MemberTransport(ConsumerTransport):
         await self._member().close(_LEAVE_TIMEOUT, "the group has another protocol")
         if not self._closed:
             self._troubled = None
-            reason = f"the group accepts no members of the other protocol ({_text_of(refused)})"
+            is_unknown = refused.code == Code.UNSUPPORTED_VERSION
+            what = "the brokers do not have the other one" if is_unknown else "the group does not accept the other one"
+            reason = f"{what} ({_text_of(refused)})"
             self._become_member(ChosenProtocol("classic", reason))
 
     def _consumer_driver(self) -> ConsumerDriver:
@@ -281,6 +283,10 @@ class MemberTransport(ConsumerTransport):
         assigned = {partition.topic for partition in self._fetcher.partitions}
         watched = frozenset[str]() if self._driver is None else self._driver.watched
         self._cluster.follow_only(topics | assigned | watched)
+        try:
+            await self._cluster.look_up(topics)
+        except WireError as error:
+            raise request_error(error.cause, "describe the topics", self._group_id) from error
         return topics - self._cluster.metadata.denied
 
     def _member(self) -> ClassicDriver | ConsumerDriver:
@@ -373,6 +379,8 @@ class MemberTransport(ConsumerTransport):
                 self._lose(event)
             case Troubled():
                 self._troubled = event
+                if event.code == TOPIC_DENIED:
+                    self._subscription_changed.set()  # the group hears nothing of us until we leave that topic out
             case Recovered():
                 self._troubled = None
             case Refused() if self._settings.group_protocol == "auto" and self._member().protocol == "consumer":

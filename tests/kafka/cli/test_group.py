@@ -114,7 +114,7 @@ async def test_a_group_without_members_is_shown_with_its_stored_metadata(world: 
 
 
 async def test_members_are_shown_with_their_partitions(world: World) -> None:
-    async with world.app(group_instance_id="left-hand", client_id="billing-1"):
+    async with world.app(group_instance_id="left-hand", client_id="billing-1", group_protocol="classic"):
         (member,) = (await world.json("show"))["members"]
         output = (await world.run("show")).output
 
@@ -368,7 +368,7 @@ async def test_a_live_member_gets_the_times_of_its_group(world: World) -> None:
 
 
 async def test_times_of_a_classic_group_are_said_to_have_no_effect(world: World) -> None:
-    async with world.app():
+    async with world.app(group_protocol="classic"):
         ended = await world.run("configure", "--session-timeout", "30")
         assert "They have no effect yet: the group uses the classic protocol" in ended.output
         assert (await world.json("configure"))["protocol"] == "classic"

@@ -66,6 +66,8 @@ def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:
         "fetch_max_wait": 0.05,
         "start_timeout": 20,
     }
+    if overrides.get("group_protocol") == "consumer":  # there, both belong to the group; the brokers' are short too
+        del quick["heartbeat_interval"], quick["session_timeout"]
     return App(group, **(quick | overrides))
 
 

@@ -18,6 +18,8 @@ from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import PLAIN_USER, Credentials
 
 SECRET = "a-very-secret-word"
+SESSION = 6.0
+"""Seconds: that of the tests' brokers for the consumer protocol."""
 
 
 @pytest.fixture
@@ -239,14 +241,18 @@ async def test_a_topic_forbidden_while_running_is_reported_until_allowed_again(
     assert ledger.duplicates == []
 
 
+PROTOCOLS = pytest.mark.parametrize("protocol", ["classic", "consumer"])
+
+
+@PROTOCOLS
 @pytest.mark.parametrize("operation", [AclOperation.READ, AclOperation.ALL], ids=["read", "all"])
 async def test_a_topic_forbidden_while_running_stops_no_other(
-    kafka: SharedKafka, topic: str, group: str, user: Credentials, operation: AclOperation
+    kafka: SharedKafka, topic: str, group: str, user: Credentials, operation: AclOperation, protocol: str
 ) -> None:
     """Also not for a new client, which joins while it is forbidden."""
     forbidden = f"{topic}-forbidden"
     await allow(kafka, user, "group", group)
-    app, ledger = _guarded(kafka, group, user), Ledger()
+    app, ledger = _guarded(kafka, group, user, group_protocol=protocol), Ledger()
     for name in (topic, forbidden):
         await kafka.create_topic(name, partitions=2)
         await allow(kafka, user, "topic", name)
@@ -267,6 +273,30 @@ async def test_a_topic_forbidden_while_running_stops_no_other(
         await permit(kafka, user, forbidden)
         await _read(kafka, group, ledger, topic, forbidden)
         await until(lambda: app.statistics().trouble is None and not _pauses(app), app.explain)
+    assert ledger.duplicates == []
+
+
+@PROTOCOLS
+async def test_a_forbidden_topic_that_is_subscribed_while_running_stops_no_other(
+    kafka: SharedKafka, topic: str, group: str, user: Credentials, protocol: str
+) -> None:
+    """Brokers refuse each heartbeat that names it under the consumer protocol."""
+    forbidden = f"{topic}-forbidden"
+    await allow(kafka, user, "group", group)
+    await allow(kafka, user, "topic", topic)
+    for name in (topic, forbidden):
+        await kafka.create_topic(name, partitions=2)
+    app, ledger = _guarded(kafka, group, user, group_protocol=protocol), Ledger()
+    app.consume(topic)(ledger.handle)
+    async with app:
+        await _read(kafka, group, ledger, topic)
+        began = asyncio.get_running_loop().time()
+        app.subscribe("handle", forbidden)
+        while asyncio.get_running_loop().time() - began < 1.5 * SESSION:
+            await _read(kafka, group, ledger, topic)
+        assert repr(forbidden) in app.explain()
+        await allow(kafka, user, "topic", forbidden)
+        await _read(kafka, group, ledger, topic, forbidden)
     assert ledger.duplicates == []
 
 

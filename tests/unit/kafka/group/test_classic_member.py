@@ -622,6 +622,26 @@ def test_what_is_released_during_a_join_is_committed_under_the_generation_that_t
     assert talk.claims(1) == (orders(0, 1), 5)
 
 
+def test_a_release_that_began_during_a_join_gets_the_time_of_the_new_generation() -> None:
+    talk = Talk(topics=["orders", "refunds"])
+    talk.accept(4)
+    refund = TopicPartition("refunds", 0)
+    talk.answer(talk.request(SyncRequest), Synced(0, orders(0) | {refund}))
+    talk.beat(27)
+    join = talk.request(JoinRequest)
+    for _ in range(int(REBALANCE / INTERVAL) - 2):
+        talk.beat(27)
+    talk.member.subscribe(["orders"], talk.now)
+    early = only(talk.member.take_events(), Revoked).deadline
+    talk.answer(join, Joined(0, "me", 5, "incremental", "other"))
+    talk.answer(talk.request(SyncRequest), Synced(0, orders(0) | {refund}))
+
+    assert talk.member.ownership.alive_until > early
+    while talk.now <= early:
+        talk.beat()
+    assert talk.owned == orders(0) | {refund}
+
+
 def test_the_same_subscription_again_changes_nothing() -> None:
     talk = Talk().settle(0)
 

@@ -34,6 +34,7 @@ class Metadata:
         self.version = 0
         self.known: dict[str, int] = {}
         self.missing: frozenset[str] = frozenset()
+        self.denied: frozenset[str] = frozenset()
 
     @property
     def topics(self) -> Collection[str]:

@@ -421,12 +421,12 @@ class Choosing(Alone):
 @pytest.mark.parametrize(
     ("settings", "name", "reason"),
     [
-        ({}, "consumer", "accept"),
+        ({}, "consumer", "no setting"),
         ({"session_timeout": 45}, "classic", "session_timeout"),
         ({"heartbeat_interval": 3, "assignor": "fair"}, "classic", "assignor and heartbeat_interval"),
-        ({"reassignment_delay": 0, "balance_interval": 0}, "consumer", "accept"),
+        ({"reassignment_delay": 0, "balance_interval": 0}, "consumer", "no setting"),
         ({"reassignment_delay": 5}, "classic", "reassignment_delay"),
-        ({"assignor": None}, "consumer", "accept"),
+        ({"assignor": None}, "consumer", "no setting"),
     ],
 )
 async def test_settings_of_the_classic_protocol_choose_it(settings: dict[str, Any], name: str, reason: str) -> None:
@@ -512,6 +512,44 @@ async def test_trouble_names_a_topic_that_no_broker_names_after_a_while() -> Non
     assert transport.trouble == text
     await transport.close()
     assert transport._unnamed_trouble is None
+
+
+async def test_a_topic_that_this_user_may_not_see_is_left_out_before_the_group_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Brokers refuse the whole heartbeat of a member that names one."""
+    transport = Alone()
+    transport._topics = frozenset({"orders", "secret"})
+
+    async def look_up(topics: Collection[str]) -> None:
+        assert topics == transport._topics
+        transport._cluster.metadata._denied.add("secret")
+
+    monkeypatch.setattr(transport._cluster, "look_up", look_up)
+    assert await transport._wanted_topics() == {"orders"}
+    await transport.close()
+
+
+async def test_topics_are_looked_up_again_when_the_group_refuses_one() -> None:
+    """The right to see it was withdrawn."""
+    transport = Alone()
+    await transport.tell(Troubled(81, ""))
+    assert not transport._subscription_changed.is_set()
+    await transport.tell(Troubled(29, ""))
+    assert transport._subscription_changed.is_set()
+    await transport.close()
+
+
+async def test_a_member_that_is_paused_names_those_that_it_waits_for() -> None:
+    transport = Alone("classic")
+    await transport.assign()
+    transport._joining_with = [GroupMember("late", "aioshard", "/127.0.0.1", None)]
+    texts = [transport.slow_join]
+    transport.driver.now = 10.0
+    texts.append(transport.slow_join)
+    assert texts[0] is None
+    assert "late" in str(texts[1])
+    await transport.close()
 
 
 class Wanting(Alone):
