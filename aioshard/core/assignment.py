@@ -563,6 +563,13 @@ class DelayedReassignment:
         )
         return missing
 
+    def expect(self, previous: Collection[TopicPartition]) -> None:
+        """Name the partitions of the latest assignment that the group has received: others count as new.
+
+        An assignment that was computed may never have reached the group.
+        """
+        self._previous = frozenset(previous)
+
     def forget(self, previous: Collection[TopicPartition] | None = None) -> None:
         """Begin anew, because another member has led since, or a predecessor.
 

@@ -109,9 +109,12 @@ class GroupAssignor:
             backlogs: The uncommitted records of partitions, where they are known. They count for more than what
                 members report.
         """
+        before = _partitions(election.before)
         if election.generation != self._generation + 1:  # another member has led the group since, or nobody
-            self._delayed.forget(_partitions(election.before))
+            self._delayed.forget(before)
             self._moving = {}
+        elif before is not None:
+            self._delayed.expect(before)
         self._generation = election.generation
         subscriptions = election.members
         known = {topic: sorted(numbers) for topic, numbers in partitions.items() if numbers}

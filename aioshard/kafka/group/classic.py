@@ -215,7 +215,7 @@ class _Lead:
         self.assigned_from: Mapping[str, frozenset[int]] | None = None
         """The partitions that existed when we assigned them; None if another member leads."""
         self.before: Mapping[str, frozenset[int]] | None = None
-        """`assigned_from` until the next election."""
+        """The partitions in the latest assignment that the group has received from us; see `Elected.before`."""
         self.known: dict[str, frozenset[int]] = {}
         """The partitions of topics, as far as they were reported."""
         self.rejoin_at = math.inf
@@ -228,15 +228,13 @@ class _Lead:
         self.assigned_from = None
         self.rejoin_at = math.inf
 
-    def join(self) -> None:
-        """Give up the lead until the next election, and remember what was assigned."""
+    def confirm(self) -> None:
+        """Accept that the group has an assignment, from us or from another leader."""
         if self.assigned_from is not None:
             self.before = self.assigned_from
-        self.end()
 
     def elect(self, election: Elected) -> None:
         """Wait for an assignment."""
-        self.before = None
         self.election = election
         self.elections.append(election)
 
@@ -443,7 +441,7 @@ class ClassicMember:
         self._rejoin_reason = None
         self._claimed = self._holdings.owned
         self._was_described = self._instance_id is None
-        self._lead.join()
+        self._lead.end()
         if not self.is_incremental:
             self._holdings.await_assignment()
         return JoinRequest(
@@ -597,6 +595,7 @@ class ClassicMember:
             return
         self._recover(request.purpose)
         self._session.sync(sent)
+        self._lead.confirm()
         self._previous = answer.assignment, self._generation
         fits = all(partition.topic in self._topics for partition in answer.assignment)
         if not fits:

@@ -156,6 +156,19 @@ def test_what_a_predecessor_left_unassigned_is_assigned_at_once() -> None:
     assert sorted(number for assigned in numbers(plan).values() for number in assigned) == [0, 1, 2, 3]
 
 
+def test_partitions_of_an_assignment_that_never_reached_the_group_are_new_still() -> None:
+    """They are not those of a lost member, so nobody waits for its replacement."""
+    leader = GroupAssignor("sticky", delay=30.0)
+    had = {"orders": frozenset({0, 1})}
+    members = {"a": member("sticky", 0), "b": member("sticky", 1)}
+    leader.assign(Elected(5, "sticky", members), {"orders": range(2)}, 0.0)
+    leader.assign(Elected(6, "sticky", members, had), {"orders": range(4)}, 1.0)
+
+    plan = leader.assign(Elected(7, "sticky", members, had), {"orders": range(4)}, 2.0)
+
+    assert plan.withheld == frozenset()
+
+
 def test_the_leader_judges_whether_a_rebalance_would_pay() -> None:
     leader = GroupAssignor("cooperative-lag")
     assign(leader, 4, a=member("cooperative-lag", 0, 1), b=member("cooperative-lag", 2, 3))
