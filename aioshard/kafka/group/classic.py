@@ -1,8 +1,8 @@
 """A member of a classic group: JoinGroup, SyncGroup, Heartbeat and LeaveGroup.
 
 Invariants:
-    * The partitions that a join claims, and the generation with them, are those of `ownership`: what a rebalance did
-      not complete changes neither.
+    * A join claims the partitions of `ownership`, with the generation of the latest assignment that we received: what a
+      rebalance did not complete changes neither.
     * An answer counts only for the membership that its request named: the member id and the generation.
     * A loss is reported before the next join is sent, and that join claims nothing.
     * An incremental member joins again after each release, so that the group can assign what it released.
@@ -463,8 +463,6 @@ class ClassicMember:
         partitions, generation = self._previous
         if self.is_incremental:
             partitions = self._claimed
-        if self._claimed:
-            generation = self._holdings.ownership.epoch
         user_data = assignor.user_data(partitions, generation)
         return write_subscription(Subscription(self._topics, user_data, self._claimed, generation))
 
@@ -586,7 +584,9 @@ class ClassicMember:
     def _take_sync(self, request: SyncRequest, answer: Synced, sent: float, now: float) -> None:
         if answer.error == Code.REBALANCE_IN_PROGRESS:
             self._session.rebalance()
-            self._renew()
+            if self._holdings.is_member:
+                # The next join waits for what is being released, and the group accepts commits under this generation.
+                self._holdings.renew(self._generation, self._session.limit)
             self._state = _State.OUT
             self._due = now
             return
