@@ -9,7 +9,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import anyio
@@ -35,6 +35,7 @@ from aioshard.kafka.group.member import (
     Troubled,
 )
 from aioshard.kafka.offsets import Member
+from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.start import new_cluster
@@ -187,7 +188,7 @@ class MemberTransport(ConsumerTransport):
         )
         return ConsumerDriver(
             ConsumerProtocol(self._group_id, member),
-            lambda: new_cluster(settings),
+            self._cluster_of_thread(),
             self._on_event,
             rebalance_timeout=settings.rebalance_timeout,
         )
@@ -208,7 +209,7 @@ class MemberTransport(ConsumerTransport):
         )
         driver = ClassicDriver(
             ClassicProtocol(self._group_id, member),
-            lambda: new_cluster(settings),
+            self._cluster_of_thread(),
             self._on_event,
             rebalance_timeout=settings.rebalance_timeout,
         )
@@ -225,6 +226,19 @@ class MemberTransport(ConsumerTransport):
         self._begin(self._leader.run(), "leadership")
         self._begin(self._watch_joins(), "joins")
         return driver
+
+    def _cluster_of_thread(self) -> Callable[[], Cluster]:
+        """Return what makes the cluster of the thread. It begins with the brokers that we know: a server may hang."""
+        settings = self._settings
+        brokers = tuple(self._cluster.metadata.brokers.values())
+
+        def make() -> Cluster:
+            cluster = new_cluster(settings)
+            for broker in brokers:
+                cluster.learn_broker(broker)
+            return cluster
+
+        return make
 
     def _begin(self, work: Coroutine[Any, Any, None], purpose: str) -> None:
         """Begin a task without which the client does not work."""

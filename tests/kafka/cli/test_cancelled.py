@@ -57,13 +57,11 @@ async def serve(settings: Settings) -> int:
     return sum(handler.processed for handler in app.statistics().handlers)
 
 
-# A connection of aiokafka's start is left to the garbage collector when that start is cancelled.
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("make", [publish, demo._uncommitted, ask, read, pytest.param(serve, marks=pytest.mark.chaos)])
 def test_a_cancellation_is_never_lost(settings: Settings, make: Any) -> None:
-    """aiokafka's own `stop` and `close` take the cancellation of who awaits them for one of their own."""
+    """A client that is stopped must not take the cancellation of its caller for one of its own tasks."""
     swept = cancel_at_each_await(lambda: make(settings))
 
-    assert swept.awaits > 3
+    assert swept.awaits >= 3
     assert swept.lost == []
-    gc.collect()  # here, where it is ignored: a later test would be blamed for it
+    gc.collect()  # what is left open is reported here, and not by a later test
