@@ -35,6 +35,9 @@ def open_partitions(*, lose_after: int = PARTITIONS) -> list[int]:
                 opened.append(sum(partition.is_open for partition in rebalance.partitions))
                 if opened[-1] >= lose_after:
                     transport._membership = NOT_A_MEMBER
+                    await asyncio.sleep(60.0)
+                    opened.append(sum(partition.is_open for partition in rebalance.partitions))
+                    break
 
     run(live())
     return opened

@@ -264,8 +264,10 @@ class Node:
         connection = self.connections.get(request.purpose)
         replaced = connection is not None and connection.is_busy and request.purpose is Purpose.JOIN
         if connection is None or connection.is_closed or replaced or connection.broker != self.coordinator:
-            if connection is not None:
-                connection.is_closed = True
+            if connection is not None and request.purpose is Purpose.JOIN:
+                connection.is_closed = (
+                    True  # nobody waits for it; heartbeats at an earlier coordinator run into their time
+                )
             connection = self.connections[request.purpose] = Connection(self, self.coordinator)
         connection.send(request)
 
