@@ -11,7 +11,7 @@ FEW, MANY, MOST = 8, 512, 2_048
 KEYS_PER_PARTITION = 20
 BATCHES = {"120 KB": 120_000, "4 records": 540}
 """Maximum bytes of a batch. A producer fills a batch of a partition up to this size, or with all that it has."""
-MUSTS = {MANY: (1.3, 1.15), MOST: (2.0, 1.5)}
+MUSTS = {MANY: (1.1, 1.05), MOST: (1.3, 1.2)}
 """Must and aim of the CPU per record, times that with 8 partitions."""
 
 
