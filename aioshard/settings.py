@@ -370,7 +370,7 @@ class Settings(BaseSettings):
     own `cooperative-sticky`. None: the default of the client."""
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
     """How long the partitions of a member that left or died wait, unread, for its replacement. 0 assigns them to other
-    members immediately. For the assignors of aiokafka except `range`, `roundrobin` and `fair`."""
+    members immediately. For the assignors of the default client except `range`, `roundrobin` and `fair`."""
     balance_interval: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), "seconds"] = 0.0
     """How often the leader of the group compares the backlogs of the members. It requests a rebalance if two checks in
     a row find unequal backlogs that a rebalance would even out. 0 never checks. For `lag` and `cooperative-lag`."""
@@ -436,7 +436,7 @@ class Settings(BaseSettings):
     metadata_max_age: Seconds = 30.0
     """How often metadata is refreshed; new topics and partitions are found within this time."""
     fetch_max_wait: Annotated[float, Field(gt=0, le=30, allow_inf_nan=False), "seconds"] = 0.1
-    """How long a broker may hold a fetch that has no records to return; at most 30. Unless you set it, the aiokafka
+    """How long a broker may hold a fetch that has no records to return; at most 30. Unless you set it, the default
     client waits longer, up to 0.5 s, while hundreds of partitions are idle."""
     max_buffered_records: Annotated[int, Field(ge=1), "records"] = 10_000
     """Maximum number of incomplete records in memory, over all partitions of the process."""

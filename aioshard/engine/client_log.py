@@ -1,7 +1,7 @@
 """Repeated log lines of the Kafka clients: counted instead of written, wherever an app runs.
 
-Without its broker, aiokafka logs up to a hundred errors a second. A program that embeds an app configures its logging
-itself, so the limit has to be at the clients' loggers.
+Without its broker, a client library may log up to a hundred errors a second. A program that embeds an app configures
+its logging itself, so the limit has to be at the clients' loggers.
 """
 
 import contextlib

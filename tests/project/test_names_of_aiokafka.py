@@ -1,4 +1,4 @@
-"""What aioshard takes from aiokafka: public names only, each of which exists in the version that is installed."""
+"""The names that aioshard takes from aiokafka: public ones only, and each exists in the installed version."""
 
 import ast
 import importlib

@@ -613,8 +613,8 @@ class ClassicMember:
     def _reconcile(self, target: Partitions, now: float) -> None:
         """Take an assignment: what is new is ours, what is missing has to be released, then we join again.
 
-        What is new and not subscribed to any more is not taken. What we have of it is released under this generation:
-        the group accepts commits under no other one.
+        New partitions of topics that we do not subscribe to any more are not taken. Those that we have are released
+        under this generation: the group accepts commits under no other one.
         """
         wanted = frozenset(partition for partition in target if partition.topic in self._topics)
         gone = self._holdings.owned - target

@@ -60,7 +60,7 @@ _OVERTAKEN: Final = frozenset({Code.ILLEGAL_GENERATION, Code.REBALANCE_IN_PROGRE
 class MemberTransport(ConsumerTransport):
     """A member of a group, and the whole client of a manual assignment. A thread sends its heartbeats.
 
-    What differs between the protocols is in the drivers; see `GroupDriver`. In the classic protocol, a member may lead
+    The drivers hold the differences between the protocols; see `GroupDriver`. A member of the classic protocol may lead
     the group; see `Leader`.
 
     Changes of the assignment reach the engine one after another, in the order in which the group made them. A loss

@@ -32,7 +32,7 @@ def app_of(bootstrap: str, topic: str, group: str, **settings: Any) -> tuple[App
 
 
 async def protocol_of(bootstrap: str, group: str) -> str:
-    """What the brokers say."""
+    """Return the protocol of the group, as the brokers have it."""
     async with KafkaAdmin(Settings(bootstrap_servers=bootstrap)) as admin:
         return (await admin.group(group)).protocol
 

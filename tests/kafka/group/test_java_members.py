@@ -34,7 +34,7 @@ class JavaMember:
             )
 
     def lines(self, kind: str) -> list[str]:
-        """What it has said of one kind."""
+        """Return the lines of one kind that it has printed."""
         return [line.partition(" ")[2] for line in self._log.read_text().splitlines() if line.startswith(kind)]
 
     @property

@@ -29,7 +29,7 @@ class Member:
         self.generation = generation
 
     def subscribes(self, *topics: str) -> Subscription:
-        """What it says when it joins, as it arrives at the leader."""
+        """Return its subscription, as it arrives at the leader."""
         claims = self.owned if self.assignor.is_incremental else frozenset[TopicPartition]()
         data = self.assignor.user_data(self.owned, self.generation)
         return read_subscription(write_subscription(Subscription(frozenset(topics), data, claims, self.generation)))
@@ -37,7 +37,7 @@ class Member:
     def assign(
         self, partitions: dict[str, int], members: dict[str, Subscription], *, now: float = 0.0
     ) -> dict[str, list[int]]:
-        """What it assigns as the leader."""
+        """Return the partitions that it assigns as the leader."""
         self.elections += 1
         election = Elected(self.elections, self.assignor.name, members)
         known = {topic: range(count) for topic, count in partitions.items()}

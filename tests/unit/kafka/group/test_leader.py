@@ -28,7 +28,7 @@ ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
 class Metadata:
-    """What is known of topics."""
+    """The knowledge of topics."""
 
     def __init__(self) -> None:
         self.version = 0
