@@ -308,4 +308,42 @@ INIT_PRODUCER_ID = Api(
     response="throttle_ms:i4 error:i2 producer_id:i8 epoch:i2",
 )
 
+# Transactions -----------------------------------------------------------------------------
+
+ADD_PARTITIONS_TO_TXN = Api(
+    "AddPartitionsToTxn",
+    24,
+    (0, 3),  # from 4 on, for brokers only
+    flexible=3,
+    request="transactional_id:s producer_id:i8 epoch:i2 topics:[topic:s partitions:i4*]",
+    response="throttle_ms:i4 topics:[topic:s partitions:[partition:i4 error:i2]]",
+)
+ADD_OFFSETS_TO_TXN = Api(
+    "AddOffsetsToTxn",
+    25,
+    (0, 4),
+    flexible=3,
+    request="transactional_id:s producer_id:i8 epoch:i2 group:s",
+    response="throttle_ms:i4 error:i2",
+)
+TXN_OFFSET_COMMIT = Api(
+    "TxnOffsetCommit",
+    28,
+    (3, 5),  # from 5 on, it adds the group to the transaction
+    flexible=3,
+    request="""
+        transactional_id:s group:s producer_id:i8 epoch:i2 generation:i4 member:s instance:s
+        topics:[topic:s partitions:[partition:i4 offset:i8 leader_epoch:i4 metadata:s]]
+    """,
+    response="throttle_ms:i4 topics:[topic:s partitions:[partition:i4 error:i2]]",
+)
+END_TXN = Api(
+    "EndTxn",
+    26,
+    (0, 5),  # from 5 on, the producer has another epoch, or id, afterwards
+    flexible=3,
+    request="transactional_id:s producer_id:i8 epoch:i2 commit:bool",
+    response="throttle_ms:i4 error:i2 producer_id:i8@5+ epoch:i2@5+",
+)
+
 ALL: Final = tuple(api for api in list(globals().values()) if isinstance(api, Api))
