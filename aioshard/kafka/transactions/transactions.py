@@ -1,0 +1,631 @@
+"""Transactions on our own client: one at a time, over any number of clients of a process."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aioshard.errors import (
+    AuthorizationError,
+    ClientLostError,
+    CommitError,
+    MessagesRefusedError,
+    SettingsError,
+    TransactionalIdTakenError,
+    TransportError,
+)
+from aioshard.kafka.batches import Identity
+from aioshard.kafka.offsets import GroupOffsets, Member
+from aioshard.kafka.produce import REQUEST_BYTES, TOPIC_TIMEOUT, learn_leaders, produce
+from aioshard.kafka.transactions.answers import (
+    DENIED_ID,
+    ON_ADDING,
+    ON_COMMIT,
+    ON_NEW_EPOCH,
+    ON_OFFSETS,
+    TIMEOUT_TOO_LONG,
+    Meaning,
+    meaning,
+)
+from aioshard.kafka.transactions.call import Call
+from aioshard.kafka.transactions.coordinator import Answer, Coordinator
+from aioshard.kafka.transactions.identity import TransactionalId, Version
+from aioshard.kafka.transactions.outputs import OutputTopics
+from aioshard.kafka.transactions.writes import PartitionWrites, Writes, by_leader
+from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
+from aioshard.kafka.wire.codes import error_for
+from aioshard.kafka.wire.errors import BrokerError, WireError
+from aioshard.kafka.wire.notation import Api, Request
+from aioshard.kafka.wire.requests import (
+    ADD_OFFSETS_TO_TXN,
+    ADD_PARTITIONS_TO_TXN,
+    API_VERSIONS,
+    END_TXN,
+    INIT_PRODUCER_ID,
+    PRODUCE,
+    TXN_OFFSET_COMMIT,
+)
+from aioshard.kafka.wire.responses import (
+    Answers,
+    CommittedOffset,
+    finalized_features,
+    following_identity,
+    new_producer_id,
+    refused_indexes,
+    refused_offsets,
+    stored_offsets,
+)
+from aioshard.ports import UNKNOWN_OFFSET, Message
+from aioshard.records import TopicPartition, by_topic
+
+logger = logging.getLogger("aioshard.kafka.transactions")
+
+_FEATURE: Final = "transaction.version"
+_FEATURES_AGE: Final = 10.0
+"""Seconds after which the features of the cluster are looked up again: operators change them on a running cluster."""
+_NEWEST_OF_FIRST: Final[Mapping[Api, int]] = {PRODUCE: 11, ADD_OFFSETS_TO_TXN: 3, TXN_OFFSET_COMMIT: 4, END_TXN: 4}
+"""The newest versions of requests that belong to the first protocol of transactions."""
+_ABORT_TIMEOUT: Final = 5.0
+"""Seconds to abort a failed transaction at once. After that, the beginning of the next one aborts it."""
+_CLOSE_TIMEOUT: Final = 2.0
+"""Seconds to wait for a running call when the client is closed."""
+_NO_ID: Final = -1
+_NOT_ATTEMPTED: Final = 55
+"""Error code of a partition that was not added because of another one."""
+_ABOUT_TOPIC: Final = frozenset({17, 29})
+"""Error codes that refuse each message for a topic."""
+
+
+@dataclass
+class TransactionCounts:
+    """How transactions have ended."""
+
+    committed: int = 0
+    aborted: int = 0
+    decided_committed: int = 0
+    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
+    decided_aborted: int = 0
+    """Likewise, to be aborted."""
+    undecided: int = 0
+    """Transactions whose outcome nobody could tell in time."""
+    epochs: int = 0
+    """New epochs that were requested."""
+
+
+class _ExpiredError(CommitError):
+    """The brokers have forgotten the transactional id."""
+
+
+class Transactions:
+    """Commits messages and offsets in transactions, one at a time.
+
+    Each call runs in a task of its own, which outlives a caller that gives up: nothing else tells how a transaction
+    has ended. The next call waits for it.
+
+    Invariants:
+        * When `settle` or a later call returns, no earlier transaction of ours is open or undecided.
+        * The commit is requested only after every message and every offset was acknowledged. No abort follows it:
+          repeated, it tells its own outcome.
+        * Each failure is followed by a new epoch, which aborts what is open. The brokers refuse requests of the old
+          epoch that arrive later.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        transactional: TransactionalId,
+        offsets: GroupOffsets,
+        group_id: str,
+        *,
+        timeout: float,
+    ) -> None:
+        """Serve one client; requests nothing yet.
+
+        Args:
+            cluster: The cluster, started.
+            transactional: The transactional id; the same for each client of a process.
+            offsets: The committed offsets of the group.
+            group_id: The group.
+            timeout: Seconds after which the brokers abort a transaction, and each of our calls gives up.
+        """
+        self.counts = TransactionCounts()
+        self._cluster = cluster
+        self._id = transactional
+        self._offsets = offsets
+        self._group_id = group_id
+        self._timeout = timeout
+        self._coordinator = Coordinator(cluster, CoordinatorKind.TRANSACTION, transactional.name)
+        self._group = Coordinator(cluster, CoordinatorKind.GROUP, group_id)
+        self._topics = OutputTopics(cluster)
+        self._version = Version.FIRST
+        """The protocol, according to the features of the cluster."""
+        self._looked_up_at = float("-inf")
+        """When the features were looked up, by `time.monotonic`."""
+        self._call: Call | None = None
+        self._task: asyncio.Task[None] | None = None
+        """That of the running call."""
+        self._closed = False
+
+    @property
+    def hang(self) -> str | None:
+        """Why the running call takes long, as a sentence; None if it does not."""
+        delay = None if self._call is None else self._call.delay
+        return None if delay is None else f"{self._id} is {self._id.phase} and {delay}"
+
+    @property
+    def failure(self) -> TransportError | None:
+        """The reason why this process can never commit again, if there is one."""
+        return TransactionalIdTakenError(self._id.name) if self._id.is_fenced else None
+
+    async def commit(
+        self, messages: Sequence[Message], offsets: Mapping[TopicPartition, CommittedOffset], member: Member
+    ) -> None:
+        """Commit messages and offsets in one transaction, and wait until it has ended.
+
+        Raises:
+            MessagesRefusedError: Some messages can never be written. Nothing is visible.
+            WireError: The brokers refused the offsets, for example because the group has rebalanced. Nothing is
+                visible.
+            TransportError: The transaction failed, or its outcome is unknown; see `settle`.
+        """
+        call = Call(self._timeout)
+        await self._alone(call, self._commit(call, messages, offsets, member), "transaction")
+
+    async def settle(self) -> None:
+        """Wait until no transaction of ours is open or undecided.
+
+        Raises:
+            TransportError: The brokers do not answer, or do not allow transactions.
+        """
+        call = Call(self._timeout)
+        await self._alone(call, self._settle(call), "end of transactions")
+
+    async def close(self) -> None:
+        """Wait a moment for the running call; the next epoch ends what it leaves open."""
+        self._closed = True
+        if self._call is not None:
+            self._call.is_abandoned = True
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=_CLOSE_TIMEOUT)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    # One at a time --------------------------------------------------------------------
+
+    async def _alone(self, call: Call, work: Coroutine[Any, Any, None], purpose: str) -> None:
+        """Run a call while no other one runs. If the caller gives up, it ends by itself."""
+        try:
+            while self._task is not None:
+                await asyncio.wait([self._task])
+            if self._closed:
+                raise ClientLostError("the Kafka client is closed")
+        except BaseException:
+            work.close()
+            raise
+        result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._call = call
+        self._task = asyncio.create_task(self._run(work, result), name=f"{purpose} of {self._id.name}")
+        self._task.add_done_callback(self._end)
+        try:
+            await result
+        finally:
+            call.is_abandoned = not result.done() or result.cancelled()
+
+    async def _run(self, work: Coroutine[Any, Any, None], result: "asyncio.Future[None]") -> None:
+        """Run a call, tell its result, and then abort what it has left open: readers wait for that."""
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._id.fail()
+            result.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - raised in the caller, if it still waits
+            self._id.fail()
+            if not result.done():
+                result.set_exception(error)
+        else:
+            if not result.done():
+                result.set_result(None)
+        if self._id.is_stale and self._id.known is not None and not self._closed:
+            self._call = call = Call(_ABORT_TIMEOUT)
+            try:
+                await self._renew(call)
+            except (TransportError, SettingsError) as error:
+                logger.debug("a transaction is aborted later: %s", error)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._task = None
+        self._call = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the task %r has failed", task.get_name(), exc_info=error)
+
+    # Epochs ---------------------------------------------------------------------------
+
+    async def _settle(self, call: Call) -> None:
+        try:
+            await self._prepare(call)
+        except _ExpiredError:
+            # Another process may have had the id meanwhile. The caller reads next what the group has committed.
+            await self._prepare(call)
+
+    async def _prepare(self, call: Call) -> None:
+        """Make sure that a transaction can begin."""
+        if self.failure is not None:
+            raise self.failure
+        if time.monotonic() >= self._looked_up_at + _FEATURES_AGE:
+            await self._look_up_version(call)
+        self._id.use(self._version)
+        if self._id.is_stale:
+            await self._renew(call)
+
+    async def _look_up_version(self, call: Call) -> None:
+        call.expect("the features of the cluster")
+        while True:
+            try:
+                response = await self._cluster.ask_any(API_VERSIONS(software=None, software_version=None))
+                level = finalized_features(response).get(_FEATURE, 0)
+            except WireError as error:
+                await call.pause(error)
+            else:
+                break
+        call.finish()
+        self._version = Version.SECOND if level >= Version.SECOND else Version.FIRST
+        self._looked_up_at = time.monotonic()
+
+    async def _renew(self, call: Call) -> None:
+        """Request a new epoch. That aborts the open transaction, if there is one, and waits until it has ended.
+
+        Raises:
+            _ExpiredError: The brokers have forgotten the transactional id.
+            TransactionalIdTakenError: A newer process has the id.
+            AuthorizationError: This user may not use the id.
+            SettingsError: The brokers do not allow transactions of this length.
+            CommitError: The brokers did not answer in time.
+        """
+        known = self._id.known
+        request = INIT_PRODUCER_ID(
+            transactional_id=self._id.name,
+            timeout_ms=round(self._timeout * 1000),
+            producer_id=_NO_ID if known is None else known.producer_id,
+            epoch=_NO_ID if known is None else known.epoch,
+        )
+        self.counts.epochs += 1
+        answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
+        match answer.meaning:
+            case Meaning.DONE:
+                self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
+            case Meaning.FENCED if known is not None:
+                self._id.fence()
+                raise TransactionalIdTakenError(self._id.name)
+            case Meaning.EXPIRED:
+                self._id.forget()
+                raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
+            case _:
+                raise self._refusal(answer)
+
+    def _refusal(self, answer: Answer) -> Exception:
+        """Return the error of an epoch that the brokers will refuse each time."""
+        code = 0 if answer.error is None else answer.error.code
+        if code == TIMEOUT_TOO_LONG:
+            return SettingsError(
+                f"transaction_timeout={self._timeout:g} s is longer than the brokers allow: use at most their "
+                "transaction.max.timeout.ms, 15 min by default"
+            )
+        if code == DENIED_ID:
+            return AuthorizationError(
+                f"the brokers do not allow this user to use transactional id {self._id.name!r}: grant WRITE and "
+                f"DESCRIBE on transactional ids with the prefix '{self._group_id}:'"
+            )
+        return CommitError(f"the brokers refused a new epoch of {self._id}: {answer.error}")
+
+    # Transactions ---------------------------------------------------------------------
+
+    async def _commit(
+        self,
+        call: Call,
+        messages: Sequence[Message],
+        offsets: Mapping[TopicPartition, CommittedOffset],
+        member: Member,
+    ) -> None:
+        await self._prepare(call)
+        writes = await self._topics.assign(call, messages)
+        if writes.refused:
+            raise MessagesRefusedError(writes.refused)
+        self._id.begin()
+        try:
+            is_in_doubt, stored = await self._write_all(call, writes, offsets, member)
+            call.check()
+        except BaseException:
+            self.counts.aborted += 1
+            raise
+        await self._request_commit(call, stored, is_in_doubt=is_in_doubt)
+
+    async def _write_all(
+        self, call: Call, writes: Writes, offsets: Mapping[TopicPartition, CommittedOffset], member: Member
+    ) -> tuple[bool, Mapping[TopicPartition, CommittedOffset]]:
+        """Write messages and offsets.
+
+        Returns:
+            Whether a request may arrive later once more, and the offsets without those of deleted topics.
+        """
+        is_in_doubt = False
+        if self._id.version is Version.FIRST:
+            is_in_doubt |= await self._add_partitions(call, writes)
+        await self._write_messages(call, writes)
+        is_in_doubt |= writes.is_in_doubt
+        if self._id.version is Version.FIRST:
+            is_in_doubt |= await self._add_offsets(call)
+        stored = dict(offsets)
+        while stored:
+            answer, unknown = await self._write_offsets(call, stored, member)
+            is_in_doubt |= answer.is_in_doubt
+            if not unknown:
+                break
+            for name in unknown:
+                logger.warning("%s: its topic counts as deleted, so its offset is not committed", name)
+                del stored[name]
+        return is_in_doubt, stored
+
+    def _request(self, api: Api, **values: Any) -> Request:
+        """Return a request of the current epoch, in the versions of its protocol."""
+        identity = self._id.identity
+        request = api(
+            transactional_id=self._id.name, producer_id=identity.producer_id, epoch=identity.epoch, **values
+        )
+        if self._id.version is Version.FIRST and api in _NEWEST_OF_FIRST:
+            return request.up_to(_NEWEST_OF_FIRST[api])
+        return request
+
+    def _failed(self, what: str, error: WireError | None) -> CommitError:
+        return CommitError(f"a transaction of group {self._group_id!r} was aborted, because {what}: {error}")
+
+    # Messages -------------------------------------------------------------------------
+
+    async def _add_partitions(self, call: Call, writes: Writes) -> bool:
+        """Add the partitions of messages to the transaction; return whether a request may arrive once more."""
+        if not writes.partitions:
+            return False
+        parts = by_topic(writes.partitions)
+        request = self._request(
+            ADD_PARTITIONS_TO_TXN,
+            topics=[{"topic": topic, "partitions": partitions} for topic, partitions in parts],
+        )
+        since = time.monotonic()
+        while True:
+            errors: dict[TopicPartition, WireError] = {}
+
+            def first_error(response: Any, errors: dict[TopicPartition, WireError] = errors) -> WireError | None:
+                errors.clear()
+                errors.update(refused_offsets(response, writes.partitions))
+                causes = [error for error in errors.values() if error.code != _NOT_ATTEMPTED]
+                return next(iter(causes or errors.values()), None)
+
+            answer = await self._coordinator.ask(call, request, ON_ADDING, first_error)
+            match answer.meaning:
+                case Meaning.DONE:
+                    return answer.is_in_doubt
+                case Meaning.UNKNOWN_TOPIC if time.monotonic() < since + TOPIC_TIMEOUT:
+                    await call.pause(answer.error)
+                    continue
+            for name, error in errors.items():
+                if error.code in _ABOUT_TOPIC:
+                    writes.refuse_topic(name.topic, error)
+            if writes.refused:
+                raise MessagesRefusedError(writes.refused)
+            raise self._failed("its partitions were refused", answer.error)
+
+    async def _write_messages(self, call: Call, writes: Writes) -> None:
+        """Write all messages, in rounds: each leader gets one request with the next batch of its partitions.
+
+        Raises:
+            MessagesRefusedError: Some can never be written; the others are written, to find all of them.
+            CommitError: The transaction cannot be committed.
+        """
+        call.expect("Produce")
+        while pending := writes.pending:
+            metadata = self._cluster.metadata
+            leaders = {
+                part.name: known.leader
+                for part in pending
+                if (known := metadata.partition(part.name)) is not None and known.leader is not None
+            }
+            before = len(pending)
+            rounds = [self._write_to(node, parts, writes) for node, parts in by_leader(pending, leaders)]
+            latest = await _all(rounds)
+            if writes.failure is not None:
+                raise self._failed("messages were not stored", writes.failure)
+            if len(leaders) < before:
+                self._cluster.request_refresh()
+            if len(leaders) < before or latest is not None:
+                try:
+                    await call.pause(latest)
+                except CommitError:
+                    if writes.refused:
+                        break  # those that were found
+                    raise
+            else:
+                call.check()
+        call.finish()
+        if writes.refused:
+            raise MessagesRefusedError(writes.refused)
+
+    async def _write_to(self, node: int, parts: Sequence[PartitionWrites], writes: Writes) -> WireError | None:
+        """Send the next batches of partitions to their leader; return an error after which to wait a moment."""
+        batches: dict[TopicPartition, bytes] = {}
+        sent: list[PartitionWrites] = []
+        size = 0
+        for part in parts:
+            data = writes.next_batch(part, self._id)
+            if data is None:
+                continue
+            size += len(data)
+            if batches and size > REQUEST_BYTES:
+                break
+            batches[part.name] = data
+            sent.append(part)
+        if not sent:
+            return None
+        newest = PRODUCE.highest if self._id.version is Version.SECOND else _NEWEST_OF_FIRST[PRODUCE]
+        moved: set[TopicPartition] = set()
+        blamed: Mapping[TopicPartition, Sequence[int]] = {}
+        pause = 0.0
+        try:
+            response = await produce(self._cluster, node, batches, transactional_id=self._id.name, newest=newest)
+            pause = max(response.throttle_ms, 0) / 1000
+            answers = stored_offsets(response, batches)
+            blamed = refused_indexes(response)
+            moved = learn_leaders(self._cluster, response)
+        except WireError as error:
+            answers = Answers({}, dict.fromkeys(batches, error))
+        latest: WireError | None = None
+        for part in sent:
+            failed = answers.errors.get(part.name)
+            writes.apply(part, self._id, failed, blamed.get(part.name, ()))
+            if part.batch is not None and part.name not in moved:
+                latest = failed
+        if pause:
+            await asyncio.sleep(pause)  # the broker reads nothing from us for so long
+        return latest
+
+    # Offsets --------------------------------------------------------------------------
+
+    async def _add_offsets(self, call: Call) -> bool:
+        """Add the group to the transaction; return whether a request may arrive once more."""
+        request = self._request(ADD_OFFSETS_TO_TXN, group=self._group_id)
+        answer = await self._coordinator.ask(call, request, ON_ADDING, _error_of)
+        if answer.meaning is not Meaning.DONE:
+            raise answer.error or self._failed("its group was refused", None)
+        return answer.is_in_doubt
+
+    async def _write_offsets(
+        self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset], member: Member
+    ) -> tuple[Answer, list[TopicPartition]]:
+        """Write offsets; return the answer, and the partitions of topics that the brokers do not know."""
+        request = self._request(
+            TXN_OFFSET_COMMIT,
+            group=self._group_id,
+            generation=member.generation,
+            member=member.member_id,
+            instance=member.instance_id,
+            topics=_rows(offsets),
+        )
+        since = time.monotonic()
+        errors: dict[TopicPartition, WireError] = {}
+
+        def first_error(response: Any) -> WireError | None:
+            errors.clear()
+            errors.update(refused_offsets(response, offsets))  # those of single topics come last
+            return next(iter(errors.values()), None)
+
+        while True:
+            answer = await self._group.ask(call, request, ON_OFFSETS, first_error)
+            match answer.meaning:
+                case Meaning.DONE:
+                    return answer, []
+                case Meaning.UNKNOWN_TOPIC if time.monotonic() < since + TOPIC_TIMEOUT:
+                    await call.pause(answer.error)
+                case Meaning.UNKNOWN_TOPIC:
+                    return answer, list(errors)
+                case _:
+                    raise answer.error or self._failed("its offsets were refused", None)
+
+    # The end --------------------------------------------------------------------------
+
+    async def _request_commit(
+        self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset], *, is_in_doubt: bool
+    ) -> None:
+        """Request the commit, and wait until the outcome is known.
+
+        Raises:
+            CommitError: It was not committed, or nobody can tell.
+        """
+        self._id.request_commit()
+        call.must_end = True
+        request = self._request(END_TXN, commit=True)
+        try:
+            answer = await self._coordinator.ask(call, request, ON_COMMIT, _error_of)
+        except CommitError as unanswered:
+            await self._decide(offsets, unanswered)
+            return
+        # 1. It is committed: this attempt, or an earlier one.
+        if answer.meaning is Meaning.DONE:
+            following = following_identity(answer.response)
+            self._id.commit(following, is_in_doubt=is_in_doubt or answer.is_in_doubt)
+            self.counts.committed += 1
+            return
+        # 2. It is not: the coordinator has no such transaction, or the first attempt already came in an old epoch.
+        if answer.meaning is Meaning.ENDED or not answer.is_in_doubt:
+            self.counts.aborted += 1
+            raise self._failed("its commit was refused", answer.error)
+        # 3. An earlier attempt may have been executed before the epoch changed.
+        await self._decide(offsets, self._failed("its commit was refused", answer.error))
+
+    async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
+        """Find out whether the transaction was committed: then all of its offsets are.
+
+        Raises:
+            CommitError: It was not, or nobody can tell.
+        """
+        self._id.fail()
+        self._call = call = Call(self._timeout)
+        call.must_end = True
+        try:
+            await self._renew(call)  # afterwards, nothing of the transaction can happen any more
+            stored = await self._committed(call, offsets)
+        except TransportError as error:
+            self.counts.undecided += 1
+            raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
+        if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
+            self.counts.decided_aborted += 1
+            raise unknown
+        self.counts.decided_committed += 1
+        logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+
+    async def _committed(
+        self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]
+    ) -> dict[TopicPartition, tuple[int, str]]:
+        call.expect("OffsetFetch")
+        while True:
+            try:
+                async with asyncio.timeout(call.left):
+                    stored = await self._offsets.committed(offsets)
+            except TimeoutError:
+                await call.pause(None)
+            except WireError as error:
+                await call.pause(error)
+            else:
+                call.finish()
+                return {name: _comparable(offset) for name, offset in stored.items()}
+
+
+def _error_of(response: Any) -> BrokerError | None:
+    return error_for(response.error) if response.error else None
+
+
+def _comparable(offset: CommittedOffset) -> tuple[int, str]:
+    return offset.offset, offset.metadata
+
+
+def _rows(offsets: Mapping[TopicPartition, CommittedOffset]) -> list[dict[str, Any]]:
+    def row(name: TopicPartition) -> dict[str, Any]:
+        committed = offsets[name]
+        return {
+            "partition": name.partition,
+            "offset": committed.offset,
+            "leader_epoch": committed.epoch,
+            "metadata": committed.metadata,
+        }
+
+    return [{"topic": topic, "partitions": rows} for topic, rows in by_topic(offsets, row)]
+
+
+async def _all(requests: Sequence[Coroutine[Any, Any, WireError | None]]) -> WireError | None:
+    """Send requests to several brokers at the same time; return the last error."""
+    if len(requests) == 1:
+        return await requests[0]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(request, name="write messages of a transaction") for request in requests]
+    return next((error for task in tasks if (error := task.result()) is not None), None)
