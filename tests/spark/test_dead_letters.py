@@ -15,7 +15,8 @@ import pytest
 
 from aioshard import spark as history
 from aioshard.errors import NotVerifiedError, PlanError, TransportError
-from aioshard.kafka.producer import KafkaProducer, waves
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.publisher import waves
 from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_records import MESSAGE_ID, dead_letter, read_dead_letter
