@@ -85,10 +85,10 @@ def timestamp_ms(message: Message, accepted: float) -> int:
 
     Args:
         message: The message.
-        accepted: When it was accepted, in seconds since the epoch: its timestamp, if it has none of its own.
+        accepted: When it was accepted, in seconds since the epoch. This counts if the message names no timestamp.
 
     Raises:
-        Exception: Its own timestamp is not a number, for example.
+        Exception: The named timestamp is not a number, for example.
     """
     if message.timestamp is None:
         return int(accepted * 1000)

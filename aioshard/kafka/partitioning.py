@@ -19,8 +19,8 @@ class Partitioner:
     """Chooses the partitions of messages.
 
     Invariants:
-        * A key keeps its partition as long as its topic has the same number of partitions, whatever a broker that lags
-          behind reports.
+        * A key keeps its partition as long as its topic has the same number of partitions, even if a broker that lags
+          behind reports fewer.
     """
 
     def __init__(self) -> None:
