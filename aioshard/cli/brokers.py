@@ -10,7 +10,7 @@ import click
 from aioshard.cli.output import progress
 from aioshard.engine.client_log import silence_clients
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.producer import Publisher
+from aioshard.kafka.publisher import Publisher
 from aioshard.kafka.side_topics import TopicReader
 from aioshard.loops import loop_factory
 from aioshard.ports import Message

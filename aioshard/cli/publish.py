@@ -18,7 +18,7 @@ from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
 from aioshard.cli.output import print_result, progress
 from aioshard.errors import AioshardError
-from aioshard.kafka.producer import Publisher
+from aioshard.kafka.publisher import Publisher
 from aioshard.ports import Message
 from aioshard.records import counted
 

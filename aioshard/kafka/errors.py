@@ -197,3 +197,8 @@ def nothing_acknowledged(servers: str | None, seconds: float) -> TransportError:
         f"the brokers of {servers} acknowledged nothing for {seconds:g} s: "
         "check that they run, and that enough replicas of each partition are in sync"
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's text without the final full stop, or its class name if it has no text."""
+    return str(error).strip().rstrip(".") or type(error).__name__

@@ -5,148 +5,61 @@ that nobody waits for is retried forever.
 """
 
 import asyncio
-import contextlib
 import copy
-import enum
-import functools
 import itertools
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from aiokafka import codec
-from aiokafka.partitioner import murmur2
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
-
-from aioshard.errors import (
-    AuthorizationError,
-    ClientLostError,
-    MessageTooLargeError,
-    SettingsError,
-    TransportError,
+from aioshard.errors import ClientLostError, MessageTooLargeError, SettingsError, TransportError
+from aioshard.kafka.batches import BatchBuilder, Compression, Identity, codec_number, message_size, timestamp_ms
+from aioshard.kafka.errors import TOPIC_DENIED, missing_topic, nothing_acknowledged, publish_error, reason_of
+from aioshard.kafka.partitioning import Partitioner
+from aioshard.kafka.produce import (
+    REQUEST_BYTES,
+    TOPIC_TIMEOUT,
+    Verdict,
+    learn_leaders,
+    no_partition,
+    not_encoded,
+    produce,
+    refused,
+    verdict,
 )
-from aioshard.kafka.errors import TOPIC_DENIED, missing_topic, nothing_acknowledged, publish_error
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.connection import CLOSE_GRACE
 from aioshard.kafka.wire.errors import BrokerError, UnsupportedVersionError, WireError
-from aioshard.kafka.wire.metadata import Broker
-from aioshard.kafka.wire.pool import Purpose
-from aioshard.kafka.wire.requests import INIT_PRODUCER_ID, PRODUCE
-from aioshard.kafka.wire.responses import Answers, named_leaders, new_producer_id, stored_offsets
+from aioshard.kafka.wire.requests import INIT_PRODUCER_ID
+from aioshard.kafka.wire.responses import Answers, new_producer_id, stored_offsets
 from aioshard.kafka.wire.start import connect, new_cluster
-from aioshard.ports import RECORD_OVERHEAD, UNKNOWN_OFFSET, Message, record_size
-from aioshard.records import TOPIC_NAME, TopicPartition, by_topic
-from aioshard.serde.payloads import unwritable
+from aioshard.ports import UNKNOWN_OFFSET, Message
+from aioshard.records import TOPIC_NAME, TopicPartition
 from aioshard.settings import Settings
-
-Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 
 logger = logging.getLogger("aioshard.kafka.producer")
 
-_CODECS: Mapping[Compression, int] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
-_HAS_CODEC: Mapping[Compression, Callable[[], bool]] = {
-    "none": lambda: True,
-    "gzip": codec.has_gzip,
-    "snappy": codec.has_snappy,
-    "lz4": codec.has_lz4,
-    "zstd": codec.has_zstd,
-}
-_BATCH_BYTES = 64 * 1024
-_REQUEST_BYTES = 8 * 1024 * 1024
-"""A request contains no further batch that would make it larger than this."""
 _MOST_REQUEST_BYTES = 100 * 1024 * 1024 - 64 * 1024
 """The largest message that brokers read: `socket.request.max.bytes`, less room for what a request adds. On a larger
 request, they close the connection without an error, and it would be resent forever. Smaller messages can only exceed
 the topic's limit, with a clear error."""
 _PATIENCE = 30.0
 """Seconds after which an unacknowledged message fails."""
-_REQUEST_TIMEOUT = 10.0
-"""Seconds without a response after which a broker counts as gone; a few attempts fit into `_PATIENCE`."""
 _PAUSE = 0.1
 """Seconds until a batch is sent again, or a topic is looked up again."""
 _QUIET = 5.0
 """Seconds that a message may wait before `trouble` reports it."""
-_TOPIC_TIMEOUT = 5.0
-"""Seconds to wait until an unknown topic or partition appears: a broker may not have heard of it yet."""
 _NO_ID = -1
 _NO_EPOCH = -1
 _TRANSACTION_TIMEOUT_MS = 60_000
 """Part of the request; brokers ignore it without a transactional id."""
-_REMEMBERED_KEYS = 10_000
-
 _THROTTLED = "brokers delay this client, because it exceeds its produce quota: publish less, or raise the quota"
 
 _MOST_SEQUENCE = 2**31
 _LAST_EPOCH = 2**15 - 1
-_LONGEST_TIMESTAMP = 2**63 - 1
-"""Milliseconds; a float of seconds may round up to one more."""
-
-
-# Answers -----------------------------------------------------------------------------
-
-
-class _Verdict(enum.Enum):
-    """The meaning of an answer, or of its absence, for one batch."""
-
-    STORED = enum.auto()
-    AGAIN = enum.auto()
-    """This attempt certainly stored nothing: send it again."""
-    IN_DOUBT = enum.auto()
-    """This attempt may have stored it: send the same bytes again, and never use their numbers for others."""
-    SUSPECT = enum.auto()
-    """As in doubt, but probably permanent: try once more."""
-    REFUSED = enum.auto()
-    """This attempt stored nothing, and none will: no single message can be the reason."""
-    MESSAGE_REFUSED = enum.auto()
-    """As refused, but one message of several may be the reason."""
-    GAP = enum.auto()
-    """The broker expects other sequence numbers: it has forgotten us, or lost messages."""
-    FENCED = enum.auto()
-    """The broker knows a later epoch of the producer id, or does not know the id."""
-
-
-_VERDICTS: Mapping[int, _Verdict] = {
-    46: _Verdict.STORED,  # a duplicate of a batch whose offset the broker no longer knows
-    # Checked before anything is stored. Not so 3, 5, 6 and 56: a leader that changes while it waits for its replicas
-    # answers these too.
-    **dict.fromkeys((14, 15, 16, 19, 51, 74, 75), _Verdict.AGAIN),
-    # Damaged on the way, or an error of the broker that it cannot name. It may depend on the messages.
-    **dict.fromkeys((-1, 2), _Verdict.SUSPECT),
-    # Of the whole batch: the topic's name, its permissions, the record format, the codec.
-    **dict.fromkeys((17, 29, 31, 43, 76), _Verdict.REFUSED),
-    # The size, the timestamp, a policy, or the record itself (a compacted topic rejects records without a key).
-    **dict.fromkeys((10, 18, 32, 44, 87), _Verdict.MESSAGE_REFUSED),
-    **dict.fromkeys((45, 59), _Verdict.GAP),
-    **dict.fromkeys((47, 49, 90), _Verdict.FENCED),
-}
-_TOO_LARGE = frozenset({10, 18})
-_FINAL = frozenset({17, 32, 43, 44, 76, 87})
-"""Error codes that the same message will get again."""
-
-
-class _NotSentError(WireError):
-    """The connection to the broker was not opened, so nothing was sent."""
-
-
-def _verdict(error: WireError | None) -> _Verdict:
-    """Return what an error says about a batch. A code that no one has listed proves nothing: it is in doubt."""
-    if error is None:
-        return _Verdict.STORED
-    if isinstance(error, _NotSentError):
-        return _Verdict.AGAIN
-    if isinstance(error, UnsupportedVersionError):
-        return _Verdict.REFUSED  # by the client, which has not sent it
-    if not isinstance(error, BrokerError):
-        return _Verdict.IN_DOUBT  # the broker did not answer, or left the batch out
-    known = _VERDICTS.get(error.code)
-    if known is not None:
-        return known
-    return _Verdict.IN_DOUBT if error.retriable else _Verdict.SUSPECT
-
 
 # Partitions --------------------------------------------------------------------------
 
@@ -202,7 +115,7 @@ class _Partition:
     batch: _Batch | None = None
     is_busy: bool = False
     """Whether a request is in flight, or a retry is due."""
-    identity: tuple[int, int] | None = None
+    identity: Identity | None = None
     """The producer id, and its epoch when a broker issued it; kept as long as it has epochs left."""
     epoch: int = 0
     sequence: int = 0
@@ -232,18 +145,15 @@ class _Partition:
                 self._raise_epoch()
         _drop_given_up(self.waiting)
 
-    def fill_batch(self, identity: tuple[int, int], codec_number: int) -> None:
+    def fill_batch(self, newest: Identity, codec: int) -> None:
         """Make a batch of waiting messages, unless the previous one must be sent again.
 
         A message that cannot be encoded fails alone; if no other waits, no batch is made.
         """
         if self.batch is not None:
             return
-        producer_id = self._producer_id(identity)
-        new_builder = functools.partial(
-            DefaultRecordBatchBuilder, 2, codec_number, 0, producer_id, self.epoch, self.sequence, _BATCH_BYTES
-        )
-        builder = new_builder()
+        identity = self._batch_identity(newest)  # it may begin the sequence numbers again
+        builder = BatchBuilder(identity, self.sequence, codec)
         most = self.sizes.popleft() if self.sizes else _MOST_SEQUENCE
         # A message without a timestamp has that of its acceptance, even if it is sent after an outage. In this order:
         # a pause between the two calls must not lead to a time before the acceptance.
@@ -256,61 +166,58 @@ class _Partition:
             if not call.acknowledged.done():
                 message = call.message
                 try:
-                    if message.timestamp is None:
-                        timestamp = int((call.since + ahead) * 1000)
-                    else:
-                        timestamp = min(round(message.timestamp * 1000), _LONGEST_TIMESTAMP)
-                    fits = builder.append(len(calls), timestamp, message.key, message.value, list(message.headers))
+                    fits = builder.add(message, timestamp_ms(message, call.since + ahead))
                 except Exception as error:  # noqa: BLE001 - the encoder reports what it cannot encode in many ways
-                    call.fail(_not_encoded(message, error))
-                    if not calls:
-                        builder = new_builder()  # the first message of a builder may be of any size
+                    call.fail(not_encoded(message, error))
                 else:
-                    if fits is None:
+                    if not fits:
                         break
                     calls.append(call)
             waiting.popleft()
         if calls:
-            self.batch = _Batch(calls, bytes(builder.build()))
+            self.batch = _Batch(calls, builder.build())
 
-    def _producer_id(self, newest: tuple[int, int]) -> int:
-        """Return the producer id; the newest only if there is none, or no epoch is left: it fences no late copies."""
+    def _batch_identity(self, newest: Identity) -> Identity:
+        """Return the identity of the next batch.
+
+        It has the newest producer id only if there is none, or no epoch is left: a new id fences no late copies.
+        """
         if self.identity is None or self.needs_new_id:
             self.identity = newest
-            self.epoch = newest[1]
+            self.epoch = newest.epoch
             self.sequence = 0
-        return self.identity[0]
+        return Identity(self.identity.producer_id, self.epoch)
 
     def apply(self, offset: int, error: WireError | None) -> None:
         """Act on the answer to the batch; the batch stays if it must be sent again."""
         batch = self.batch
         assert batch is not None  # noqa: S101 - it was sent
-        match _verdict(error):
-            case _Verdict.STORED:
+        match verdict(error):
+            case Verdict.STORED:
                 self._acknowledge(batch, offset)
-            case _Verdict.AGAIN:
+            case Verdict.AGAIN:
                 pass
-            case _Verdict.IN_DOUBT:
+            case Verdict.IN_DOUBT:
                 batch.is_in_doubt = True
-            case _Verdict.SUSPECT if not batch.is_suspect:
+            case Verdict.SUSPECT if not batch.is_suspect:
                 batch.is_suspect = True
                 batch.is_in_doubt = True
-            case verdict:
+            case refusal:
                 assert error is not None  # noqa: S101 - it is not stored
                 self.batch = None
-                self._give_up(batch, verdict, error)
+                self._give_up(batch, refusal, error)
 
-    def _give_up(self, batch: _Batch, verdict: _Verdict, error: WireError) -> None:
+    def _give_up(self, batch: _Batch, refusal: Verdict, error: WireError) -> None:
         """Fail the messages of a batch that the broker does not take, or put them back."""
         if batch.is_in_doubt:
             # 1. Perhaps an earlier attempt has stored it. Only its callers may send it again; its numbers are spent.
             for call in batch.calls:
-                call.fail(_refused(error, call.message, is_in_doubt=True))
-        elif verdict in (_Verdict.GAP, _Verdict.FENCED) and not self.is_renewed:
+                call.fail(refused(error, call.message, is_in_doubt=True))
+        elif refusal in (Verdict.GAP, Verdict.FENCED) and not self.is_renewed:
             # 2. Nothing is stored, and the reason is not the messages: send them again, in a new epoch.
             self._put_back(batch)
             self.is_renewed = True
-        elif verdict is _Verdict.MESSAGE_REFUSED and len(batch.calls) > 1:
+        elif refusal is Verdict.MESSAGE_REFUSED and len(batch.calls) > 1:
             # 3. Nothing is stored, and one of the messages may be the reason: look for it in each half.
             half = (len(batch.calls) + 1) // 2
             self._put_back(batch)
@@ -318,10 +225,10 @@ class _Partition:
         else:
             # 4. Nothing is stored.
             for call in batch.calls:
-                call.fail(_refused(error, call.message))
-        if verdict is _Verdict.FENCED:
+                call.fail(refused(error, call.message))
+        if refusal is Verdict.FENCED:
             self.epoch = _LAST_EPOCH + 1  # no epoch of this producer id is certainly later than that of the broker
-        elif verdict is _Verdict.GAP or batch.is_in_doubt:
+        elif refusal is Verdict.GAP or batch.is_in_doubt:
             self._raise_epoch()
 
     def _acknowledge(self, batch: _Batch, offset: int) -> None:
@@ -362,18 +269,13 @@ class KafkaProducer:
         Raises:
             SettingsError: The brokers are not set, TLS and SASL settings cannot work, or the codec is not installed.
         """
-        if not _HAS_CODEC[compression]():
-            raise SettingsError(
-                f"compression={compression!r} needs a package that is not installed: install it with  "
-                "pip install 'aiokafka[all]'"
-            )
+        self._codec = codec_number(compression)
         self._settings = settings
-        self._codec = _CODECS[compression]
         new_cluster(settings)
         self._cluster: Cluster | None = None
         """Connected; None before the first message, and after it was lost."""
         self._closed = False
-        self._identity: tuple[int, int] | None = None
+        self._identity: Identity | None = None
         """Producer id and its first epoch; None while a new one is needed."""
         self._acknowledged_at = 0.0
         self._topics: dict[str, deque[_Call]] = {}
@@ -387,12 +289,7 @@ class KafkaProducer:
         """When the brokers first reported that a topic does not exist."""
         self._looked_up_at = 0.0
         """When a broker last answered a look-up of the topics of all messages, by `time.monotonic`."""
-        self._counts: dict[str, int] = {}
-        """Number of partitions by topic, as last used."""
-        self._shrunk: dict[str, float] = {}
-        """When the brokers first reported fewer partitions of a topic than before."""
-        self._round_robin: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        """Counter of the messages without a key, by topic."""
+        self._partitioner = Partitioner()
         self._scheduled = False
         self._requests: set[int] = set()
         """The brokers with a request in flight, or that throttle us."""
@@ -452,9 +349,9 @@ class KafkaProducer:
             raise _closed_error()
         call = _Call(message, time.monotonic(), asyncio.get_running_loop().create_future())
         try:
-            size = _size(message)
+            size = message_size(message)
         except (TypeError, ValueError) as error:  # its parts have no length
-            call.fail(_not_encoded(message, error))
+            call.fail(not_encoded(message, error))
             return call.acknowledged
         if size > _MOST_REQUEST_BYTES:
             call.fail(
@@ -529,7 +426,7 @@ class KafkaProducer:
         known = cluster.metadata.partition(partition.name)
         return None if known is None else known.leader
 
-    def _fill_request(self, partitions: Iterable[_Partition], identity: tuple[int, int]) -> list[_Partition]:
+    def _fill_request(self, partitions: Iterable[_Partition], identity: Identity) -> list[_Partition]:
         """Choose the partitions whose batches one request has room for."""
         chosen: list[_Partition] = []
         size = 0
@@ -539,7 +436,7 @@ class KafkaProducer:
                 del self._pending[partition]
                 continue
             size += len(partition.batch.data)
-            if chosen and size > _REQUEST_BYTES:
+            if chosen and size > REQUEST_BYTES:
                 break
             partition.is_busy = True
             chosen.append(partition)
@@ -558,49 +455,29 @@ class KafkaProducer:
                 del self._topics[topic]
         return bool(self._topics)
 
-    def _count_partitions(self, cluster: Cluster, topic: str) -> int:
-        """Return the number of partitions of a topic; 0 while it is unknown.
-
-        A broker that lags behind may report fewer than there are. They must not be used before that is certain: keys
-        would change their partitions.
-        """
-        count = len(cluster.metadata.partitions(topic))
-        if count < self._counts.get(topic, 0):
-            now = time.monotonic()
-            if now < self._shrunk.setdefault(topic, now) + _TOPIC_TIMEOUT:
-                return 0
-        self._shrunk.pop(topic, None)
-        self._counts[topic] = count
-        return count
-
     def _assign_partitions(self, cluster: Cluster, topic: str, calls: deque[_Call]) -> None:
         """Move messages of a topic to the queues of their partitions, except those whose partition is unknown."""
-        count = self._count_partitions(cluster, topic)
+        metadata = cluster.metadata
+        count = self._partitioner.count(metadata, topic)
         if not count:
             return
-        led: Sequence[int] = ()
+        choose = self._partitioner.choose
         unknown: list[_Call] = []
         while calls:
             call = calls.popleft()
+            message = call.message
             try:
-                number = call.message.partition
-                if number is None:
-                    key = call.message.chosen_by
-                    if key is not None:
-                        number = _hash(key) % count
-                    else:
-                        led = led or _led_partitions(cluster, topic) or range(count)
-                        number = led[next(self._round_robin[topic]) % len(led)]
-                elif not 0 <= number < count:
-                    if self._looked_up_at < call.since + _TOPIC_TIMEOUT:
+                number = choose(metadata, message, count)
+                if message.partition is not None and not 0 <= number < count:
+                    if self._looked_up_at < call.since + TOPIC_TIMEOUT:
                         unknown.append(call)  # it may be new
                     else:
-                        call.fail(_no_partition(call.message, count))
+                        call.fail(no_partition(message, count))
                     continue
                 name = TopicPartition(topic, number)
                 partition = self._partitions.get(name) or self._partitions.setdefault(name, _Partition(name))
             except (TypeError, ValueError) as error:  # the key or the partition has a wrong type
-                call.fail(_not_encoded(call.message, error))
+                call.fail(not_encoded(message, error))
                 continue
             partition.waiting.append(call)
             self._pending[partition] = None
@@ -613,10 +490,10 @@ class KafkaProducer:
         moved: Collection[TopicPartition] = ()
         answers: Answers[int]
         try:
-            response = await _produce(cluster, node, batches)
+            response = await produce(cluster, node, batches)
             pause = max(response.throttle_ms, 0) / 1000
             answers = stored_offsets(response, batches)
-            moved = _learn_leaders(cluster, response)
+            moved = learn_leaders(cluster, response)
         except WireError as error:
             logger.debug("a request to broker %d failed: %s", node, error)
             answers = Answers({}, dict.fromkeys(batches, error))
@@ -711,8 +588,8 @@ class KafkaProducer:
             elif cluster.metadata.partitions(topic) and topic not in missing:
                 self._missing.pop(topic, None)
                 continue
-            elif now > self._missing.setdefault(topic, now) + _TOPIC_TIMEOUT:
-                error = missing_topic(topic, _TOPIC_TIMEOUT)
+            elif now > self._missing.setdefault(topic, now) + TOPIC_TIMEOUT:
+                error = missing_topic(topic, TOPIC_TIMEOUT)
             else:
                 continue
             self._forget(cluster, topic)
@@ -724,8 +601,7 @@ class KafkaProducer:
         """Know nothing of a topic any more; the numbers of its partitions stay."""
         cluster.forget(topic)
         self._missing.pop(topic, None)
-        self._counts.pop(topic, None)
-        self._shrunk.pop(topic, None)
+        self._partitioner.forget(topic)
 
     def _refuse_names(self) -> None:
         """Fail the messages for topics that no look-up can name; it would fail for all topics."""
@@ -734,7 +610,7 @@ class KafkaProducer:
             if not isinstance(name, str) or not TOPIC_NAME.fullmatch(name):
                 del self._topics[topic]
                 for call in calls:
-                    call.fail(_not_encoded(call.message))
+                    call.fail(not_encoded(call.message))
 
     # Ends -------------------------------------------------------------------------------
 
@@ -746,7 +622,7 @@ class KafkaProducer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail_all(ClientLostError(f"the Kafka producer ended by itself ({_reason(error)})"))
+            self._fail_all(ClientLostError(f"the Kafka producer ended by itself ({reason_of(error)})"))
             self._drop_cluster()
             # Requests that are still in flight know the old partitions only.
             self._partitions = {name: partition.successor() for name, partition in self._partitions.items()}
@@ -787,43 +663,7 @@ class KafkaProducer:
         return nothing_acknowledged(self._settings.bootstrap_servers, _PATIENCE)
 
 
-async def _produce(cluster: Cluster, node: int, batches: Mapping[TopicPartition, bytes]) -> Any:
-    """Send batches to a broker in one request, and return the response.
-
-    Raises:
-        _NotSentError: The connection to the broker was not opened.
-        UnsupportedVersionError: The broker speaks no version of the request that we speak.
-        WireError: The broker did not answer; it may have stored the batches.
-    """
-    try:
-        await cluster.connect_to(node, purpose=Purpose.PRODUCE)
-    except WireError as error:
-        raise _NotSentError(str(error)) from error
-    parts = by_topic(batches, lambda name: {"partition": name.partition, "records": batches[name]})
-    request = PRODUCE(
-        transactional_id=None,
-        acks=-1,
-        timeout_ms=round(_REQUEST_TIMEOUT * 1000),
-        topics=[{"topic": topic, "partitions": partitions} for topic, partitions in parts],
-    )
-    return await cluster.ask(node, request, purpose=Purpose.PRODUCE, timeout=_REQUEST_TIMEOUT)
-
-
-def _learn_leaders(cluster: Cluster, response: Any) -> set[TopicPartition]:
-    """Accept the leaders that a broker names beside errors; return the partitions whose leader is news."""
-    for endpoint in response.endpoints or ():
-        cluster.learn_broker(Broker(*endpoint))
-    leaders = named_leaders(response)
-    return {name for name, leader in leaders.items() if cluster.metadata.learn_leader(name, leader)}
-
-
-def _led_partitions(cluster: Cluster, topic: str) -> list[int]:
-    """Return the partitions of a topic that have a leader."""
-    partitions = cluster.metadata.partitions(topic)
-    return sorted(number for number, known in partitions.items() if known.leader is not None)
-
-
-async def _new_identity(cluster: Cluster) -> tuple[int, int]:
+async def _new_identity(cluster: Cluster) -> Identity:
     """Request a new producer id and its epoch; any broker issues them.
 
     Raises:
@@ -832,7 +672,7 @@ async def _new_identity(cluster: Cluster) -> tuple[int, int]:
     request = INIT_PRODUCER_ID(
         transactional_id=None, timeout_ms=_TRANSACTION_TIMEOUT_MS, producer_id=_NO_ID, epoch=_NO_EPOCH
     )
-    return new_producer_id(await cluster.ask_any(request))
+    return Identity(*new_producer_id(await cluster.ask_any(request)))
 
 
 def _drop_given_up(calls: deque[_Call]) -> None:
@@ -842,118 +682,3 @@ def _drop_given_up(calls: deque[_Call]) -> None:
 
 def _closed_error() -> ClientLostError:
     return ClientLostError("the Kafka producer is closed")
-
-
-def _refused(error: WireError, message: Message, *, is_in_doubt: bool = False) -> TransportError:
-    """Return the error of a message that a broker does not take.
-
-    Args:
-        error: From the broker.
-        message: The message.
-        is_in_doubt: Whether an earlier attempt may have stored it. The error is then retriable, as for any message
-            whose fate is unknown.
-    """
-    code = error.code
-    if code in _TOO_LARGE:
-        refused: TransportError = MessageTooLargeError(
-            f"a message of {_size(message)} bytes is too large for topic {message.topic!r}: raise max.message.bytes of "
-            "the topic, or publish smaller messages"
-        )
-    else:
-        refused = publish_error(error.cause, message.topic)
-        if not isinstance(refused, AuthorizationError):
-            refused.retriable = code not in _FINAL
-    if is_in_doubt:
-        return type(refused)(f"{refused}; an earlier attempt may have stored the message", retriable=True)
-    return refused
-
-
-def _not_encoded(message: Message, error: Exception | None = None) -> TransportError:
-    why = unwritable(message) or (f"it cannot be encoded ({_reason(error)})" if error else "it cannot be encoded")
-    return TransportError(f"a message for topic {message.topic!r} was not published: {why}", retriable=False)
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's text without the final full stop, or its class name if it has no text."""
-    return str(error).strip().rstrip(".") or type(error).__name__
-
-
-def _no_partition(message: Message, count: int) -> TransportError:
-    return TransportError(
-        f"topic {message.topic!r} has partitions 0 to {count - 1} and not {message.partition}: add partitions to it",
-        retriable=False,
-    )
-
-
-def _size(message: Message) -> int:
-    """Return roughly the size of a message in bytes, as brokers count it."""
-    return record_size(message.key, message.value, message.headers) - RECORD_OVERHEAD
-
-
-@functools.lru_cache(maxsize=_REMEMBERED_KEYS)
-def _hash(key: bytes) -> int:
-    """Hash a key as Java's partitioner does. Cached: in Python, hashing takes as long as the rest of publishing."""
-    return int(murmur2(key)) & 0x7FFFFFFF
-
-
-# Many messages -----------------------------------------------------------------------------
-
-_WAVE_MESSAGES = 2_000
-_WAVE_BYTES = 8 * 1024 * 1024
-"""A wave ends with the message that reaches this size."""
-
-
-class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
-    """Publishes in order with an idempotent producer, and counts what the brokers have acknowledged."""
-
-    def __init__(self, settings: Settings) -> None:
-        """Create a publisher; connects to nothing yet.
-
-        Raises:
-            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
-        """
-        self.acknowledged = 0
-        """Number of messages."""
-        self._servers = settings.bootstrap_servers
-        self._producer = KafkaProducer(settings, "lz4")
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._producer.close()
-
-    async def publish(self, messages: Iterable[Message]) -> None:
-        """Publish in waves: one is acknowledged before the next is sent, which bounds the memory.
-
-        Messages of one partition are stored in order, unless the brokers refuse one of them.
-
-        Raises:
-            TransportError: A message was not acknowledged; later ones may have been.
-        """
-        for wave in waves(messages):
-            try:
-                async with asyncio.timeout(_PATIENCE):
-                    results = await asyncio.gather(*map(self._producer.send, wave), return_exceptions=True)
-            except TimeoutError:
-                raise nothing_acknowledged(self._servers, _PATIENCE) from None
-            errors = [result for result in results if isinstance(result, BaseException)]
-            self.acknowledged += len(wave) - len(errors)
-            if errors:
-                raise errors[0]
-
-
-def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
-    """Cut messages into non-empty waves, which bound the memory.
-
-    Example:
-        >>> [len(wave) for wave in waves(Message("t", b"") for _ in range(4500))]
-        [2000, 2000, 500]
-    """
-    wave: list[Message] = []
-    size = 0
-    for message in messages:
-        wave.append(message)
-        size += len(message.value or b"") + len(message.key or b"")
-        if len(wave) == _WAVE_MESSAGES or size >= _WAVE_BYTES:
-            yield wave
-            wave, size = [], 0
-    if wave:
-        yield wave

@@ -17,7 +17,7 @@ from aioshard.errors import (
     PlanError,
 )
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.producer import Publisher
+from aioshard.kafka.publisher import Publisher
 from aioshard.ports import Committed, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import MESSAGE_ID, Coordinates, Failure, as_text, dead_letter

@@ -15,7 +15,7 @@ import pytest
 
 from aioshard import spark as history
 from aioshard.errors import NotVerifiedError, PlanError, TransportError
-from aioshard.kafka.producer import KafkaProducer, waves
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_records import MESSAGE_ID, dead_letter, read_dead_letter
@@ -283,12 +283,3 @@ async def test_a_replayed_dead_letter_loses_its_message_id(sending: Sending) -> 
         assert not [name for name, _ in found.original.headers if name.startswith("aioshard.")]
         again = dead_letter("more", letter._replace(topic="other", offset=1), found.failure)
         assert MESSAGE_ID not in dict(again.headers)
-
-
-async def test_waves_are_bounded_in_number_and_size() -> None:
-    half = Message("t", bytes(9 * 1024 * 1024))
-    small = Message("t", b"")
-
-    assert [len(wave) for wave in waves([half, half, small, half])] == [1, 1, 2]
-    assert [len(wave) for wave in waves([small] * 2001)] == [2000, 1]
-    assert list(waves([])) == []

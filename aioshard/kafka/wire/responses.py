@@ -272,6 +272,21 @@ def stored_offsets(response: Any, sent: Collection[TopicPartition]) -> Answers[i
     return _answers(response.topics, sent, "acknowledgement", lambda part: _checked(part.offset, "an offset of a log"))
 
 
+def refused_indexes(response: Any) -> dict[TopicPartition, list[int]]:
+    """Read the records that a response to Produce blames for a refused batch, as indexes into the batch, from 0 on.
+
+    Brokers name them from version 8 on, and not for every error. The caller knows how many records the batch has.
+
+    Raises:
+        IncompleteResponseError: The partitions of a topic are missing.
+    """
+    return {
+        partition: [record.index for record in part.record_errors]
+        for partition, part in _parts(response.topics or (), _NO_NAMES)
+        if part.error and part.record_errors
+    }
+
+
 def named_leaders(response: Any) -> dict[TopicPartition, Leader]:
     """Read the leaders in a response to Produce: brokers name them beside errors from version 10 on (KIP-951).
 

@@ -15,7 +15,7 @@ from aioshard import App
 from aioshard.cli import demo
 from aioshard.cli.demo import FLIGHTS, Findings, Flight, check, read_flights
 from aioshard.errors import MissingExtraError, TransportError
-from aioshard.kafka.producer import Publisher
+from aioshard.kafka.publisher import Publisher
 from aioshard.ports import Message
 from aioshard.records import Record
 from tests.support.paths import PROJECT

@@ -17,9 +17,8 @@ from confluent_kafka.admin import AclOperation
 from aioshard import Settings
 from aioshard.cli.publish import BadLineError, JsonLines
 from aioshard.errors import AuthorizationError, ConnectError, TransportError
-from aioshard.kafka import producer
 from aioshard.kafka.embedded import EmbeddedBroker
-from aioshard.kafka.producer import Publisher
+from aioshard.kafka.publisher import Publisher
 from aioshard.ports import Message
 from tests.support.access import allow, create_scram_user
 from tests.support.brokers import SharedKafka
@@ -346,7 +345,7 @@ async def test_wrong_options_end_the_command_with_2(
 async def test_a_broker_that_dies_ends_the_command(
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(producer, "_PATIENCE", 0.5)
+    monkeypatch.setattr("aioshard.kafka.publisher._PATIENCE", 0.5)
     async with Publisher(Settings(**broker.settings)) as publisher:
         await publisher.publish([Message(topic, b"v", b"k")])
         os.kill(broker.pid, signal.SIGKILL)

@@ -354,7 +354,7 @@ async def test_a_wrong_password_is_reported(kafka: SharedKafka, topic: str, make
 async def test_a_missing_topic_is_reported_to_all_waiters_at_once(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.5)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.5)
     there = f"{topic}-there"
     await kafka.create_topic(there)
 
@@ -383,8 +383,8 @@ async def test_a_deleted_topic_is_reported_without_a_busy_loop(
     kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """aiokafka would request the metadata some 2,000 times a second, with a line in the log for each."""
-    monkeypatch.setattr(producing, "_REQUEST_TIMEOUT", 1.0)
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.5)
+    monkeypatch.setattr("aioshard.kafka.produce.REQUEST_TIMEOUT", 1.0)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.5)
     there = f"{topic}-there"
     for name in (topic, there):
         await kafka.create_topic(name)

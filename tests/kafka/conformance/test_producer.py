@@ -71,7 +71,7 @@ class KafkaHarness:
         self.narrow = f"{self.topic}-narrow"
         self.producers: list[KafkaProducer] = []
         # A partition that the brokers do not know could be a new one, and is waited for.
-        request.getfixturevalue("monkeypatch").setattr(producing, "_TOPIC_TIMEOUT", 0.5)
+        request.getfixturevalue("monkeypatch").setattr(producing, "TOPIC_TIMEOUT", 0.5)
 
     async def prepare(self) -> None:
         # A time stamp of long ago is a reason to delete the record immediately, and one of the future to refuse it.

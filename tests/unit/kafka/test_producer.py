@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aioshard.errors import AuthorizationError, ClientLostError, MessageTooLargeError, SettingsError, TransportError
+from aioshard.kafka import batches, partitioning
 from aioshard.kafka import producer as producing
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.kafka.wire.cluster import QUICK_TIMEOUT
@@ -410,7 +411,7 @@ def test_a_message_that_cannot_be_encoded_fails_alone() -> None:
 
 def test_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brokers close the connection on a larger one, and it would be sent again and again."""
-    monkeypatch.setattr(producing, "_REQUEST_BYTES", 10_000)
+    monkeypatch.setattr(producing, "REQUEST_BYTES", 10_000)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         calls = [call for number in range(50) for call in publish(producer, bytes(1000), partition=number)]
@@ -426,7 +427,7 @@ def test_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_partitions_without_room_in_a_request_come_first_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producing, "_REQUEST_BYTES", 2_500)
+    monkeypatch.setattr(producing, "REQUEST_BYTES", 2_500)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         def busy(partition: int) -> None:
@@ -674,7 +675,7 @@ def test_a_topic_that_this_user_may_not_see_fails_its_messages() -> None:
 
 
 def test_an_old_answer_without_the_topic_does_not_make_it_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.0)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         known = broker.model.topic_ids.pop("orders")
@@ -706,7 +707,7 @@ def test_a_refusal_on_opening_a_connection_proves_that_nothing_was_sent() -> Non
 
 
 def test_a_deleted_topic_is_missing_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.0)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         await producer.publish(Message("orders", b"0"))
@@ -721,7 +722,7 @@ def test_a_deleted_topic_is_missing_although_it_was_known(monkeypatch: pytest.Mo
 
 
 def test_a_topic_that_is_being_created_for_too_long_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.0)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         def create(request: Received) -> None:
@@ -848,7 +849,8 @@ def test_keys_keep_their_partitions_while_a_broker_reports_fewer() -> None:
 
 def test_a_topic_may_have_fewer_partitions_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was created again."""
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(partitioning, "TOPIC_TIMEOUT", 0.0)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         await producer.publish(Message("orders", b"0", b"key"))
@@ -862,7 +864,8 @@ def test_a_topic_may_have_fewer_partitions_after_a_while(monkeypatch: pytest.Mon
 
 
 def test_a_topic_without_an_id_may_have_fewer_partitions_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.0)
+    monkeypatch.setattr(partitioning, "TOPIC_TIMEOUT", 0.0)
 
     async def test(broker: Broker, producer: KafkaProducer) -> None:
         broker.model.delete("orders")
@@ -878,7 +881,7 @@ def test_a_topic_without_an_id_may_have_fewer_partitions_too(monkeypatch: pytest
 
 
 def test_a_missing_codec_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(producing._HAS_CODEC, "lz4", lambda: False)
+    monkeypatch.setitem(batches._HAS_CODEC, "lz4", lambda: False)
     with pytest.raises(SettingsError, match="lz4"):
         KafkaProducer(Settings(bootstrap_servers="127.0.0.1:9"), "lz4")
 

@@ -40,6 +40,7 @@ from aioshard.kafka.wire.responses import (
     listed_offsets,
     named_leaders,
     new_producer_id,
+    refused_indexes,
     refused_offsets,
     stored_offsets,
 )
@@ -258,6 +259,24 @@ def test_the_offset_of_a_stored_batch_may_be_unknown_but_not_invalid() -> None:
 
     assert answers.values == {ORDERS: -1}
     assert isinstance(answers.errors[OTHERS], IncompleteResponseError)
+
+
+def blamed(*parts: tuple[int, int, list[int]], version: int = 12) -> Any:
+    """A response to Produce: partition, error and blamed records of each part."""
+    rest = {"offset": -1, "timestamp": -1, "log_start": 0, "message": None, "leader": None}
+    partitions = [
+        rest
+        | {"partition": number, "error": error, "record_errors": [{"index": at, "message": None} for at in indexes]}
+        for number, error, indexes in parts
+    ]
+    return answer(PRODUCE, version, topics=[{"topic": "orders", "partitions": partitions}])
+
+
+def test_records_are_blamed_only_beside_an_error_and_if_there_are_some() -> None:
+    assert refused_indexes(blamed((0, 87, [3, 7]), (1, 87, []))) == {ORDERS: [3, 7]}
+    assert refused_indexes(blamed((0, 0, [3]), (1, 32, [0]))) == {OTHERS: [0]}
+    assert refused_indexes(blamed((0, 87, [3]), version=7)) == {}, "the version has no such field"
+    assert refused_indexes(answer(PRODUCE, 12, topics=None)) == {}
 
 
 def test_a_leader_is_read_only_beside_an_error_and_if_there_is_one() -> None:
