@@ -736,11 +736,6 @@ def _check_assignor(settings: Settings) -> Iterator[str]:
 def _check_exactly_once(settings: Settings) -> Iterator[str]:
     """Refuse settings that transactions do not support."""
     setting = "processing_guarantee='exactly_once'"
-    if settings.client != "confluent":
-        yield (
-            f"{setting} needs client='confluent': aiokafka has no transactions that stop with the group membership "
-            "(KIP-447)"
-        )
     if settings.assign is not None:
         yield f"{setting} needs a consumer group, which fences the transactions of stale members: remove assign"
     timeout = settings.transaction_timeout

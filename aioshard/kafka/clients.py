@@ -25,17 +25,20 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
     from aioshard.kafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
 
     client: Callable[[Settings, str], Transport]
+    # An instance id has no colon, so different pairs of group and instance never share a transactional id.
+    transactional_id = f"{group_id}:{settings.group_instance_id or uuid.uuid4().hex}"
     if settings.client == "aiokafka":
         from aioshard.kafka.group.transport import MemberTransport  # noqa: PLC0415 - imported on use
+        from aioshard.kafka.transactions.identity import TransactionalId  # noqa: PLC0415 - imported on use
 
-        client = MemberTransport
+        exactly_once = settings.processing_guarantee == "exactly_once"
+        transactional = TransactionalId(transactional_id) if exactly_once else None
+        client = functools.partial(MemberTransport, transactional=transactional)
     elif importlib.util.find_spec("confluent_kafka") is None:
         raise MissingExtraError("client='confluent'", "confluent")
     else:
         from aioshard.kafka.confluent.transport import ConfluentTransport  # noqa: PLC0415 - imported on use
 
-        # An instance id has no colon, so different pairs of group and instance never share a transactional id.
-        transactional_id = f"{group_id}:{settings.group_instance_id or uuid.uuid4().hex}"
         client = functools.partial(ConfluentTransport, transactional_id=transactional_id)
     return Clients(
         lambda: client(settings, group_id), lambda: KafkaProducer(settings), lambda: KafkaSideTopics(settings)

@@ -35,6 +35,8 @@ from aioshard.kafka.group.member import (
     Troubled,
 )
 from aioshard.kafka.offsets import Member
+from aioshard.kafka.transactions.identity import TransactionalId
+from aioshard.kafka.transactions.transactions import Transactions
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.errors import WireError
@@ -70,13 +72,24 @@ class MemberTransport(ConsumerTransport):
     carry the newest one. The engine knows a membership by the epoch of its latest assignment.
     """
 
-    def __init__(self, settings: Settings, group_id: str) -> None:
+    def __init__(self, settings: Settings, group_id: str, transactional: TransactionalId | None = None) -> None:
         """Check the options; connects to nothing yet.
+
+        Args:
+            settings: The settings of the app.
+            group_id: The group.
+            transactional: The transactional id, the same for each client of a process, if commits are transactions.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
         super().__init__(settings, group_id)
+        self._transactions: Transactions | None = None
+        """None unless commits are transactions."""
+        if transactional is not None:
+            self._transactions = Transactions(
+                self._cluster, transactional, self._offsets, group_id, timeout=settings.transaction_timeout
+            )
         self._driver: ClassicDriver | ConsumerDriver | None = None
         """None with manual assignment, and before the start."""
         self._protocol: ChosenProtocol | None = None
@@ -314,6 +327,8 @@ class MemberTransport(ConsumerTransport):
 
     async def _tear_down(self) -> None:
         try:
+            if self._transactions is not None:
+                await self._transactions.close()
             if self._driver is not None and self._driver.is_alive:
                 await self._driver.close(0.0, "the app closes its client")
         finally:
@@ -329,8 +344,11 @@ class MemberTransport(ConsumerTransport):
         self._check_again()
 
     def _raise_group_loss(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
+        if failure is None and self._transactions is not None:
+            failure = self._transactions.failure
+        if failure is not None:
+            raise failure
 
     # The group ------------------------------------------------------------------------
 
@@ -358,7 +376,7 @@ class MemberTransport(ConsumerTransport):
         self,
         offsets: Mapping[TopicPartition, Committed],
         membership: Membership,
-        messages: Sequence[Message] | None,  # noqa: ARG002
+        messages: Sequence[Message] | None,
     ) -> None:
         driver = self._member()
         life = self._life
@@ -366,13 +384,31 @@ class MemberTransport(ConsumerTransport):
         self._check_commit(offsets, membership)
         if not self._covers(own, life, offsets):
             raise _not_ours(self._group_id, offsets)
+        member = Member(own.epoch, own.member_id, self._settings.group_instance_id)
         try:
-            await self._send_commit(offsets, Member(own.epoch, own.member_id, self._settings.group_instance_id))
+            if self._transactions is None:
+                await self._send_commit(offsets, member)
+            else:
+                await self._transactions.commit(messages or (), self._with_epochs(offsets), member)
         except WireError as error:
             driver.commit_refused(own, error.code)
-            if error.code in _OVERTAKEN and self._covers(driver.ownership, life, offsets):
+            # A transaction is aborted then; a plain commit in an older epoch may also have been stored before.
+            is_plain = self._transactions is None
+            if is_plain and error.code in _OVERTAKEN and self._covers(driver.ownership, life, offsets):
                 raise _overtaken(self._group_id, offsets) from error
             raise commit_error(error.cause, offsets, self._group_id) from error
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`; with transactions, only offsets that no open transaction of ours may change."""
+        if self._transactions is not None:
+            self._check_running()
+            await self._transactions.settle()
+        return await super().committed(partitions)
+
+    @property
+    def hang(self) -> str | None:
+        """See `Transport.hang`: a transaction that waits for a broker."""
+        return None if self._transactions is None else self._transactions.hang
 
     def _covers(self, own: Ownership, life: int, partitions: Collection[TopicPartition]) -> bool:
         """Whether partitions are ours now, by an ownership of this life: a later one may have the same member id."""
@@ -493,6 +529,7 @@ class MemberTransport(ConsumerTransport):
         """Let the engine release partitions, and then the group."""
         driver = self._member()
         await self._drain(listener, change.partitions)
+        await self._settle_transactions()
         if not self._lasts(change) or self._listener_failure is not None:
             return
         self._remove(change.partitions)
@@ -509,6 +546,17 @@ class MemberTransport(ConsumerTransport):
             return
         # 3. Nothing is left, and nothing is meant for us.
         listener.assigned((), self._membership)
+
+    async def _settle_transactions(self) -> None:
+        """Wait until no transaction may end any more: not after we have released its partitions."""
+        if self._transactions is None:
+            return
+        try:
+            async with asyncio.timeout(self._settings.commit_timeout):
+                await self._transactions.settle()
+        except (TransportError, TimeoutError) as error:
+            # The next owner waits for the end of the transaction, because it reads stable offsets.
+            logger.info("group %r: partitions are released during a transaction: %s", self._group_id, error)
 
 
 def _text_of(event: Troubled | Refused | Ended) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,6 @@ from aioshard.kafka.transactions.answers import (
     ON_OFFSETS,
     TIMEOUT_TOO_LONG,
     Meaning,
-    meaning,
 )
 from aioshard.kafka.transactions.call import Call
 from aioshard.kafka.transactions.coordinator import Answer, Coordinator
@@ -57,7 +56,7 @@ from aioshard.kafka.wire.responses import (
     refused_offsets,
     stored_offsets,
 )
-from aioshard.ports import UNKNOWN_OFFSET, Message
+from aioshard.ports import Message
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.transactions")
@@ -74,6 +73,8 @@ _CLOSE_TIMEOUT: Final = 2.0
 _NO_ID: Final = -1
 _NOT_ATTEMPTED: Final = 55
 """Error code of a partition that was not added because of another one."""
+_NO_TRANSACTION: Final = 48
+"""Error code of a commit without an open transaction, and not after one that was committed."""
 _ABOUT_TOPIC: Final = frozenset({17, 29})
 """Error codes that refuse each message for a topic."""
 
@@ -198,10 +199,7 @@ class Transactions:
     async def _alone(self, call: Call, work: Coroutine[Any, Any, None], purpose: str) -> None:
         """Run a call while no other one runs. If the caller gives up, it ends by itself."""
         try:
-            while self._task is not None:
-                await asyncio.wait([self._task])
-            if self._closed:
-                raise ClientLostError("the Kafka client is closed")
+            await self._turn()
         except BaseException:
             work.close()
             raise
@@ -213,6 +211,12 @@ class Transactions:
             await result
         finally:
             call.is_abandoned = not result.done() or result.cancelled()
+
+    async def _turn(self) -> None:
+        while self._task is not None:
+            await asyncio.wait([self._task])
+        if self._closed:
+            raise ClientLostError("the Kafka client is closed")
 
     async def _run(self, work: Coroutine[Any, Any, None], result: "asyncio.Future[None]") -> None:
         """Run a call, tell its result, and then abort what it has left open: readers wait for that."""
@@ -232,7 +236,7 @@ class Transactions:
         if self._id.is_stale and self._id.known is not None and not self._closed:
             self._call = call = Call(_ABORT_TIMEOUT)
             try:
-                await self._renew(call)
+                await self._prepare(call)
             except (TransportError, SettingsError) as error:
                 logger.debug("a transaction is aborted later: %s", error)
 
@@ -255,23 +259,23 @@ class Transactions:
         """Make sure that a transaction can begin."""
         if self.failure is not None:
             raise self.failure
-        if time.monotonic() >= self._looked_up_at + _FEATURES_AGE:
+        if not self._id.is_stale and time.monotonic() >= self._looked_up_at + _FEATURES_AGE:
             await self._look_up_version(call)
-        self._id.use(self._version)
+            self._id.use(self._version)
         if self._id.is_stale:
             await self._renew(call)
 
     async def _look_up_version(self, call: Call) -> None:
         call.expect("the features of the cluster")
-        while True:
+        features: Mapping[str, int] | None = None
+        while features is None:
             try:
                 response = await self._cluster.ask_any(API_VERSIONS(software=None, software_version=None))
-                level = finalized_features(response).get(_FEATURE, 0)
+                features = finalized_features(response)
             except WireError as error:
                 await call.pause(error)
-            else:
-                break
         call.finish()
+        level = features.get(_FEATURE, 0)
         self._version = Version.SECOND if level >= Version.SECOND else Version.FIRST
         self._looked_up_at = time.monotonic()
 
@@ -285,6 +289,7 @@ class Transactions:
             SettingsError: The brokers do not allow transactions of this length.
             CommitError: The brokers did not answer in time.
         """
+        await self._look_up_version(call)
         known = self._id.known
         request = INIT_PRODUCER_ID(
             transactional_id=self._id.name,
@@ -372,9 +377,7 @@ class Transactions:
     def _request(self, api: Api, **values: Any) -> Request:
         """Return a request of the current epoch, in the versions of its protocol."""
         identity = self._id.identity
-        request = api(
-            transactional_id=self._id.name, producer_id=identity.producer_id, epoch=identity.epoch, **values
-        )
+        request = api(transactional_id=self._id.name, producer_id=identity.producer_id, epoch=identity.epoch, **values)
         if self._id.version is Version.FIRST and api in _NEWEST_OF_FIRST:
             return request.up_to(_NEWEST_OF_FIRST[api])
         return request
@@ -553,11 +556,13 @@ class Transactions:
         # 1. It is committed: this attempt, or an earlier one.
         if answer.meaning is Meaning.DONE:
             following = following_identity(answer.response)
-            self._id.commit(following, is_in_doubt=is_in_doubt or answer.is_in_doubt)
+            self._id.commit(
+                None if following is None else Identity(*following), is_in_doubt=is_in_doubt or answer.is_in_doubt
+            )
             self.counts.committed += 1
             return
-        # 2. It is not: the coordinator has no such transaction, or the first attempt already came in an old epoch.
-        if answer.meaning is Meaning.ENDED or not answer.is_in_doubt:
+        # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
+        if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
             self.counts.aborted += 1
             raise self._failed("its commit was refused", answer.error)
         # 3. An earlier attempt may have been executed before the epoch changed.

@@ -111,9 +111,7 @@ class Writes:
         return None if writes.batch is None else writes.batch.data
 
     def _build(self, writes: PartitionWrites, transactional: TransactionalId) -> _Batch | None:
-        builder = BatchBuilder(
-            transactional.identity, transactional.sequence(writes.name), is_transactional=True
-        )
+        builder = BatchBuilder(transactional.identity, transactional.sequence(writes.name), is_transactional=True)
         most = writes.sizes.popleft() if writes.sizes else len(writes.waiting)
         indexes: list[int] = []
         while writes.waiting and len(indexes) < most:

@@ -62,6 +62,8 @@ class Purpose(Enum):
     """Heartbeats and the leave."""
     PRODUCE = "produce"
     """Records to write, which wait for replicas."""
+    TRANSACTION = "transaction"
+    """Requests to the coordinator of a transaction. Send one at a time."""
 
 
 # Limits -----------------------------------------------------------------------------------

@@ -313,7 +313,31 @@ def new_producer_id(response: Any) -> tuple[int, int]:
     return response.producer_id, response.epoch
 
 
+def following_identity(response: Any) -> tuple[int, int] | None:
+    """Read a response to EndTxn: the producer id and epoch of the next transaction, from version 5 on; else None.
+
+    Raises:
+        IncompleteResponseError: The response has only a part of it.
+    """
+    producer_id, epoch = response.producer_id, response.epoch
+    if producer_id is None or epoch is None:
+        return None
+    if producer_id < 0 or epoch < 0:
+        raise IncompleteResponseError("the producer id of the next transaction is missing in the response")
+    return producer_id, epoch
+
+
 # The cluster ------------------------------------------------------------------------------
+
+
+def finalized_features(response: Any) -> dict[str, int]:
+    """Read a response to ApiVersions: the features of the cluster, each with its level; none if the broker has none.
+
+    Raises:
+        BrokerError: The response has an error code.
+    """
+    raise_for(response.error)
+    return {feature.name: feature.highest for feature in response.finalized or ()}
 
 
 def coordinator(response: Any, key: str) -> Broker:

@@ -31,9 +31,10 @@ EXACTLY_ONCE: Mapping[str, Any] = {
     "commit_timeout": 3,
     "transaction_timeout": 10,
 }
-TRANSACTIONS: Client = {**CONFLUENT, **EXACTLY_ONCE}
+TRANSACTIONS: Client = {**AIOKAFKA, **EXACTLY_ONCE}
 """Each commit is a transaction."""
-KIP_848_TRANSACTIONS: Client = {**KIP_848_CONFLUENT, **EXACTLY_ONCE}
+KIP_848_TRANSACTIONS: Client = {**KIP_848, **EXACTLY_ONCE}
+CONFLUENT_TRANSACTIONS: Client = {**CONFLUENT, **EXACTLY_ONCE}
 NAMES = {
     "aiokafka": AIOKAFKA,
     "eager": EAGER,
@@ -42,6 +43,7 @@ NAMES = {
     "KIP-848, confluent": KIP_848_CONFLUENT,
     "transactions": TRANSACTIONS,
     "KIP-848, transactions": KIP_848_TRANSACTIONS,
+    "transactions, confluent": CONFLUENT_TRANSACTIONS,
 }
 
 OF_THE_BROKER = "session_timeout", "heartbeat_interval", "assignor"
