@@ -40,7 +40,6 @@ from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
     ADD_PARTITIONS_TO_TXN,
-    API_VERSIONS,
     END_TXN,
     INIT_PRODUCER_ID,
     PRODUCE,
@@ -49,7 +48,6 @@ from aioshard.kafka.wire.requests import (
 from aioshard.kafka.wire.responses import (
     Answers,
     CommittedOffset,
-    finalized_features,
     following_identity,
     new_producer_id,
     refused_indexes,
@@ -270,8 +268,7 @@ class Transactions:
         features: Mapping[str, int] | None = None
         while features is None:
             try:
-                response = await self._cluster.ask_any(API_VERSIONS(software=None, software_version=None))
-                features = finalized_features(response)
+                features = await self._cluster.features()
             except WireError as error:
                 await call.pause(error)
         call.finish()
