@@ -214,15 +214,16 @@ class Transactions:
         while self._task is not None:
             await asyncio.wait([self._task])
         if self._closed:
-            raise ClientLostError("the Kafka client is closed")
+            raise _closed_error()
 
     async def _run(self, work: Coroutine[Any, Any, None], result: "asyncio.Future[None]") -> None:
         """Run a call, tell its result, and then abort what it has left open: readers wait for that."""
         try:
             await work
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `close`
             self._id.fail()
-            result.cancel()
+            if not result.done():
+                result.set_exception(_closed_error())
             raise
         except Exception as error:  # noqa: BLE001 - raised in the caller, if it still waits
             self._id.fail()
@@ -601,6 +602,10 @@ class Transactions:
             else:
                 call.finish()
                 return {name: _comparable(offset) for name, offset in stored.items()}
+
+
+def _closed_error() -> ClientLostError:
+    return ClientLostError("the Kafka client is closed")
 
 
 def _error_of(response: Any) -> BrokerError | None:
