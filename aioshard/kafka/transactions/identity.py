@@ -40,6 +40,8 @@ class TransactionalId:
         * A transaction begins only in an epoch in which no request of an earlier transaction can still arrive.
         * After the first time, a new epoch is requested with the id and epoch of the one before. So a process that has
           taken over the transactional id is never fenced by an older one.
+        * Of the first protocol, a new epoch is requested when no transaction is open: brokers abort an open one in an
+          epoch that they name to nobody, and then refuse the one before.
         * Every new epoch begins with sequence number 0 in each partition.
     """
 
@@ -56,6 +58,9 @@ class TransactionalId:
         """The protocol of the current epoch."""
         self._identity: Identity | None = None
         self._phase = _Phase.STALE
+        self.unfinished: bool | None = None
+        """How to end the transaction that may be open before a new epoch is requested: whether by a commit. None if
+        the request of a new epoch ends it, or none is open."""
         self._sequences: dict[TopicPartition, int] = {}
 
     def __str__(self) -> str:
@@ -132,8 +137,16 @@ class TransactionalId:
 
     def fail(self) -> None:
         """Note that the transaction was not committed, or that nobody knows: the next epoch ends it."""
-        if self._phase in (_Phase.OPEN, _Phase.ENDING):
-            self._phase = _Phase.STALE
+        if self._phase not in (_Phase.OPEN, _Phase.ENDING):
+            return
+        if self.version is Version.FIRST:
+            self.unfinished = self._phase is _Phase.ENDING  # a commit that was requested may be executed later
+        self._phase = _Phase.STALE
+
+    def finish(self) -> None:
+        """Note that no transaction is open any more."""
+        self._expect(_Phase.STALE)
+        self.unfinished = None
 
     def forget(self) -> None:
         """Note that the brokers have forgotten the transactional id, because nobody used it for days."""

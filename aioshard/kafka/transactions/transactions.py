@@ -106,8 +106,8 @@ class Transactions:
         * When `settle` or a later call returns, no earlier transaction of ours is open or undecided.
         * The commit is requested only after every message and every offset was acknowledged. No abort follows it:
           repeated, it tells its own outcome.
-        * Each failure is followed by a new epoch, which aborts what is open. The brokers refuse requests of the old
-          epoch that arrive later.
+        * Each failure is followed by a new epoch. The brokers refuse requests of the old epoch that arrive later. In
+          the second protocol, the request of it aborts what is open; in the first one, an abort precedes it.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Transactions:
         self._looked_up_at = time.monotonic()
 
     async def _renew(self, call: Call) -> None:
-        """Request a new epoch. That aborts the open transaction, if there is one, and waits until it has ended.
+        """Request a new epoch, and wait until the open transaction has ended, if there is one.
 
         Raises:
             _ExpiredError: The brokers have forgotten the transactional id.
@@ -288,6 +288,7 @@ class Transactions:
             CommitError: The brokers did not answer in time.
         """
         await self._look_up_version(call)
+        await self._finish(call)
         known = self._id.known
         request = INIT_PRODUCER_ID(
             transactional_id=self._id.name,
@@ -309,6 +310,21 @@ class Transactions:
                 raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
             case _:
                 raise self._refusal(answer)
+
+    async def _finish(self, call: Call) -> None:
+        """End the open transaction before a new epoch is requested, if the protocol needs that.
+
+        Raises:
+            CommitError: The brokers did not answer in time.
+        """
+        is_commit = self._id.unfinished
+        if is_commit is None:
+            return
+        request = self._request(END_TXN, commit=is_commit)
+        await self._coordinator.ask(call, request, ON_COMMIT, _error_of)
+        # A refusal means that the coordinator has ended it already, or has given the epoch to another process: the
+        # answer to the next request tells.
+        self._id.finish()
 
     def _refusal(self, answer: Answer) -> Exception:
         """Return the error of an epoch that the brokers will refuse each time."""

@@ -181,3 +181,34 @@ def test_processes_with_one_instance_id_have_one_transactional_id() -> None:
     assert first.name == TransactionalIds("group", "node-1").for_client().name
     assert ids.for_client() is first
     assert isinstance(first.end, TransactionalIdTakenError)
+
+
+def test_the_first_protocol_ends_a_transaction_before_it_requests_an_epoch() -> None:
+    """Brokers abort an open one in an epoch that they name to nobody, and then refuse the one before."""
+    opened = ready(FIRST)
+    opened.begin()
+    opened.fail()
+    in_doubt = ending(FIRST)
+    in_doubt.fail()
+
+    assert opened.unfinished is False
+    assert in_doubt.unfinished is True, "an abort would not tell whether it was committed"
+    in_doubt.finish()
+    assert in_doubt.unfinished is None
+    assert in_doubt.is_stale
+
+
+def test_an_epoch_of_the_second_protocol_ends_the_transaction() -> None:
+    for transactional in (ending(SECOND), ready(SECOND)):
+        transactional.fail()
+        assert transactional.unfinished is None
+
+
+def test_nothing_is_open_before_the_first_transaction_and_after_a_commit() -> None:
+    fresh = TransactionalId("group:1")
+    fresh.fail()
+    committed = ending(FIRST)
+    committed.commit(None, is_in_doubt=True)
+
+    assert fresh.unfinished is None
+    assert committed.unfinished is None
