@@ -257,34 +257,38 @@ class Proxies:
         client: asyncio.StreamWriter,
         awaited: dict[int, tuple[Rule, Request]],
     ) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             at, request = await arrived.get()
+            is_answered = False
             for rule in [rule for rule in self._rules if rule.covers(request.node, request.client_id, request.api_key)]:
                 rule.requests.append(request)
                 rule.met.set()
                 if len(rule.requests) == rule.times:
                     rule.lift()
-                match rule.effect:
-                    case "delay":
-                        await asyncio.sleep(at + rule.seconds - loop.time())
-                    case "cut":
-                        raise ConnectionAbortedError
-                    case "swallow":
-                        connection.silenced = rule
-                    case "hold":
-                        await rule.lifted.wait()
-                    case "strand":
-                        self._strand(rule, connection)
-                        raise ConnectionAbortedError
-                    case "answer":
-                        awaited[request.correlation_id] = rule, request
-                    case "reply":
-                        await _reply(rule, request, client)
-                        break
-            else:
-                if connection.silenced is None:
-                    await _write(writer, request.frame)
+                if rule.effect == "answer":
+                    awaited[request.correlation_id] = rule, request
+                elif rule.effect == "reply":
+                    await _reply(rule, request, client)
+                    is_answered = True
+                else:
+                    await self._delay(rule, connection, at)
+            if connection.silenced is None and not is_answered:
+                await _write(writer, request.frame)
+
+    async def _delay(self, rule: Rule, connection: _Connection, arrived_at: float) -> None:
+        """Let a rule keep a request of a connection for a while, or for good."""
+        match rule.effect:
+            case "delay":
+                await asyncio.sleep(arrived_at + rule.seconds - asyncio.get_running_loop().time())
+            case "cut":
+                raise ConnectionAbortedError
+            case "swallow":
+                connection.silenced = rule
+            case "hold":
+                await rule.lifted.wait()
+            case "strand":
+                self._strand(rule, connection)
+                raise ConnectionAbortedError
 
 
 async def _reply(rule: Rule, request: Request, client: asyncio.StreamWriter) -> None:
