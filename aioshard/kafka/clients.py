@@ -30,7 +30,7 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
         ids = TransactionalIds(group_id, settings.group_instance_id)
         exactly_once = settings.processing_guarantee == "exactly_once"
 
-        def client(settings: Settings, group_id: str) -> Transport:
+        def client(settings: "Settings", group_id: str) -> Transport:
             return MemberTransport(settings, group_id, ids.for_client() if exactly_once else None)
 
     elif importlib.util.find_spec("confluent_kafka") is None:
