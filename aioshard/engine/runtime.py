@@ -38,6 +38,7 @@ from aioshard.errors import (
     NotDrainedError,
     StartError,
     TaskCancelledError,
+    TransactionalIdTakenError,
     TransportError,
 )
 from aioshard.log_fields import get_logger
@@ -346,7 +347,7 @@ class Engine:
         lost = isinstance(error, InstanceIdTakenError) and (
             error.persists or self._instance_losses.again(error.session_timeout)
         )
-        if lost or isinstance(error, GroupHasMembersError):
+        if lost or isinstance(error, GroupHasMembersError | TransactionalIdTakenError):
             self.lifecycle.fail(error)
             return True
         if self.state != "starting" or self.settings.start_timeout is None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 import pytest
 
 from aioshard import App, Record
-from aioshard.errors import ClientLostError, NotDrainedError
+from aioshard.errors import ClientLostError, NotDrainedError, TransactionalIdTakenError
 from aioshard.ports import Committed, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
@@ -62,6 +62,22 @@ def test_a_client_lost_after_working_is_replaced_at_once() -> None:
                     )
                 await asyncio.sleep(0.5)
             assert app.statistics().client_losses == 10
+
+    run(test())
+
+
+def test_an_app_whose_transactional_id_another_process_has_ends() -> None:
+    """Another client would take the id back, and the two would take turns."""
+    app = App("losses")
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            client.broker.fail_next_poll(TransactionalIdTakenError("losses:pod-1"))
+            await asyncio.sleep(5.0)
+            assert app.statistics().state == "failed"
 
     run(test())
 
