@@ -189,6 +189,18 @@ class TransactionStatistics:
     """Messages in committed transactions."""
     open_seconds: float | None
     """Seconds since the open transaction began; None while none is open."""
+    committed: int = 0
+    """Transactions whose commit the brokers acknowledged. This and the following figures are those of the client."""
+    aborted: int = 0
+    """Transactions that were certainly not committed."""
+    decided_committed: int = 0
+    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
+    decided_aborted: int = 0
+    """Transactions without an answer to their commit, which the committed offsets showed to be aborted."""
+    undecided: int = 0
+    """Transactions whose outcome nothing told in time; their records run again if they were not committed."""
+    epochs: int = 0
+    """New epochs of the producer that were requested: at the start, and after each doubt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ The engine does not depend on a client. `aioshard.kafka.transport` implements `T
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -127,6 +128,24 @@ class LogRange(NamedTuple):
     """One past the last offset, including those of open transactions; -1 if unknown."""
 
 
+@dataclass(slots=True)
+class TransactionCounts:
+    """How the transactions of a process have ended, over all its clients."""
+
+    committed: int = 0
+    """The brokers acknowledged the commit."""
+    aborted: int = 0
+    """Certainly not committed."""
+    decided_committed: int = 0
+    """Without an answer to the commit, but its offsets were committed."""
+    decided_aborted: int = 0
+    """Without an answer to the commit, and its offsets were not committed."""
+    undecided: int = 0
+    """Nothing told the outcome in time. Its records run again if it was not committed."""
+    epochs: int = 0
+    """New epochs that were requested."""
+
+
 class GroupListener(Protocol):
     """Callbacks by which a transport informs the engine about the group: once about each change."""
 
@@ -187,6 +206,10 @@ class Transport(Protocol):
 
         It says nothing about the brokers, which may answer everybody else. The client replaces by itself what hangs.
         """
+
+    @property
+    def transaction_counts(self) -> TransactionCounts | None:
+        """How the transactions of this process have ended; None if commits do not use any, or nobody counts."""
 
     @property
     def missing_topics(self) -> Sequence[str]:

@@ -1,6 +1,7 @@
 """The commit coordinator: the one task that commits offsets, in order, one request at a time."""
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from aioshard.errors import (
 )
 from aioshard.log_fields import get_logger
 from aioshard.observe import TransactionStatistics
-from aioshard.ports import Committed, Membership, Message, Transport
+from aioshard.ports import Committed, Membership, Message, TransactionCounts, Transport
 from aioshard.records import TopicPartition
 
 logger = get_logger("aioshard.engine.committer")
@@ -169,6 +170,8 @@ class Committer:
         """Transactions that the brokers refused."""
         self._messages = 0
         """Messages in transactions that were committed."""
+        self._counts: TransactionCounts | None = None
+        """Those of the latest client; each client continues the counts of the one before."""
         self._began: float | None = None
         """When the open transaction began."""
         self._buffer = buffer
@@ -197,7 +200,10 @@ class Committer:
             return None
         began = self._began
         lasts = None if began is None else self._clock() - began
-        return TransactionStatistics(self._fenced, self._messages, lasts)
+        counts = self._counts
+        if counts is None:
+            return TransactionStatistics(self._fenced, self._messages, lasts)
+        return TransactionStatistics(self._fenced, self._messages, lasts, **dataclasses.asdict(counts))
 
     @property
     def owns(self) -> bool:
@@ -529,6 +535,7 @@ class Committer:
         if transaction is None:
             return None
         began = self._began = self._clock()
+        self._counts = transport.transaction_counts
         try:
             with anyio.fail_after(self._timeout):
                 await transport.commit(transaction.offsets, membership, transaction.messages)

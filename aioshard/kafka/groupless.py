@@ -43,6 +43,11 @@ class Groupless:
         return None
 
     @property
+    def transaction_counts(self) -> None:
+        """See `Transport.transaction_counts`: nothing is written."""
+        return
+
+    @property
     def inherits_within(self) -> float:
         """See `Transport.inherits_within`: there are no other members."""
         return 0.0

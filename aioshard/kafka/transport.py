@@ -62,6 +62,7 @@ from aioshard.ports import (
     Membership,
     Message,
     Oversized,
+    TransactionCounts,
 )
 from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.settings import Settings
@@ -140,6 +141,11 @@ class KafkaTransport(ABC):
     @property
     def hang(self) -> str | None:
         """See `Transport.hang`; the calls of asyncio clients end with their timeouts."""
+        return None
+
+    @property
+    def transaction_counts(self) -> TransactionCounts | None:
+        """See `Transport.transaction_counts`."""
         return None
 
     @property

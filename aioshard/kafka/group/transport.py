@@ -41,7 +41,15 @@ from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.start import new_cluster
-from aioshard.ports import NOT_A_MEMBER, ChosenProtocol, Committed, GroupListener, Membership, Message
+from aioshard.ports import (
+    NOT_A_MEMBER,
+    ChosenProtocol,
+    Committed,
+    GroupListener,
+    Membership,
+    Message,
+    TransactionCounts,
+)
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -404,6 +412,11 @@ class MemberTransport(ConsumerTransport):
             self._check_running()
             await self._transactions.settle()
         return await super().committed(partitions)
+
+    @property
+    def transaction_counts(self) -> TransactionCounts | None:
+        """See `Transport.transaction_counts`."""
+        return None if self._transactions is None else self._transactions.counts
 
     @property
     def hang(self) -> str | None:

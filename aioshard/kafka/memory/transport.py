@@ -35,6 +35,7 @@ from aioshard.ports import (
     Membership,
     Message,
     Oversized,
+    TransactionCounts,
     record_size,
 )
 from aioshard.records import PartitionInfo, TopicPartition
@@ -291,6 +292,11 @@ class InMemoryTransport:
     @property
     def hang(self) -> str | None:
         """See `Transport.hang`: no call waits for longer than the test says."""
+        return None
+
+    @property
+    def transaction_counts(self) -> TransactionCounts | None:
+        """See `Transport.transaction_counts`: nothing can be in doubt."""
         return None
 
     @property

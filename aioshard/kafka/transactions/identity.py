@@ -6,6 +6,7 @@ from typing import Final
 
 from aioshard.errors import ClientLostError, StateError, TransactionalIdTakenError, TransportError
 from aioshard.kafka.batches import Identity
+from aioshard.ports import TransactionCounts
 from aioshard.records import TopicPartition
 
 _MOST_SEQUENCE: Final = 2**31
@@ -45,13 +46,16 @@ class TransactionalId:
         * Every new epoch begins with sequence number 0 in each partition.
     """
 
-    def __init__(self, name: str, *, is_static: bool = False) -> None:
+    def __init__(self, name: str, *, is_static: bool = False, counts: TransactionCounts | None = None) -> None:
         """Know nothing yet.
 
         Args:
             name: The transactional id, which is unique among running processes.
             is_static: Whether a later process may have it too, in place of this one.
+            counts: Those of the process.
         """
+        self.counts = counts or TransactionCounts()
+        """How transactions have ended, also those of earlier ids of this process."""
         self.name = name
         self.is_static = is_static
         self.version = Version.FIRST
@@ -201,6 +205,7 @@ class TransactionalIds:
         """
         self._group_id = group_id
         self._instance_id = instance_id
+        self._counts = TransactionCounts()
         self._latest = self._choose()
 
     def for_client(self) -> TransactionalId:
@@ -211,4 +216,5 @@ class TransactionalIds:
 
     def _choose(self) -> TransactionalId:
         last = self._instance_id or uuid.uuid4().hex
-        return TransactionalId(f"{self._group_id}:{last}", is_static=self._instance_id is not None)
+        name = f"{self._group_id}:{last}"
+        return TransactionalId(name, is_static=self._instance_id is not None, counts=self._counts)

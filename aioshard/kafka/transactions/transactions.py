@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from aioshard.errors import (
@@ -34,7 +33,7 @@ from aioshard.kafka.transactions.outputs import OutputTopics
 from aioshard.kafka.transactions.writes import PartitionWrites, Writes, by_leader
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
 from aioshard.kafka.wire.codes import error_for
-from aioshard.kafka.wire.errors import BrokerError, WireError
+from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, WireError
 from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
@@ -76,22 +75,6 @@ _ABOUT_TOPIC: Final = frozenset({17, 29})
 """Error codes that refuse each message for a topic."""
 
 
-@dataclass
-class TransactionCounts:
-    """How transactions have ended."""
-
-    committed: int = 0
-    aborted: int = 0
-    decided_committed: int = 0
-    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
-    decided_aborted: int = 0
-    """Likewise, to be aborted."""
-    undecided: int = 0
-    """Transactions whose outcome nobody could tell in time."""
-    epochs: int = 0
-    """New epochs that were requested."""
-
-
 class _ExpiredError(CommitError):
     """The brokers have forgotten the transactional id."""
 
@@ -128,7 +111,7 @@ class Transactions:
             group_id: The group.
             timeout: Seconds after which the brokers abort a transaction, and each of our calls gives up.
         """
-        self.counts = TransactionCounts()
+        self.counts = transactional.counts
         self._cluster = cluster
         self._id = transactional
         self._offsets = offsets
@@ -399,7 +382,7 @@ class Transactions:
         return request
 
     def _failed(self, what: str, error: WireError | None) -> CommitError:
-        return CommitError(f"a transaction of group {self._group_id!r} was aborted, because {what}: {error}")
+        return CommitError(f"a transaction of {self._id} was aborted, because {what}: {error}")
 
     # Messages -------------------------------------------------------------------------
 
@@ -561,10 +544,7 @@ class Transactions:
             return
         # 1. It is committed: this attempt, or an earlier one.
         if answer.meaning is Meaning.DONE:
-            following = following_identity(answer.response)
-            self._id.commit(
-                None if following is None else Identity(*following), is_in_doubt=is_in_doubt or answer.is_in_doubt
-            )
+            self._id.commit(_following(answer.response), is_in_doubt=is_in_doubt or answer.is_in_doubt)
             self.counts.committed += 1
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
@@ -584,16 +564,27 @@ class Transactions:
         self._call = call = Call(self._timeout)
         call.must_end = True
         try:
-            await self._renew(call)  # afterwards, nothing of the transaction can happen any more
+            await self._renew_or_fence(call)  # afterwards, nothing of the transaction can happen any more
             stored = await self._committed(call, offsets)
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
+        if not offsets:
+            self.counts.undecided += 1
+            raise CommitError(f"nobody can tell whether a transaction without offsets was committed: {unknown}")
         if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
             self.counts.decided_aborted += 1
             raise unknown
         self.counts.decided_committed += 1
         logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+
+    async def _renew_or_fence(self, call: Call) -> None:
+        """Request a new epoch; another process that has one ends our transaction too."""
+        try:
+            await self._renew(call)
+        except TransportError:
+            if not self._id.is_fenced:
+                raise
 
     async def _committed(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]
@@ -625,6 +616,15 @@ def _causes(response: Any, partitions: Collection[TopicPartition]) -> dict[Topic
     refused = refused_offsets(response, partitions)
     causes = {name: error for name, error in refused.items() if error.code != _NOT_ATTEMPTED}
     return causes or refused
+
+
+def _following(response: Any) -> Identity | None:
+    """Return the identity of the next transaction; None if the answer to a commit does not name a whole one."""
+    try:
+        following = following_identity(response)
+    except IncompleteResponseError:
+        return None
+    return None if following is None else Identity(*following)
 
 
 def _comparable(offset: CommittedOffset) -> tuple[int, str]:
