@@ -31,7 +31,7 @@ COORDINATOR = (14, 15, 16, 53, 35, 120, -1, 13)
 """Error codes of each request to a coordinator."""
 ENDED = (47, 48, 49, 90)
 CODES: Mapping[int, tuple[int, ...]] = {
-    INIT_PRODUCER_ID: (51, 50, 31, 47, 90, 49, *COORDINATOR),
+    INIT_PRODUCER_ID: (51, 31, 47, 90, 49, *COORDINATOR),
     ADD_PARTITIONS_TO_TXN: (51, 55, 3, 29, 30, *ENDED, *COORDINATOR),
     ADD_OFFSETS_TO_TXN: (51, 30, *ENDED, *COORDINATOR),
     PRODUCE: (
@@ -152,6 +152,18 @@ async def test_no_commit_is_requested_without_the_answer_of_each_partition(
     incomplete.lift()
     await running.until_committed()
     await running.verify()
+
+
+@on_both_versions
+async def test_an_app_ends_if_brokers_refuse_its_time_out_for_transactions(own_kafka: KafkaBroker, group: str) -> None:
+    async with transacting(own_kafka, group) as running:
+        await running.send(1)
+        await running.until_committed()
+        running.proxies.reply(answer_with(48), api_key=PRODUCE)
+        running.proxies.reply(answer_with(50), api_key=INIT_PRODUCER_ID)
+        await running.send(1)
+        await until(lambda: running.app.statistics().state == "failed", running.app.explain)
+        assert "transaction.max.timeout.ms" in running.app.explain()
 
 
 # The outcome of a commit without an answer ------------------------------------------------------
