@@ -198,7 +198,8 @@ class TransactionalIdTakenError(_PermanentError):
         self.transactional_id = transactional_id
         super().__init__(
             f"another process has taken transactional id {transactional_id!r}: it was started later with the same "
-            "group_instance_id. Stop one of the two, or give each its own group_instance_id"
+            "group_instance_id. Stop one of the two, or give each its own group_instance_id. If transaction.version of "
+            "the cluster is 1, a transaction that exceeds transaction_timeout looks the same: then start the app again"
         )
 
 
