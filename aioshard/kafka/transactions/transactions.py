@@ -281,8 +281,7 @@ class Transactions:
 
         Raises:
             _ExpiredError: The brokers have forgotten the transactional id.
-            TransactionalIdTakenError: A newer process has the id of our group instance id.
-            ClientLostError: Somebody else has fenced the id.
+            ClientLostError: Somebody else has requested a newer epoch.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
             CommitError: The brokers did not answer in time.
@@ -303,7 +302,6 @@ class Transactions:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
             case Meaning.FENCED if known is not None:
                 self._id.fence()
-                logger.warning("%s was fenced by another process, or by an operator", self._id)
                 raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
