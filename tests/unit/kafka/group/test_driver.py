@@ -495,6 +495,27 @@ async def test_a_command_before_the_start_is_not_lost() -> None:
     assert not driver.is_alive
 
 
+@pytest.mark.parametrize(
+    ("code", "asks"), [(25, True), (69, True), (82, True), (110, True), (113, True), (7, False), (16, False)]
+)
+async def test_a_commit_that_the_group_refuses_asks_for_a_heartbeat(code: int, asks: bool) -> None:
+    """It brings the newest epoch, under which the commit is repeated, or says that the membership has ended."""
+    asked: list[int] = []
+
+    class Observed(ConsumerMember):
+        def heartbeat_now(self, now: float) -> None:
+            asked.append(code)
+            super().heartbeat_now(now)
+
+    driver = away(Observed(random.Random(1), topics=["orders"]), [])
+    closing = asyncio.create_task(driver.close(60.0, "closing"))
+    await asyncio.sleep(0)
+    driver.commit_refused(driver.ownership, code)
+    driver.start()
+    await closing
+    assert bool(asked) == asks
+
+
 async def test_a_mistake_in_the_thread_ends_the_ownership() -> None:
     class Broken(ConsumerMember):
         def poll(self, now: float) -> Sequence[Heartbeat]:
