@@ -66,7 +66,7 @@ class World:
 
     @property
     def fetched(self) -> list[Any]:
-        """What all fetches asked of the partition, in order."""
+        """The parts of all fetches about the partition, in order."""
         return [part for fetch in self.model.fetches() for topic in fetch.topics for part in topic.partitions]
 
     def write(self, *epochs: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 from aioshard.kafka.group.consumer import ConsumerMember
 from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol
 from aioshard.kafka.group.consumer_messages import Heartbeat, TopicIdPartition
-from aioshard.kafka.group.driver import MemberLoop
+from aioshard.kafka.group.driver import MemberLoop, boot_time
 from aioshard.kafka.group.member import Assigned, Ended, Event, Lost, Recovered, Refused, Revoked, Troubled
 from aioshard.kafka.wire.cluster import CoordinatorKind
 from aioshard.kafka.wire.requests import CONSUMER_GROUP_HEARTBEAT, DESCRIBE_CONFIGS, FIND_COORDINATOR, METADATA
@@ -398,6 +398,12 @@ def test_the_times_of_the_group_are_looked_up_again() -> None:
     scenario(test)
 
 
+async def test_partitions_of_dead_members_are_ours_a_heartbeat_after_their_session() -> None:
+    driver = away(ConsumerMember(random.Random(1), session=45.0, interval=5.0), [])
+    assert driver.inherits_within == 50.0
+    driver._loop.close()
+
+
 def test_times_that_this_user_may_not_see_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(scene: Scene) -> None:
         await scene.until(lambda: scene.owned == ALL)
@@ -472,6 +478,18 @@ def test_a_release_is_heard_at_once() -> None:
         assert scene.now - began < 0.1
 
     scenario(test)
+
+
+# The clock ------------------------------------------------------------------------------------
+
+
+def test_the_clock_counts_while_the_machine_is_suspended_where_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {time.CLOCK_MONOTONIC: 10.0, -7: 9_000.0}
+    monkeypatch.setattr(time, "clock_gettime", times.__getitem__)
+    monkeypatch.setattr(time, "CLOCK_BOOTTIME", -7, raising=False)
+    assert boot_time() == 9_000.0
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    assert boot_time() == 10.0
 
 
 # In a thread ----------------------------------------------------------------------------------
