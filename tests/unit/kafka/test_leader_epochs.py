@@ -183,6 +183,17 @@ def test_a_log_that_is_shorter_without_an_election_is_another_one() -> None:
     scenario(test)
 
 
+def test_the_epoch_of_another_offset_says_nothing_about_a_commit() -> None:
+    """We may have read on since: records beyond the commit do not belong to it."""
+
+    async def test(world: World) -> None:
+        world.write(5, 5, 5, 7)
+        await world.stored(4, 5)
+        assert await world.transport.truncations({ORDERS: Committed(2, "")}) == {ORDERS: None}
+
+    scenario(test)
+
+
 def test_the_first_fetch_names_the_epoch_of_the_commit() -> None:
     """The leader then says itself if its log parts before that."""
 
