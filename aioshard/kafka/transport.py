@@ -367,20 +367,21 @@ class KafkaTransport(ABC):
         while True:
             await asyncio.sleep(self._settings.heartbeat_interval)  # members that answer rejoin within it
             is_outside = self.membership() == NOT_A_MEMBER
-            self._joining_with = await self._look_up_others() if is_outside and was_outside else ()
+            others = await self._look_up_rebalance() if is_outside and was_outside else None
+            self._joining_with = others or ()
             was_outside = is_outside
 
-    async def _look_up_others(self) -> Sequence[GroupMember]:
-        """Return the other members of a group that is rebalancing; none if the brokers do not name them."""
+    async def _look_up_rebalance(self) -> Sequence[GroupMember] | None:
+        """Return the other members of the group if it is rebalancing; None if it is not, or the brokers do not say."""
         try:
             own_id = await self._own_member_id()
             async with asyncio.timeout(CONNECT_TIMEOUT), KafkaAdmin(self._settings) as admin:
                 group = await admin.group(self._group_id)
         except (TransportError, TimeoutError) as error:
             logger.debug("the members of group %r are unknown: %s", self._group_id, error)
-            return ()
+            return None
         if group.state not in _REBALANCING:
-            return ()
+            return None
         return [member for member in group.members if member.member_id != own_id]
 
     @abstractmethod

@@ -30,7 +30,9 @@ def records(count: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("policy", ["latest", pytest.param("earliest", marks=pytest.mark.chaos)])
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "client", ["aiokafka", *(pytest.param(client, marks=pytest.mark.chaos) for client in ("cooperative", "KIP-848"))]
+)
 async def test_a_new_owner_resumes_at_the_commit_when_the_coordinator_moves(
     brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client, policy: Literal["latest", "earliest"]
 ) -> None:

@@ -104,7 +104,7 @@ class Elected:
     protocol: str
     """The name of the assignor that all members have."""
     members: Mapping[str, Subscription]
-    before: Mapping[str, frozenset[int]] | None = None
+    assigned_before: Mapping[str, frozenset[int]] | None = None
     """The partitions in the assignment before this election, by topic, if it was ours, or that of a predecessor with
     our instance id; None if another member led."""
 
@@ -141,6 +141,9 @@ class _Session:
         """A time at which the group did not yet wait for the join or sync that it needs next from us."""
         self._has_synced = False
         """Whether our sync of the current generation was answered: the group removes members whose sync is missing."""
+        self.was_quiet = False
+        """Whether a heartbeat of the current generation found the group not rebalancing. Without that, "rebalance in
+        progress" may be about this generation itself: brokers before Kafka 2.7 say so until the leader has synced."""
 
     @property
     def removal(self) -> float:
@@ -160,6 +163,7 @@ class _Session:
         self._calm_at = max(self._calm_at, self.heard_at)
         self._quiet_at = self._calm_at
         self._has_synced = False
+        self.was_quiet = False
 
     def sync(self, sent: float) -> None:
         """Accept that a sync brought an assignment."""
@@ -170,6 +174,7 @@ class _Session:
         """Accept that a heartbeat found the group not rebalancing."""
         self._renew(sent)
         self._quiet_at = max(self._quiet_at, sent)
+        self.was_quiet = True
         if self._has_synced:
             self._calm_at = max(self._calm_at, sent)
 
@@ -214,8 +219,8 @@ class _Lead:
         """The assignments that our sync brings, by member id."""
         self.assigned_from: Mapping[str, frozenset[int]] | None = None
         """The partitions that existed when we assigned them; None if another member leads."""
-        self.before: Mapping[str, frozenset[int]] | None = None
-        """The partitions in the latest assignment that the group has received from us; see `Elected.before`."""
+        self.confirmed_from: Mapping[str, frozenset[int]] | None = None
+        """Like `assigned_from`, of the latest assignment that the group has received; see `Elected.assigned_before`."""
         self.known: dict[str, frozenset[int]] = {}
         """The partitions of topics, as far as they were reported."""
         self.rejoin_at = math.inf
@@ -231,7 +236,7 @@ class _Lead:
     def confirm(self) -> None:
         """Accept that the group has an assignment, from us or from another leader."""
         if self.assigned_from is not None:
-            self.before = self.assigned_from
+            self.confirmed_from = self.assigned_from
 
     def elect(self, election: Elected) -> None:
         """Wait for an assignment."""
@@ -305,7 +310,7 @@ class ClassicMember:
         self._heartbeat_due = math.inf
 
         self._lead = _Lead()
-        self._before: DescribedGroup | None = None
+        self._group_before_join: DescribedGroup | None = None
         """The group before we joined as a static member; None if it could not be described."""
         self._was_described = instance_id is None
 
@@ -517,7 +522,7 @@ class ClassicMember:
 
     def _take_description(self, answer: Described, now: float) -> None:
         """Join in any case: without a description, we have the group rebalance afterwards."""
-        self._before = answer.group
+        self._group_before_join = answer.group
         self._was_described = True
         self._due = now
 
@@ -557,10 +562,10 @@ class ClassicMember:
         self._state = _State.SYNCING
         if answer.leader == answer.member_id and not answer.skips_assignment:
             members = {member_id: read_subscription(content) for member_id, content in answer.members.items()}
-            self._lead.elect(Elected(answer.generation, answer.protocol, members, self._lead.before))
+            self._lead.elect(Elected(answer.generation, answer.protocol, members, self._lead.confirmed_from))
             self._state = _State.LEADING
             return
-        self._lead.before = None
+        self._lead.confirmed_from = None
         if self._instance_id is not None and not request.member_id:
             self._replace_predecessor(self._instance_id, answer)
 
@@ -569,7 +574,7 @@ class ClassicMember:
 
         It also keeps the one of a leader, whom it names by the member id that the predecessor had.
         """
-        group = self._before
+        group = self._group_before_join
         predecessor = None if group is None else group.instances.get(instance_id)
         if group is None or (answer.skips_assignment and (predecessor is None or not group.is_stable)):
             self._rejoin_reason = "a static member does not know what its predecessor left"
@@ -584,11 +589,7 @@ class ClassicMember:
     def _take_sync(self, request: SyncRequest, answer: Synced, sent: float, now: float) -> None:
         if answer.error == Code.REBALANCE_IN_PROGRESS:
             self._session.rebalance()
-            if self._holdings.is_member:
-                # The next join waits for what is being released, and the group accepts commits under this generation.
-                self._holdings.renew(self._generation, self._session.limit)
-            self._state = _State.OUT
-            self._due = now
+            self._abandon_generation(now)
             return
         if answer.error:
             self._refuse(request, answer.error, now)
@@ -609,6 +610,17 @@ class ClassicMember:
             self._pauses.reset()
         else:
             self._due = now + self._pauses.next()
+
+    def _abandon_generation(self, now: float) -> None:
+        """Join again before we have an assignment: the group has begun another rebalance.
+
+        The join waits for what is being released, and the group accepts commits under this generation.
+        """
+        if self._holdings.is_member:
+            self._holdings.renew(self._generation, self._session.limit)
+        self._lead.end()
+        self._state = _State.OUT
+        self._due = now
 
     def _reconcile(self, target: Partitions, now: float) -> None:
         """Take an assignment: what is new is ours, what is missing has to be released, then we join again.
@@ -646,6 +658,8 @@ class ClassicMember:
             self._heartbeat_due = now + self._interval
             if code and self._state is _State.STABLE:
                 self.rejoin(now, "the group rebalances")
+            elif code and self._state is _State.LEADING and self._session.was_quiet:
+                self._abandon_generation(now)  # nobody waits for this assignment, which may take long
         elif code == Code.ILLEGAL_GENERATION and self._state is _State.JOINING:
             self._heartbeat_due = now + self._interval  # our join was answered, or is about to be
         else:
@@ -874,7 +888,7 @@ class ClassicMember:
         self._holdings.lose(reason)
         self._session.forget()
         self._lead.end()
-        self._lead.before = None
+        self._lead.confirmed_from = None
         self._generation = NOT_A_MEMBER
         if self._state is not _State.JOINING:
             self._state = _State.OUT

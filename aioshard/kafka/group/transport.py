@@ -511,14 +511,16 @@ class MemberTransport(ConsumerTransport):
         """Wait while the group moves partitions and has none for us; return whether it has news for us now.
 
         An empty assignment means only then that there is nothing to do: what is meant for us may still be with a
-        member that has to release it, or has died. It takes at most a session: a dead member counts until then.
+        member that has to release it, or has died. It takes at most a session and a heartbeat: a dead member counts
+        until then, and when it was removed, the group rebalances without others.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self.inherits_within
         while self._changes.empty() and loop.time() < give_up:
-            self._joining_with = await self._look_up_others()
-            if not self._joining_with:
+            others = await self._look_up_rebalance()
+            if others is None:
                 break
+            self._joining_with = others
             self._news.clear()
             with anyio.move_on_after(_STATE_INTERVAL):
                 await self._news.wait()

@@ -359,7 +359,7 @@ async def test_a_live_member_gets_the_times_of_its_group(world: World) -> None:
     async with world.app(group_protocol="consumer") as app, asyncio.timeout(20):
         transport = engine_of(app).client.get()
         assert isinstance(transport, MemberTransport)
-        while transport.inherits_within != 9.0:  # noqa: ASYNC110 - the thread of the member tells nobody
+        while transport.inherits_within != 9.3:  # noqa: ASYNC110 - the thread of the member tells nobody
             await asyncio.sleep(0.02)
         changed = await world.json("configure", "--session-timeout", "10")
         assert changed["protocol"] == "consumer"

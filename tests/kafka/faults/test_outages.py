@@ -9,7 +9,17 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import NotDrainedError, StartError
-from tests.kafka.faults.support import DEADLINE, Ledger, messages, on_both_clients, partition_of, quick_app, until
+from tests.kafka.faults.support import (
+    DEADLINE,
+    Ledger,
+    messages,
+    on_both_clients,
+    partition_of,
+    quick_app,
+    until,
+    with_both_protocols,
+    with_classic_at_least,
+)
 from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker
 
@@ -26,7 +36,9 @@ def _large(count: int, *, start: int = 0) -> list[Message]:
     return [(key, (value or b"") + b"." * 1000) for key, value in messages(count, keys=50, start=start)]
 
 
-def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) -> tuple[App, Ledger]:
+def _loaded(
+    broker: KafkaBroker, group: str, topic: str, session: float = 10, protocol: str = "classic"
+) -> tuple[App, Ledger]:
     app = quick_app(
         broker,
         group,
@@ -35,17 +47,22 @@ def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) ->
         commit_timeout=2,
         session_timeout=session,
         rebalance_timeout=max(15, session),
+        group_protocol=protocol,
     )
     ledger = Ledger(pause=0.005)
     app.consume(topic, concurrency=16)(ledger.handle)
     return app, ledger
 
 
-@pytest.mark.parametrize("client", ["confluent", "aiokafka"], indirect=True)
+@pytest.mark.parametrize(
+    ("client", "protocol"),
+    [("confluent", "classic"), ("aiokafka", "classic"), ("aiokafka", "consumer")],
+    indirect=["client"],
+)
 @pytest.mark.usefixtures("client")
 @pytest.mark.chaos
 async def test_a_twenty_second_outage_loses_nothing(
-    own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
+    own_kafka: KafkaBroker, topic: str, group: str, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """I3 and I11: no restart, no new client needed; while it lasts, the app says so and stays ready.
 
@@ -54,7 +71,7 @@ async def test_a_twenty_second_outage_loses_nothing(
     await own_kafka.create_topic(topic, partitions=4)
     before = _large(6000)
     await own_kafka.produce(topic, before)
-    app, ledger = _loaded(own_kafka, group, topic, SESSION)
+    app, ledger = _loaded(own_kafka, group, topic, SESSION, protocol)
     async with app:
         await ledger.until_more_than(1000)
 
@@ -86,11 +103,14 @@ async def test_a_twenty_second_outage_loses_nothing(
     ledger.assert_in_order()
 
 
-async def test_killing_the_broker_under_load_loses_nothing(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+@with_classic_at_least
+async def test_killing_the_broker_under_load_loses_nothing(
+    own_kafka: KafkaBroker, topic: str, group: str, protocol: str
+) -> None:
     await own_kafka.create_topic(topic, partitions=4)
     sent = _large(3000)
     await own_kafka.produce(topic, sent)
-    app, ledger = _loaded(own_kafka, group, topic)
+    app, ledger = _loaded(own_kafka, group, topic, protocol=protocol)
     async with app:
         await ledger.until_more_than(300)
 
@@ -132,10 +152,13 @@ async def test_a_stop_during_an_outage_names_what_is_not_committed(
 
 
 @pytest.mark.chaos
-async def test_a_hanging_broker_is_reported_and_waited_for(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+@with_both_protocols
+async def test_a_hanging_broker_is_reported_and_waited_for(
+    own_kafka: KafkaBroker, topic: str, group: str, protocol: str
+) -> None:
     """Connections stay open and nothing answers: only the deadline of a commit finds out."""
     await own_kafka.create_topic(topic)
-    app, ledger = _loaded(own_kafka, group, topic)
+    app, ledger = _loaded(own_kafka, group, topic, protocol=protocol)
     async with app:
         first = messages(50)
         await own_kafka.produce(topic, first)

@@ -101,7 +101,7 @@ class Engine:
 
 
 class Alone(MemberTransport):
-    """Without brokers; nobody else is in its group, unless *others* are."""
+    """Without brokers; its group does not rebalance, unless it has *others*, or an empty list of them."""
 
     def __init__(self, protocol: Any = "consumer", *, is_incremental: bool = True, **settings: Any) -> None:
         super().__init__(Settings(bootstrap_servers="127.0.0.1:1", group_protocol=protocol, **settings), "billing")
@@ -114,10 +114,10 @@ class Alone(MemberTransport):
         self.engine = Engine()
         self._listener = self.engine
         self._is_started = True
-        self.others: list[GroupMember] = []
+        self.others: list[GroupMember] | None = None
         self._tasks.append(asyncio.create_task(self._pass_on_changes(), name="assignments"))
 
-    async def _look_up_others(self) -> list[GroupMember]:
+    async def _look_up_rebalance(self) -> list[GroupMember] | None:
         return self.others
 
     async def _send_commit(self, offsets: Mapping[TopicPartition, Committed], member: Member) -> None:
@@ -216,7 +216,7 @@ async def test_a_commit_of_a_life_that_has_ended_meanwhile_is_not_sent_again() -
     await transport.close()
 
 
-@pytest.mark.parametrize("code", [25, 82, 110])
+@pytest.mark.parametrize("code", [25, 69, 82, 110])
 async def test_a_commit_of_a_member_that_the_group_does_not_know_is_not_sent_again(code: int) -> None:
     transport = Alone("classic")
     membership = await transport.assign()
@@ -366,6 +366,20 @@ async def test_an_empty_assignment_counts_only_when_no_member_has_to_release_any
     await transport.tell(Assigned(1, NO_PARTITIONS, nothing))
     assert transport.engine.told == []
     assert "dead" in (transport.slow_join or "")
+    transport.driver.ownership = Ownership(1, "one", 6, BOTH, 10.0)
+    await transport.assign()
+    assert transport.engine.told == [("assigned", BOTH)]
+    await transport.close()
+
+
+async def test_an_empty_assignment_does_not_count_while_the_group_rebalances_with_us_alone() -> None:
+    """It has removed a dead member, and has its partitions for our next heartbeat."""
+    transport = Alone()
+    transport.others = []
+    nothing = Ownership(1, "one", 5, NO_PARTITIONS, 10.0)
+    transport.driver.ownership = nothing
+    await transport.tell(Assigned(1, NO_PARTITIONS, nothing))
+    assert transport.engine.told == []
     transport.driver.ownership = Ownership(1, "one", 6, BOTH, 10.0)
     await transport.assign()
     assert transport.engine.told == [("assigned", BOTH)]
