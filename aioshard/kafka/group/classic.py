@@ -143,7 +143,7 @@ class _Session:
         """Whether our sync of the current generation was answered: the group removes members whose sync is missing."""
         self.was_quiet = False
         """Whether a heartbeat of the current generation found the group not rebalancing. Without that, "rebalance in
-        progress" may be about this generation itself: brokers before Kafka 2.7 say so until the leader has synced."""
+        progress" may be about this generation itself: brokers before Kafka 2.6 say so until the leader has synced."""
 
     @property
     def removal(self) -> float:

@@ -1052,7 +1052,7 @@ def test_a_leader_that_assigns_for_too_long_takes_part_in_the_next_rebalance() -
 
 
 def test_a_leader_assigns_although_an_old_broker_reports_its_own_rebalance() -> None:
-    """Before Kafka 2.7, heartbeats are answered so until the leader has assigned; a join would begin from the start."""
+    """Before Kafka 2.6, heartbeats are answered so until the leader has assigned; a join would begin from the start."""
     talk = Talk().settle(0)
     talk.beat(27)
     election = elected(talk, 5)
