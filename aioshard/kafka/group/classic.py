@@ -141,9 +141,6 @@ class _Session:
         """A time at which the group did not yet wait for the join or sync that it needs next from us."""
         self._has_synced = False
         """Whether our sync of the current generation was answered: the group removes members whose sync is missing."""
-        self.was_quiet = False
-        """Whether a heartbeat of the current generation found the group not rebalancing. Without that, "rebalance in
-        progress" may be about this generation itself: brokers before Kafka 2.6 say so until the leader has synced."""
 
     @property
     def removal(self) -> float:
@@ -163,7 +160,6 @@ class _Session:
         self._calm_at = max(self._calm_at, self.heard_at)
         self._quiet_at = self._calm_at
         self._has_synced = False
-        self.was_quiet = False
 
     def sync(self, sent: float) -> None:
         """Accept that a sync brought an assignment."""
@@ -174,7 +170,6 @@ class _Session:
         """Accept that a heartbeat found the group not rebalancing."""
         self._renew(sent)
         self._quiet_at = max(self._quiet_at, sent)
-        self.was_quiet = True
         if self._has_synced:
             self._calm_at = max(self._calm_at, sent)
 
@@ -589,7 +584,11 @@ class ClassicMember:
     def _take_sync(self, request: SyncRequest, answer: Synced, sent: float, now: float) -> None:
         if answer.error == Code.REBALANCE_IN_PROGRESS:
             self._session.rebalance()
-            self._abandon_generation(now)
+            if self._holdings.is_member:
+                # The next join waits for what is being released, and the group accepts commits under this generation.
+                self._holdings.renew(self._generation, self._session.limit)
+            self._state = _State.OUT
+            self._due = now
             return
         if answer.error:
             self._refuse(request, answer.error, now)
@@ -610,17 +609,6 @@ class ClassicMember:
             self._pauses.reset()
         else:
             self._due = now + self._pauses.next()
-
-    def _abandon_generation(self, now: float) -> None:
-        """Join again before we have an assignment: the group has begun another rebalance.
-
-        The join waits for what is being released, and the group accepts commits under this generation.
-        """
-        if self._holdings.is_member:
-            self._holdings.renew(self._generation, self._session.limit)
-        self._lead.end()
-        self._state = _State.OUT
-        self._due = now
 
     def _reconcile(self, target: Partitions, now: float) -> None:
         """Take an assignment: what is new is ours, what is missing has to be released, then we join again.
@@ -658,8 +646,6 @@ class ClassicMember:
             self._heartbeat_due = now + self._interval
             if code and self._state is _State.STABLE:
                 self.rejoin(now, "the group rebalances")
-            elif code and self._state is _State.LEADING and self._session.was_quiet:
-                self._abandon_generation(now)  # nobody waits for this assignment, which may take long
         elif code == Code.ILLEGAL_GENERATION and self._state is _State.JOINING:
             self._heartbeat_due = now + self._interval  # our join was answered, or is about to be
         else:

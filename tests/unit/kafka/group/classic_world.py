@@ -215,8 +215,6 @@ class Node:
         """Whether a request never arrives."""
         self.answers_at = -math.inf
         """No answer arrives earlier."""
-        self.looks_up_at = -math.inf
-        """As the leader, it does not know the partitions earlier."""
         self.codes: Counter[int] = Counter()
         """The answers to commits."""
         self.is_dead = False
@@ -306,8 +304,7 @@ class Node:
                 self.held.clear()
                 self.draining.clear()
             case Elected():
-                knows_at = max(self.world.now + self.world.chance.uniform(0, 0.2), self.looks_up_at)
-                self.world.at(knows_at, lambda: self.do(lambda: self._lead(event)))
+                self.world.after(self.world.chance.uniform(0, 0.2), lambda: self.do(lambda: self._lead(event)))
             case Troubled():
                 if event.coordinator_moved:
                     self.world.after(self.world.chance.uniform(0, 0.5), self._look_up_coordinator)

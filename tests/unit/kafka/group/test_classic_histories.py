@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioshard.kafka.group.classic import Assignor, ClassicMember, _Session, _State
+from aioshard.kafka.group.classic import Assignor, ClassicMember, _Session
 from aioshard.kafka.group.classic_messages import ClassicRequest, HeartbeatRequest, Joined, JoinRequest
 from aioshard.kafka.group.member import NO_PARTITIONS, Code, Ownership, Partitions
 from aioshard.records import TopicPartition
@@ -133,12 +133,6 @@ class NeverGivesUpWhileTheGroupRebalances(ClassicMember):
         self._session = NeverRemovedSession(SESSION, REBALANCE)
 
 
-class LeadsOnDuringTheNextRebalance(ClassicMember):
-    def _abandon_generation(self, now: float) -> None:
-        if self._state is not _State.LEADING:
-            super()._abandon_generation(now)
-
-
 def two_members(kind: type[ClassicMember], assignors: Sequence[str] = INCREMENTAL) -> tuple[World, Node]:
     """The first of two members of a group, each with half of the partitions."""
     world = World()
@@ -213,22 +207,6 @@ def slow_release(kind: type[ClassicMember]) -> None:
     world.run(2 * REBALANCE)
 
 
-def hanging_look_up(kind: type[ClassicMember]) -> None:
-    """A leader cannot assign for a long time, and members join meanwhile: it takes part, and is not removed."""
-    world, first = two_members(kind)
-    life = first.member.ownership.life
-    first.looks_up_at = world.now + 1.8 * REBALANCE
-    first.do(lambda: first.member.rejoin(world.now, "for a test"))
-    for name in ("third", "fourth"):
-        world.run(0.6 * REBALANCE)
-        world.start(Node(world, name))
-
-    world.run(REBALANCE)
-
-    assert first.member.ownership.life == life, world.describe()
-    assert world.is_settled(), world.describe()
-
-
 TELL = pytest.mark.parametrize(
     ("tell", "mistaken"),
     [
@@ -237,7 +215,6 @@ TELL = pytest.mark.parametrize(
         (frozen_after_a_slow_answer, CountsTheSessionFromTheAnswer),
         (lost_sync, TakesHeartbeatsForASync),
         (slow_release, NeverGivesUpWhileTheGroupRebalances),
-        (hanging_look_up, LeadsOnDuringTheNextRebalance),
     ],
     ids=lambda each: each.__name__,
 )

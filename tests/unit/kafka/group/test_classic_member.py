@@ -1038,32 +1038,6 @@ def test_an_election_after_a_loss_does_not_know_the_assignment_before() -> None:
     assert elected(talk, 7).assigned_before is None
 
 
-def test_a_leader_that_assigns_for_too_long_takes_part_in_the_next_rebalance() -> None:
-    talk = Talk()
-    election = elected(talk)
-    talk.beat(seconds=0)
-    talk.beat(27)
-
-    talk.member.lead(election, {"me": orders(0)}, {"orders": range(1)}, talk.now)
-    talk.accept(5)
-
-    sync = talk.request(SyncRequest)
-    assert (sync.generation, sync.assignments) == (5, {})
-
-
-def test_a_leader_assigns_although_an_old_broker_reports_its_own_rebalance() -> None:
-    """Before Kafka 2.6, heartbeats are answered so until the leader has assigned; a join would begin from the start."""
-    talk = Talk().settle(0)
-    talk.beat(27)
-    election = elected(talk, 5)
-    talk.beat(27, seconds=0)
-    talk.beat(27)
-
-    assert not any(isinstance(request, JoinRequest) for request in talk.wait(1))
-    talk.member.lead(election, {"me": orders(0)}, {"orders": range(1)}, talk.now)
-    assert talk.request(SyncRequest).generation == 5
-
-
 def test_partitions_that_appear_while_the_leader_assigns_are_noticed() -> None:
     talk = Talk()
     election = elected(talk)
