@@ -1,9 +1,10 @@
 """The producer behind a transactional id: its epochs, and when a transaction may begin in one. No IO."""
 
 import enum
+import uuid
 from typing import Final
 
-from aioshard.errors import StateError
+from aioshard.errors import ClientLostError, StateError, TransactionalIdTakenError, TransportError
 from aioshard.kafka.batches import Identity
 from aioshard.records import TopicPartition
 
@@ -29,7 +30,7 @@ class _Phase(enum.Enum):
     ENDING = "ending"
     """The commit was requested."""
     FENCED = "fenced"
-    """A newer process has the transactional id."""
+    """Somebody else has requested a newer epoch."""
 
 
 class TransactionalId:
@@ -42,13 +43,15 @@ class TransactionalId:
         * Every new epoch begins with sequence number 0 in each partition.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_static: bool = False) -> None:
         """Know nothing yet.
 
         Args:
             name: The transactional id, which is unique among running processes.
+            is_static: Whether a later process may have it too, in place of this one.
         """
         self.name = name
+        self.is_static = is_static
         self.version = Version.FIRST
         """The protocol of the current epoch."""
         self._identity: Identity | None = None
@@ -86,7 +89,7 @@ class TransactionalId:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a newer process has the transactional id: this one must never write again."""
+        """Whether somebody else has requested a newer epoch: another one of ours would fence that."""
         return self._phase is _Phase.FENCED
 
     def use(self, version: Version) -> None:
@@ -138,7 +141,7 @@ class TransactionalId:
         self._identity = None
 
     def fence(self) -> None:
-        """Note that a newer process has the transactional id."""
+        """Note that somebody else has requested a newer epoch."""
         self._phase = _Phase.FENCED
 
     def sequence(self, partition: TopicPartition) -> int:
@@ -149,6 +152,15 @@ class TransactionalId:
         """Note that messages were stored in this epoch."""
         self._sequences[partition] = (self.sequence(partition) + messages) % _MOST_SEQUENCE
 
+    @property
+    def end(self) -> TransportError | None:
+        """The reason why no transaction can begin any more, if there is one."""
+        if not self.is_fenced:
+            return None
+        if self.is_static:
+            return TransactionalIdTakenError(self.name)
+        return ClientLostError(f"the brokers have fenced {self}; a new client begins with another one")
+
     def _begin_epoch(self, identity: Identity) -> None:
         if identity != self._identity:
             self._sequences.clear()
@@ -157,3 +169,33 @@ class TransactionalId:
     def _expect(self, phase: _Phase) -> None:
         if self._phase is not phase:
             raise StateError(f"{self} is {self._phase.value}, not {phase.value}")
+
+
+class TransactionalIds:
+    """The transactional ids of the clients of a process, which follow one another.
+
+    With a group instance id, all of them have the same: a restarted process ends at once what the one before has left
+    open. Without one, each process has its own, and a client that was fenced is followed by one with another id.
+    """
+
+    def __init__(self, group_id: str, instance_id: str | None) -> None:
+        """Choose the first.
+
+        Args:
+            group_id: The group. Operators grant rights on the prefix that it makes, with a colon.
+            instance_id: The group instance id; None without one. It has no colon, so different pairs of group and
+                instance never share a transactional id.
+        """
+        self._group_id = group_id
+        self._instance_id = instance_id
+        self._latest = self._choose()
+
+    def for_client(self) -> TransactionalId:
+        """Return the transactional id of the next client."""
+        if self._latest.is_fenced and not self._latest.is_static:
+            self._latest = self._choose()
+        return self._latest
+
+    def _choose(self) -> TransactionalId:
+        last = self._instance_id or uuid.uuid4().hex
+        return TransactionalId(f"{self._group_id}:{last}", is_static=self._instance_id is not None)

@@ -13,7 +13,6 @@ from aioshard.errors import (
     CommitError,
     MessagesRefusedError,
     SettingsError,
-    TransactionalIdTakenError,
     TransportError,
 )
 from aioshard.kafka.batches import Identity
@@ -155,8 +154,8 @@ class Transactions:
 
     @property
     def failure(self) -> TransportError | None:
-        """The reason why this process can never commit again, if there is one."""
-        return TransactionalIdTakenError(self._id.name) if self._id.is_fenced else None
+        """The reason why this client can never commit again, if there is one."""
+        return self._id.end
 
     async def commit(
         self, messages: Sequence[Message], offsets: Mapping[TopicPartition, CommittedOffset], member: Member
@@ -256,8 +255,8 @@ class Transactions:
 
     async def _prepare(self, call: Call) -> None:
         """Make sure that a transaction can begin."""
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self._id.end) is not None:
+            raise failure
         if not self._id.is_stale and time.monotonic() >= self._looked_up_at + _FEATURES_AGE:
             await self._look_up_version(call)
             self._id.use(self._version)
@@ -282,7 +281,8 @@ class Transactions:
 
         Raises:
             _ExpiredError: The brokers have forgotten the transactional id.
-            TransactionalIdTakenError: A newer process has the id.
+            TransactionalIdTakenError: A newer process has the id of our group instance id.
+            ClientLostError: Somebody else has fenced the id.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
             CommitError: The brokers did not answer in time.
@@ -302,7 +302,8 @@ class Transactions:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
             case Meaning.FENCED if known is not None:
                 self._id.fence()
-                raise TransactionalIdTakenError(self._id.name)
+                logger.warning("%s was fenced by another process, or by an operator", self._id)
+                raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
                 raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
