@@ -248,7 +248,7 @@ class Figures(NamedTuple):
 async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Figures:
     """Every record has had its outputs or its dead letter exactly once, in order; *cut* expects aborted ones too."""
     for member in tuple(group.members):
-        await group.stop(member)
+        await group.stop(member, (0, -signal.SIGTERM))  # one that has just been started ends by the signal
     numbers = [str(number) for number in range(group.produced)]
     outputs = await group.kafka.read(f"{group.topic}.out")
     failed = Counter(number for number in numbers if fails(number, poison))
