@@ -45,6 +45,7 @@ class FakeTransactions:
         """The reason why nobody can tell how the running transaction has ended."""
         self.failure: TransportError | None = None
         self.waits = 0
+        self.learned: list[Mapping[TopicPartition, Committed | None]] = []
         self.closed = False
 
     async def commit(
@@ -60,6 +61,9 @@ class FakeTransactions:
         await self.ended.wait()
         if self.error is not None:
             raise self.error
+
+    def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
+        self.learned.append(committed)
 
     async def close(self) -> None:
         self.closed = True
@@ -253,6 +257,7 @@ async def test_offsets_are_read_once_no_transaction_of_ours_may_change_them() ->
     assert not reading.done()
     transport.transactions.ended.set()
     assert await reading == {FIRST: Committed(7, "text")}
+    assert transport.transactions.learned == [{FIRST: Committed(7, "text")}]
     await transport.close()
 
 
