@@ -412,7 +412,7 @@ class Settings(BaseSettings):
     """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
     processing_guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
     """With `exactly_once`, the messages that a handler publishes for a record, its dead letter and the group's offsets
-    become visible in one transaction. It covers Kafka to Kafka only, and needs `client="confluent"`."""
+    become visible in one transaction. It covers Kafka to Kafka only."""
     transaction_timeout: Seconds = DEFAULTS["transaction_timeout"]
     """After how long the brokers abort a transaction whose process has died; must exceed `drain_timeout` +
     `commit_timeout`. Until then, readers of its topics and the next owner of its partitions wait. Used with

@@ -62,6 +62,7 @@ from aioshard.ports import (
     Membership,
     Message,
     Oversized,
+    TransactionCounts,
 )
 from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.settings import Settings
@@ -136,6 +137,11 @@ class KafkaTransport(ABC):
         if not self._cluster.is_connected:
             return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client keeps trying"
         return None
+
+    @property
+    def transaction_counts(self) -> TransactionCounts:
+        """See `Transport.transaction_counts`."""
+        return TransactionCounts()
 
     @property
     def hang(self) -> str | None:

@@ -132,6 +132,38 @@ METRICS: dict[str, MetricInfo] = {
     "aioshard_transaction_open_seconds": MetricInfo(
         "gauge", "Age of the open transaction; absent while there is none.", _of_transactions("open_seconds")
     ),
+    "aioshard_transactions_committed": MetricInfo(
+        "counter",
+        "Transactions whose commit the brokers have acknowledged; absent with at-least-once processing.",
+        _of_transactions("committed"),
+    ),
+    "aioshard_transactions_aborted": MetricInfo(
+        "counter",
+        "Transactions whose commit was not requested, or was refused; absent with at-least-once processing.",
+        _of_transactions("aborted"),
+    ),
+    "aioshard_transactions_decided_committed": MetricInfo(
+        "counter",
+        "Transactions without an answer to their commit, which the committed offsets showed to be committed; absent "
+        "with at-least-once processing.",
+        _of_transactions("decided_committed"),
+    ),
+    "aioshard_transactions_decided_aborted": MetricInfo(
+        "counter",
+        "Transactions without an answer to their commit, which the committed offsets showed to be aborted; absent "
+        "with at-least-once processing.",
+        _of_transactions("decided_aborted"),
+    ),
+    "aioshard_transactions_undecided": MetricInfo(
+        "counter",
+        "Transactions whose outcome nobody could tell in time; absent with at-least-once processing.",
+        _of_transactions("undecided"),
+    ),
+    "aioshard_transaction_producer_epochs": MetricInfo(
+        "counter",
+        "New epochs of the transactional producer that were requested; absent with at-least-once processing.",
+        _of_transactions("producer_epochs"),
+    ),
     "aioshard_rebalances": MetricInfo(
         "counter",
         "Rebalances by how they began: assigned, revoked, lost (with the group membership), manual.",

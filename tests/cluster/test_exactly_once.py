@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guarantees.exactly_once import Group, verify
+from tests.guarantees.exactly_once import Group, Protocol, verify, with_protocols
 from tests.support.three_brokers import ThreeBrokers
 
 POISON = "13"
@@ -14,10 +14,11 @@ POISON = "13"
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
+@with_protocols
 async def test_a_rolling_broker_restart_publishes_every_output_exactly_once(
-    brokers: ThreeBrokers, tmp_path: Path
+    brokers: ThreeBrokers, tmp_path: Path, protocol: Protocol
 ) -> None:
-    group = Group(brokers, tmp_path, poison=POISON, longest="0.3")
+    group = Group(brokers, tmp_path, protocol, poison=POISON, longest="0.3")
     await group.create(2_000)
     try:
         for _ in range(3):
@@ -35,11 +36,12 @@ async def test_a_rolling_broker_restart_publishes_every_output_exactly_once(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
+@with_protocols
 async def test_killing_the_coordinator_and_a_process_publishes_every_output_exactly_once(
-    brokers: ThreeBrokers, tmp_path: Path
+    brokers: ThreeBrokers, tmp_path: Path, protocol: Protocol
 ) -> None:
     """The coordinator of the group dies in the middle of transactions, and then a process while it is away."""
-    group, records = Group(brokers, tmp_path, poison=POISON, longest="0.2"), 20_000
+    group, records = Group(brokers, tmp_path, protocol, poison=POISON, longest="0.2"), 20_000
     await group.create(records)
     try:
         for _ in range(3):

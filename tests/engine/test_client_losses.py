@@ -112,7 +112,7 @@ class Stuck(InMemoryTransport):
 
 def test_a_call_that_does_not_return_is_named_instead_of_the_brokers() -> None:
     call = "the Kafka client does not return from send_offsets_to_transaction"
-    app = App("losses", client="confluent", processing_guarantee="exactly_once", auto_offset_reset="earliest")
+    app = App("losses", processing_guarantee="exactly_once", auto_offset_reset="earliest")
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
     transport = Stuck(broker, "losses")
     explained: list[str] = []

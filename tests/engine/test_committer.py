@@ -28,7 +28,7 @@ from aioshard.errors import (
     TopicsRefusedError,
     TransportError,
 )
-from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership, Message
+from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership, Message, TransactionCounts
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
 from tests.engine.deliveries import crowd, make_buffer, make_partition, unsent
@@ -44,6 +44,7 @@ class Client:
     hang = None
 
     def __init__(self) -> None:
+        self.transaction_counts = TransactionCounts()
         self.member = MEMBER
         self.sent: list[tuple[float, dict[int, int], Membership]] = []
         self.commits: list[Mapping[TopicPartition, Committed]] = []

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import pytest
 from aiokafka.errors import KafkaError
 
 from aioshard.records import Record
@@ -47,6 +48,10 @@ ASSIGNED = re.compile(r"is over \(.*, assigned [1-9]")
 """A rebalance of a process that has given it partitions, in its log."""
 
 Process = subprocess.Popen[bytes]
+Protocol = Literal["classic", "consumer"]
+
+with_protocols = pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
+"""Run a test with each group protocol; with that of KIP-848 under the mark `chaos`."""
 
 
 class Group:
@@ -57,9 +62,7 @@ class Group:
         produced: How many records the group has to read.
     """
 
-    def __init__(
-        self, kafka: KafkaCluster, directory: Path, protocol: Literal["classic", "consumer"] = "classic", **member: str
-    ) -> None:
+    def __init__(self, kafka: KafkaCluster, directory: Path, protocol: Protocol = "classic", **member: str) -> None:
         self.kafka = kafka
         self.topic = f"exact-{uuid.uuid4().hex[:8]}"
         self.members: list[Process] = []
@@ -67,7 +70,7 @@ class Group:
         self._directory = directory
         self._logs: dict[int, Path] = {}
         """By process id."""
-        ours = SETTINGS if protocol == "classic" else {**SETTINGS, "group_protocol": protocol}
+        ours = {**SETTINGS, "group_protocol": protocol}
         if protocol == "consumer":
             del ours["session_timeout"], ours["heartbeat_interval"]
         settings = {f"AIOSHARD_{name.upper()}": value for name, value in ours.items()}
@@ -245,7 +248,7 @@ class Figures(NamedTuple):
 async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Figures:
     """Every record has had its outputs or its dead letter exactly once, in order; *cut* expects aborted ones too."""
     for member in tuple(group.members):
-        await group.stop(member)
+        await group.stop(member, (0, -signal.SIGTERM))  # one that has just been started ends by the signal
     numbers = [str(number) for number in range(group.produced)]
     outputs = await group.kafka.read(f"{group.topic}.out")
     failed = Counter(number for number in numbers if fails(number, poison))

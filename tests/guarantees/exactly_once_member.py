@@ -18,7 +18,7 @@ PARK = float(os.environ.get("EXACTLY_ONCE_PARK", "0"))
 STUCK = os.environ.get("EXACTLY_ONCE_STUCK", "none")
 LONGEST = float(os.environ.get("EXACTLY_ONCE_LONGEST", "0.01"))
 
-app = App(TOPIC, client="confluent", processing_guarantee="exactly_once", auto_offset_reset="earliest")
+app = App(TOPIC, processing_guarantee="exactly_once", auto_offset_reset="earliest")
 
 
 def fails(number: str, poison: str = POISON) -> bool:

@@ -269,9 +269,9 @@ def test_drain_timeout_none_is_computed() -> None:
 MODES: list[dict[str, Any]] = [
     {},
     {"client": "confluent"},
-    {"client": "confluent", "processing_guarantee": "exactly_once"},
+    {"processing_guarantee": "exactly_once"},
     CONSUMER,
-    CONSUMER | {"processing_guarantee": "exactly_once"},
+    {"group_protocol": "consumer", "processing_guarantee": "exactly_once"},
 ]
 
 

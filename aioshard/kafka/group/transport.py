@@ -41,7 +41,15 @@ from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.kafka.wire.errors import WireError
 from aioshard.kafka.wire.start import new_cluster
-from aioshard.ports import NOT_A_MEMBER, ChosenProtocol, Committed, GroupListener, Membership, Message
+from aioshard.ports import (
+    NOT_A_MEMBER,
+    ChosenProtocol,
+    Committed,
+    GroupListener,
+    Membership,
+    Message,
+    TransactionCounts,
+)
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -403,7 +411,15 @@ class MemberTransport(ConsumerTransport):
         if self._transactions is not None:
             self._check_running()
             await self._transactions.settle()
-        return await super().committed(partitions)
+        found = await super().committed(partitions)
+        if self._transactions is not None:
+            self._transactions.learn(found)
+        return found
+
+    @property
+    def transaction_counts(self) -> TransactionCounts:
+        """See `Transport.transaction_counts`."""
+        return TransactionCounts() if self._transactions is None else self._transactions.counts
 
     @property
     def hang(self) -> str | None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from aioshard.errors import (
@@ -53,7 +52,7 @@ from aioshard.kafka.wire.responses import (
     refused_offsets,
     stored_offsets,
 )
-from aioshard.ports import Message
+from aioshard.ports import Committed, Message, TransactionCounts
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.transactions")
@@ -74,22 +73,6 @@ _NO_TRANSACTION: Final = 48
 """Error code of a commit without an open transaction, and not after one that was committed."""
 _ABOUT_TOPIC: Final = frozenset({17, 29})
 """Error codes that refuse each message for a topic."""
-
-
-@dataclass
-class TransactionCounts:
-    """How transactions have ended."""
-
-    committed: int = 0
-    aborted: int = 0
-    decided_committed: int = 0
-    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
-    decided_aborted: int = 0
-    """Likewise, to be aborted."""
-    undecided: int = 0
-    """Transactions whose outcome nobody could tell in time."""
-    epochs: int = 0
-    """New epochs that were requested."""
 
 
 class _ExpiredError(CommitError):
@@ -139,6 +122,8 @@ class Transactions:
         self._topics = OutputTopics(cluster)
         self._version = Version.FIRST
         """The protocol, according to the features of the cluster."""
+        self._stored: dict[TopicPartition, tuple[int, str]] = {}
+        """The committed offsets with their texts, as far as this client knows; see `learn`."""
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
         self._call: Call | None = None
@@ -179,6 +164,10 @@ class Transactions:
         """
         call = Call(self._timeout)
         await self._alone(call, self._settle(call), "end of transactions")
+
+    def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
+        """Note what the group has committed: a transaction that does not change it leaves no trace of its outcome."""
+        self._stored |= {name: (stored.offset, stored.metadata) for name, stored in committed.items() if stored}
 
     async def close(self) -> None:
         """Wait a moment for the running call; the next epoch ends what it leaves open."""
@@ -221,6 +210,8 @@ class Transactions:
             await work
         except asyncio.CancelledError:  # by `close`
             self._id.fail()
+            if self._call is not None and self._call.must_end:
+                self.counts.undecided += 1
             if not result.done():
                 result.set_exception(_closed_error())
             raise
@@ -564,6 +555,7 @@ class Transactions:
                 None if following is None else Identity(*following), is_in_doubt=is_in_doubt or answer.is_in_doubt
             )
             self.counts.committed += 1
+            self._note_stored(offsets)
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
         if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
@@ -573,7 +565,7 @@ class Transactions:
         await self._decide(offsets, self._failed("its commit was refused", answer.error))
 
     async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
-        """Find out whether the transaction was committed: then all of its offsets are.
+        """Find out whether the transaction was committed: then all of its offsets are, and some were not before.
 
         Raises:
             CommitError: It was not, or nobody can tell.
@@ -587,11 +579,21 @@ class Transactions:
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
+        # 1. It was not: they would be stored together.
         if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
             self.counts.decided_aborted += 1
             raise unknown
+        # 2. They were stored before, as in a transaction with only the messages of parked records.
+        if not any(self._stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
+            self.counts.undecided += 1
+            raise CommitError(f"nobody can tell whether a transaction that changes no offset was committed: {unknown}")
+        # 3. It was.
         self.counts.decided_committed += 1
+        self._note_stored(offsets)
         logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+
+    def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
+        self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
 
     async def _committed(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]

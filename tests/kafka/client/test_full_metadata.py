@@ -280,7 +280,6 @@ async def test_outputs_are_published_once_even_when_metadata_is_rejected(
         made = quick_app(
             sparing,
             group,
-            client="confluent",
             processing_guarantee="exactly_once",
             drain_timeout=0.5,
             shutdown_timeout=2.0,

@@ -391,7 +391,6 @@ async def test_a_run_that_may_not_write_to_its_topic_fails_alone(
         kafka,
         group,
         user,
-        client="confluent",
         processing_guarantee="exactly_once",
         group_instance_id="one",
         rebalance_timeout=30,

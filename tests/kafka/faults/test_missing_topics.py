@@ -116,7 +116,7 @@ async def test_a_missing_dead_letter_topic_ends_the_start_if_a_setting_says_so(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"client": "confluent", "processing_guarantee": "exactly_once"}],
+    [{}, {"processing_guarantee": "exactly_once"}],
     ids=["at-least-once", "exactly-once"],
 )
 async def test_a_dead_letter_without_a_topic_says_so_everywhere(

@@ -130,9 +130,7 @@ async def test_a_stop_during_an_outage_names_what_is_not_committed(
 ) -> None:
     """Exactly once: the transaction has failed and ended the epochs, so that nothing is in flight."""
     await own_kafka.create_topic(topic, partitions=2)
-    app = quick_app(
-        own_kafka, group, client="confluent", processing_guarantee="exactly_once", commit_timeout=2, shutdown_timeout=10
-    )
+    app = quick_app(own_kafka, group, processing_guarantee="exactly_once", commit_timeout=2, shutdown_timeout=10)
     ledger = Ledger()
     app.consume(topic, concurrency=50)(ledger.handle)
     ledger.hold()
