@@ -33,7 +33,7 @@ from aioshard.kafka.transactions.outputs import OutputTopics
 from aioshard.kafka.transactions.writes import PartitionWrites, Writes, by_leader
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
 from aioshard.kafka.wire.codes import error_for
-from aioshard.kafka.wire.errors import BrokerError, WireError
+from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, WireError
 from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
@@ -388,7 +388,7 @@ class Transactions:
         return request
 
     def _failed(self, what: str, error: WireError | None) -> CommitError:
-        return CommitError(f"a transaction of group {self._group_id!r} was aborted, because {what}: {error}")
+        return CommitError(f"a transaction of {self._id} was aborted, because {what}: {error}")
 
     # Messages -------------------------------------------------------------------------
 
@@ -550,10 +550,7 @@ class Transactions:
             return
         # 1. It is committed: this attempt, or an earlier one.
         if answer.meaning is Meaning.DONE:
-            following = following_identity(answer.response)
-            self._id.commit(
-                None if following is None else Identity(*following), is_in_doubt=is_in_doubt or answer.is_in_doubt
-            )
+            self._id.commit(_following(answer.response), is_in_doubt=is_in_doubt or answer.is_in_doubt)
             self.counts.committed += 1
             self._note_stored(offsets)
             return
@@ -574,7 +571,7 @@ class Transactions:
         self._call = call = Call(self._timeout)
         call.must_end = True
         try:
-            await self._renew(call)  # afterwards, nothing of the transaction can happen any more
+            await self._renew_or_fence(call)  # afterwards, nothing of the transaction can happen any more
             stored = await self._committed(call, offsets)
         except TransportError as error:
             self.counts.undecided += 1
@@ -594,6 +591,14 @@ class Transactions:
 
     def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
         self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
+
+    async def _renew_or_fence(self, call: Call) -> None:
+        """Request a new epoch; another process that has one ends our transaction too."""
+        try:
+            await self._renew(call)
+        except TransportError:
+            if not self._id.is_fenced:
+                raise
 
     async def _committed(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]
@@ -625,6 +630,15 @@ def _causes(response: Any, partitions: Collection[TopicPartition]) -> dict[Topic
     refused = refused_offsets(response, partitions)
     causes = {name: error for name, error in refused.items() if error.code != _NOT_ATTEMPTED}
     return causes or refused
+
+
+def _following(response: Any) -> Identity | None:
+    """Return the identity of the next transaction; None if the answer to a commit does not name a whole one."""
+    try:
+        following = following_identity(response)
+    except IncompleteResponseError:
+        return None
+    return None if following is None else Identity(*following)
 
 
 def _comparable(offset: CommittedOffset) -> tuple[int, str]:
