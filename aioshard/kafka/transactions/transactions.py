@@ -556,13 +556,14 @@ class Transactions:
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
         if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
+            self._id.refuse_commit()
             self.counts.aborted += 1
             raise self._failed("its commit was refused", answer.error)
         # 3. An earlier attempt may have been executed before the epoch changed.
         await self._decide(offsets, self._failed("its commit was refused", answer.error))
 
     async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
-        """Find out whether the transaction was committed: then all of its offsets are, and some were not before.
+        """Find out whether the transaction was committed, by its offsets: they were stored together, or none was.
 
         Raises:
             CommitError: It was not, or nobody can tell.
@@ -576,18 +577,21 @@ class Transactions:
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
-        # 1. It was not: they would be stored together.
-        if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
+        ours = {name: _comparable(offset) for name, offset in offsets.items()}
+        changes = {name for name, offset in ours.items() if self._stored.get(name) != offset}
+        # 1. It was: an offset is what only this transaction has made it.
+        if any(stored.get(name) == ours[name] for name in changes):
+            self.counts.decided_committed += 1
+            self._note_stored(offsets)
+            logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+            return
+        # 2. It was not: an offset is what it was before.
+        if any(stored.get(name) == self._stored.get(name) for name in changes):
             self.counts.decided_aborted += 1
             raise unknown
-        # 2. They were stored before, as in a transaction with only the messages of parked records.
-        if not any(self._stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
-            self.counts.undecided += 1
-            raise CommitError(f"nobody can tell whether a transaction that changes no offset was committed: {unknown}")
-        # 3. It was.
-        self.counts.decided_committed += 1
-        self._note_stored(offsets)
-        logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+        # 3. It changes no offset, as with only the messages of parked records, or others have committed since.
+        self.counts.undecided += 1
+        raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
 
     def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
         self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
