@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from tests.kafka.faults.support import until
 from tests.kafka.faults.transacting import FIRST, SECOND, Transacting, transacting
 from tests.support.kafka import KafkaBroker
-from tests.support.messages import answer_with, answer_without, lose_answer
+from tests.support.messages import answer_with, answer_without, body, lose_answer
 from tests.support.proxies import (
     ADD_OFFSETS_TO_TXN,
     ADD_PARTITIONS_TO_TXN,
@@ -30,7 +31,7 @@ COORDINATOR = (14, 15, 16, 53, 35, 120, -1, 13)
 """Error codes of each request to a coordinator."""
 ENDED = (47, 48, 49, 90)
 CODES: Mapping[int, tuple[int, ...]] = {
-    INIT_PRODUCER_ID: (51, 50, 31, 47, 90, 49, *COORDINATOR),
+    INIT_PRODUCER_ID: (51, 31, 47, 90, 49, *COORDINATOR),
     ADD_PARTITIONS_TO_TXN: (51, 55, 3, 29, 30, *ENDED, *COORDINATOR),
     ADD_OFFSETS_TO_TXN: (51, 30, *ENDED, *COORDINATOR),
     PRODUCE: (
@@ -61,9 +62,13 @@ OF_FIRST_ONLY = frozenset({ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN})
 DONE_NEVERTHELESS = frozenset({7, 20, 46, -1, 13})
 """Codes after which a broker may have executed the request."""
 SEVERAL = 4
+MEMBERSHIPS = 90.0
+"""Seconds for the group to miss a member several times, which joins again under another id."""
 VERSIONS = [pytest.param({"transaction.version": version}, id=f"v{version}") for version in (FIRST, SECOND)]
 SHORT: Mapping[str, Any] = {"drain_timeout": 1, "commit_timeout": 1.5, "transaction_timeout": 4}
 """The brokers abort a transaction before a test is out of patience."""
+LONG: Mapping[str, Any] = {**SHORT, "transaction_timeout": 60}
+"""A broker that restarts still knows the transaction."""
 
 on_both_versions = pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
 
@@ -94,7 +99,7 @@ async def process(running: Transacting, api: int, rule: Rule) -> None:
         running.proxies.reply(answer_with(48), api_key=PRODUCE, times=1)  # each failure needs a new epoch
     await running.send(6)
     await until(rule.met.is_set, running.app.explain)
-    await running.until_committed()
+    await until(running.committed, running.app.explain, timeout=MEMBERSHIPS)
     assert running.app.statistics().state == "running"
     if not rule.lifted.is_set():
         rule.lift()
@@ -145,5 +150,111 @@ async def test_no_commit_is_requested_without_the_answer_of_each_partition(
     await until(lambda: len(incomplete.requests) > SEVERAL, running.app.explain)
     assert len(running.ends.requests) == before
     incomplete.lift()
+    await running.until_committed()
+    await running.verify()
+
+
+@on_both_versions
+async def test_an_app_ends_if_brokers_refuse_its_time_out_for_transactions(own_kafka: KafkaBroker, group: str) -> None:
+    async with transacting(own_kafka, group) as running:
+        await running.send(1)
+        await running.until_committed()
+        running.proxies.reply(answer_with(48), api_key=PRODUCE)
+        running.proxies.reply(answer_with(50), api_key=INIT_PRODUCER_ID)
+        await running.send(1)
+        await until(lambda: running.app.statistics().state == "failed", running.app.explain)
+        assert "transaction.max.timeout.ms" in running.app.explain()
+
+
+# The outcome of a commit without an answer ------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
+@pytest.mark.parametrize("is_executed", [True, False], ids=["executed", "not executed"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "time-out",
+        pytest.param("rival", marks=pytest.mark.chaos),
+        pytest.param("restart", marks=pytest.mark.chaos),
+        pytest.param("silence", marks=pytest.mark.chaos),
+    ],
+)
+async def test_the_outcome_of_a_commit_without_an_answer_is_counted_as_it_is(
+    own_kafka: KafkaBroker, group: str, is_executed: bool, event: str
+) -> None:
+    """A commit that is not executed is either executed when it is repeated, or the transaction was aborted."""
+    async with transacting(own_kafka, group, **(LONG if event == "restart" else SHORT)) as running:
+        await running.send(1)
+        await running.until_committed()
+        before = running.ended
+        act = running.proxies.answer if is_executed else running.proxies.reply
+        lost = act(lose_answer, api_key=END_TXN)
+        await running.send(1)
+        await until(lambda: len(lost.requests) > 1, running.app.explain)  # the first one has been answered
+        match event:
+            case "rival":
+                await take(own_kafka, body(lost.requests[0]).transactional_id)
+            case "restart":
+                await own_kafka.restart()
+            case "time-out":
+                await until_no_transaction_is_open(running)
+            case "silence":
+                await until(lambda: running.ended != before, running.app.explain)
+        lost.lift()
+        await running.until_committed()
+        found = {name: count - before.get(name, 0) for name, count in running.ended.items()}
+        logger.info("%s, executed: %s: %s", event, is_executed, found)
+        await running.verify()
+    is_repeated = not is_executed and event != "restart"
+    is_mute = event == "silence" and own_kafka.features["transaction.version"] == FIRST  # it can ask nothing else
+    visible = found.get("committed", 0) + found.get("decided_committed", 0)
+    assert visible == (1 if not is_mute or not is_executed else 0)
+    assert (found.get("aborted", 0) + found.get("decided_aborted", 0) > 0) == (is_repeated and not is_mute)
+    assert ("undecided" in found) == is_mute
+
+
+async def take(broker: KafkaBroker, transactional_id: str) -> None:
+    """Begin with a transactional id as a newer process does."""
+    async with AIOKafkaProducer(bootstrap_servers=broker.bootstrap, transactional_id=transactional_id):
+        pass
+
+
+async def until_no_transaction_is_open(running: Transacting) -> None:
+    """Wait until the brokers have ended the transaction, and the app has given up its commit."""
+    await until(lambda: running.app.statistics().commit_failures > 0, running.app.explain)
+    broker = running.broker
+    async with asyncio.timeout(DEADLINE):
+        while await broker.end_offsets(running.outputs) != await broker.end_offsets(running.outputs, "read_committed"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+# Explanations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_kafka", [VERSIONS[-1]], indirect=True)
+@pytest.mark.parametrize(
+    ("api", "code", "words"),
+    [
+        (END_TXN, 51, ("ending", "EndTxn", "CONCURRENT_TRANSACTIONS")),
+        (PRODUCE, 120, ("TRANSACTION_ABORTABLE",)),
+        pytest.param(INIT_PRODUCER_ID, 51, ("InitProducerId", "CONCURRENT_TRANSACTIONS"), marks=pytest.mark.chaos),
+        pytest.param(PRODUCE, 19, ("open", "Produce", "NOT_ENOUGH_REPLICAS"), marks=pytest.mark.chaos),
+        pytest.param(TXN_OFFSET_COMMIT, 14, ("open", "TxnOffsetCommit", "LOAD_IN_PROGRESS"), marks=pytest.mark.chaos),
+        pytest.param(TXN_OFFSET_COMMIT, 48, ("INVALID_TXN_STATE",), marks=pytest.mark.chaos),
+    ],
+)
+async def test_an_app_that_waits_names_the_transaction_and_the_latest_error(
+    running: Transacting, api: int, code: int, words: tuple[str, ...]
+) -> None:
+    refused = running.proxies.reply(answer_with(code), api_key=api)
+    if api == INIT_PRODUCER_ID:
+        running.proxies.reply(answer_with(48), api_key=PRODUCE, times=1)
+    await running.send(1)
+    await until(refused.met.is_set)
+    named = ("transactional id '", "producer ", "epoch ", *words)
+    await until(lambda: all(word in running.app.explain() for word in named), running.app.explain)
+    assert all(word in (running.app.statistics().trouble or "") for word in named)
+    refused.lift()
     await running.until_committed()
     await running.verify()
