@@ -32,7 +32,6 @@ from tests.engine.deliveries import crowd, make_epoch, unsent
 from tests.engine.live_apps import engine_of
 
 EXACTLY_ONCE: dict[str, Any] = {
-    "client": "confluent",
     "processing_guarantee": "exactly_once",
     "auto_offset_reset": "earliest",
     "commit_interval": 0.01,
@@ -844,7 +843,6 @@ async def test_a_message_with_an_impossible_header_name_fails_the_attempt(name: 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"client": "aiokafka"},
         {"assign": {"orders": [0]}},
         {"transaction_timeout": 25, "drain_timeout": 20, "commit_timeout": 5},
         {"rebalance_timeout": 33, "drain_timeout": 20, "commit_timeout": 5, "heartbeat_interval": 3},

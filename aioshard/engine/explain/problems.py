@@ -35,8 +35,6 @@ def _remedy(engine: Engine) -> str:
     """Return what to do about the trouble of `trouble_of`."""
     standstill = engine.standstill
     if engine.trouble.why is None and standstill is not None:
-        if standstill == engine.hang:
-            return "wait: the app replaces the client, and runs the records of the failed transaction again"
         if standstill == engine.absence:
             return "create the topic, correct its name in the handler, or grant this user DESCRIBE on it"
         if standstill == engine.slow_join:
