@@ -4,9 +4,8 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -27,28 +26,11 @@ from aioshard.ports import TransportFactory
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka_properties import Credentials
 
-T = TypeVar("T", bound=Callable[..., Any])
-
 DEADLINE = 30.0
 """Seconds that any wait may take; a healthy run needs a fraction of it."""
 
 LOOK_INTERVAL = 0.01
 """Seconds between two looks at statistics, which offer no event to wait for."""
-
-
-def on_both_clients(test: T) -> T:
-    """Runs a test once with each client."""
-    twice = pytest.mark.parametrize("client", ["aiokafka", "confluent"], indirect=True)
-    marked: T = pytest.mark.usefixtures("client")(twice(test))
-    return marked
-
-
-def on_aiokafka_at_least(test: T) -> T:
-    """Runs a test on aiokafka, and on confluent-kafka under the mark `chaos`."""
-    clients = ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)]
-    twice = pytest.mark.parametrize("client", clients, indirect=True)
-    marked: T = pytest.mark.usefixtures("client")(twice(test))
-    return marked
 
 
 def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:

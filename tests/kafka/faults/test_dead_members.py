@@ -6,21 +6,19 @@ import pytest
 
 from aioshard import App, Record
 from tests.kafka.client.members import Member, settings_for, vanish
-from tests.kafka.faults.support import on_aiokafka_at_least, quick_app, until
+from tests.kafka.faults.support import quick_app, until
 from tests.support.brokers import SharedKafka
 
 SESSION = 12.0
 """Seconds for which the group waits for the dead member."""
-PROTOCOLS = {"aiokafka": "cooperative-fair", "confluent": "cooperative-sticky"}
-"""The name of each client's default assignor in the group."""
 
 
 @pytest.fixture
-async def dead(kafka: SharedKafka, topic: str, group: str, client: str) -> str:
+async def dead(kafka: SharedKafka, topic: str, group: str) -> str:
     """The id of a member that has ended without a word to the group."""
     await kafka.create_topic(topic, 2)
-    settings = settings_for(kafka.bootstrap, client="aiokafka", session_timeout=SESSION)
-    member = Member(settings.model_copy(update={"assignor": PROTOCOLS[client]}), group)
+    settings = settings_for(kafka.bootstrap, assignor="cooperative-fair", session_timeout=SESSION)
+    member = Member(settings, group)
     membership = (await member.join(topic)).membership
     await vanish(member.transport)
     return membership.member_id
@@ -35,7 +33,6 @@ def app_of(kafka: SharedKafka, topic: str, group: str, start_timeout: float | No
     return app
 
 
-@on_aiokafka_at_least
 async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
     kafka: SharedKafka, topic: str, group: str, dead: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,7 +51,6 @@ async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
     assert f"session_timeout={SESSION:g} s" in found[0]
 
 
-@on_aiokafka_at_least
 async def test_without_start_timeout_the_app_is_up_and_not_ready_until_the_session_of_a_dead_member_ends(
     kafka: SharedKafka, topic: str, group: str, dead: str
 ) -> None:
