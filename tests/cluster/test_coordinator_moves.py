@@ -96,7 +96,7 @@ async def test_a_new_coordinator_is_trusted_once_it_knows_the_commits(
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 async def test_a_coordinator_that_was_frozen_is_not_trusted(brokers: ThreeBrokers, topic: str, group: str) -> None:
     """It answers the question that reached it while it was frozen before it learns that another is the coordinator."""
     await brokers.create_topic(topic)
@@ -109,7 +109,8 @@ async def test_a_coordinator_that_was_frozen_is_not_trusted(brokers: ThreeBroker
         await brokers.freeze(frozen)
         try:
             await brokers.until_fenced(frozen)
-            await until_committed(member, {partition: Committed(2, "")}, membership)
+            # A commit without an answer ends its connection only after half a minute.
+            await until_committed(member, {partition: Committed(2, "")}, membership, deadline=3 * DEADLINE)
             held = brokers.proxies.hold(api_key=OFFSET_FETCH)
             question = asyncio.create_task(ask(member, partition), name="committed")
             async with asyncio.timeout(DEADLINE):
@@ -127,9 +128,15 @@ async def ask(member: Member, partition: TopicPartition) -> Mapping[TopicPartiti
     return await member.transport.committed([partition])
 
 
-async def until_committed(member: Member, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+async def until_committed(
+    member: Member,
+    offsets: Mapping[TopicPartition, Committed],
+    membership: Membership,
+    *,
+    deadline: float = DEADLINE,
+) -> None:
     """A broker that just lost the group refuses a commit, which stays due."""
-    async with asyncio.timeout(DEADLINE):
+    async with asyncio.timeout(deadline):
         while True:
             try:
                 return await member.transport.commit(offsets, membership)

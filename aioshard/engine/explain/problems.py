@@ -35,6 +35,8 @@ def _remedy(engine: Engine) -> str:
     """Return what to do about the trouble of `trouble_of`."""
     standstill = engine.standstill
     if engine.trouble.why is None and standstill is not None:
+        if standstill == engine.hang:
+            return "check that the brokers answer and allow the request; records of an aborted transaction run again"
         if standstill == engine.absence:
             return "create the topic, correct its name in the handler, or grant this user DESCRIBE on it"
         if standstill == engine.slow_join:

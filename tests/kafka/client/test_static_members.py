@@ -15,7 +15,10 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.errors import InstanceIdTakenError
+from aioshard.kafka.admin import KafkaAdmin
+from aioshard.kafka.groups import SESSION_TIMEOUT
 from aioshard.records import TopicPartition
+from aioshard.settings import Settings
 from tests.kafka.client.members import Member, held, silence, until_assigned
 from tests.support.brokers import SharedKafka
 from tests.support.paths import PROJECT
@@ -112,6 +115,8 @@ async def test_a_restarted_static_member_gets_its_partitions_without_a_rebalance
     kafka: SharedKafka, topic: str, group: str, start: Start, options: dict[str, Any]
 ) -> None:
     await kafka.create_topic(topic, 4)
+    async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+        await brokers.set_group_times(group, {SESSION_TIMEOUT: QUICK["session_timeout"]})
     other = App(
         group,
         bootstrap_servers=kafka.bootstrap,
