@@ -41,14 +41,14 @@ class Group:
         session: Seconds after which the group removes a member that is cut off.
     """
 
-    def __init__(self, brokers: ThreeBrokers, topic: str, group: str, client: str, protocol: str = "classic") -> None:
+    def __init__(self, brokers: ThreeBrokers, topic: str, group: str, protocol: str = "classic") -> None:
         self.brokers = brokers
         self.topic = topic
         self.session = SESSION if protocol == "classic" else BROKERS_SESSION
         self.runs: list[Run] = []
         self.published = 0
         self.cut_off, self.other = (
-            self._member(name, group=group, client=client, group_protocol=protocol) for name in ("cut-off", "other")
+            self._member(name, group=group, group_protocol=protocol) for name in ("cut-off", "other")
         )
 
     def _member(self, name: str, *, group: str, **settings: str) -> App:
@@ -109,19 +109,12 @@ class Group:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    ("client", "protocol"),
-    [
-        ("aiokafka", "classic"),
-        pytest.param("aiokafka", "consumer", marks=pytest.mark.chaos),
-        pytest.param("confluent", "classic", marks=pytest.mark.chaos),
-    ],
-)
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
 async def test_no_key_runs_in_two_members_after_the_session_expires(
-    brokers: ThreeBrokers, topic: str, group: str, client: str, protocol: str
+    brokers: ThreeBrokers, topic: str, group: str, protocol: str
 ) -> None:
     await brokers.create_topic(topic, 6)
-    pair = Group(brokers, topic, group, client, protocol)
+    pair = Group(brokers, topic, group, protocol)
 
     async with pair.publishing(), pair.cut_off:
         async with pair.other:
@@ -134,13 +127,12 @@ async def test_no_key_runs_in_two_members_after_the_session_expires(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["confluent", "aiokafka"])
 async def test_a_member_cut_off_while_rejoining_gives_up_its_kept_partitions(
-    brokers: ThreeBrokers, topic: str, group: str, client: str
+    brokers: ThreeBrokers, topic: str, group: str
 ) -> None:
-    """librdkafka times no session while a rebalance is under way, and a cooperative member keeps its partitions."""
+    """With an incremental assignor, a member keeps its partitions while a rebalance is under way."""
     await brokers.create_topic(topic, 6)
-    pair = Group(brokers, topic, group, client)
+    pair = Group(brokers, topic, group)
 
     async def cut_off() -> list[Rule]:
         rules = [brokers.proxies.swallow(api_key=SYNC_GROUP, client_id="cut-off")]

@@ -88,7 +88,7 @@ def test_nothing_is_requested_from_a_client_that_was_closed() -> None:
 
 
 class Stuck(InMemoryTransport):
-    """A client of which a call does not return, as long as `hang` says so; the brokers answer all the time."""
+    """A client whose transaction waits, as long as `hang` says so; the brokers answer everything else."""
 
     hang: str | None = None
 

@@ -265,8 +265,8 @@ async def test_impossible_targets_are_refused(world: World, options: tuple[str, 
 
 @pytest.mark.parametrize(
     "options",
-    [{"session_timeout": 6, "heartbeat_interval": 0.2}, {"client": "confluent", "group_protocol": "consumer"}],
-    ids=["classic", "KIP-848"],
+    [{"session_timeout": 6, "heartbeat_interval": 0.2}, {"group_protocol": "consumer"}],
+    ids=["classic", "consumer"],
 )
 async def test_a_group_with_members_cannot_be_reset(world: World, options: dict[str, Any]) -> None:
     app = world.app(**options)

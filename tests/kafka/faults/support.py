@@ -43,21 +43,6 @@ LOOK_INTERVAL = 0.01
 """Seconds between two looks at statistics, which offer no event to wait for."""
 
 
-def on_both_clients(test: T) -> T:
-    """Runs a test once with each client."""
-    twice = pytest.mark.parametrize("client", ["aiokafka", "confluent"], indirect=True)
-    marked: T = pytest.mark.usefixtures("client")(twice(test))
-    return marked
-
-
-def on_aiokafka_at_least(test: T) -> T:
-    """Runs a test on aiokafka, and on confluent-kafka under the mark `chaos`."""
-    clients = ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)]
-    twice = pytest.mark.parametrize("client", clients, indirect=True)
-    marked: T = pytest.mark.usefixtures("client")(twice(test))
-    return marked
-
-
 def with_both_protocols(test: T) -> T:
     """Runs a test with each group protocol."""
     twice: T = pytest.mark.parametrize("protocol", ["classic", "consumer"])(test)

@@ -377,7 +377,7 @@ async def test_a_group_forbidden_while_running_is_reported_until_allowed_again(
 async def test_a_run_that_may_not_write_to_its_topic_fails_alone(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
-    """In a transaction, the client does not say which topic was refused."""
+    """In a transaction, brokers refuse the other topics too."""
     allowed, refused, dead = f"{topic}-out", f"{topic}-refused", f"{topic}-dead"
     for name in (topic, allowed, refused, dead):
         await kafka.create_topic(name)

@@ -7,34 +7,21 @@ import pytest
 from aioshard import App, Record
 from aioshard.settings import Settings
 from tests.kafka.client.members import Member, settings_for, vanish
-from tests.kafka.faults.support import BROKERS_SESSION, quick_app, until
+from tests.kafka.faults.support import BROKERS_SESSION, quick_app, until, with_both_protocols
 from tests.support.brokers import SharedKafka
 
 SESSION = 12.0
 """Seconds for which a classic group waits for the dead member."""
-ASSIGNORS = {"aiokafka": "cooperative-fair", "confluent": "cooperative-sticky"}
-"""The name of each client's default assignor in the group."""
-
-on_each_member = pytest.mark.parametrize(
-    ("client", "protocol"),
-    [
-        ("aiokafka", "classic"),
-        ("aiokafka", "consumer"),
-        pytest.param("confluent", "classic", marks=pytest.mark.chaos),
-    ],
-    indirect=["client"],
-)
 
 
 @pytest.fixture
-async def dead(kafka: SharedKafka, topic: str, group: str, client: str, protocol: str) -> str:
+async def dead(kafka: SharedKafka, topic: str, group: str, protocol: str) -> str:
     """The id of a member that has ended without a word to the group."""
     await kafka.create_topic(topic, 2)
     if protocol == "consumer":
         settings = Settings(bootstrap_servers=kafka.bootstrap, group_protocol="consumer")
     else:
-        classic = settings_for(kafka.bootstrap, client="aiokafka", session_timeout=SESSION)
-        settings = classic.model_copy(update={"assignor": ASSIGNORS[client]})
+        settings = settings_for(kafka.bootstrap, assignor="cooperative-fair", session_timeout=SESSION)
     member = Member(settings, group)
     membership = (await member.join(topic)).membership
     await vanish(member.transport)
@@ -50,7 +37,7 @@ def app_of(kafka: SharedKafka, topic: str, group: str, protocol: str, start_time
     return app
 
 
-@on_each_member
+@with_both_protocols
 async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
     kafka: SharedKafka, topic: str, group: str, protocol: str, dead: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,7 +57,7 @@ async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
     assert session in found[0]
 
 
-@on_each_member
+@with_both_protocols
 async def test_without_start_timeout_the_app_is_up_and_not_ready_until_the_session_of_a_dead_member_ends(
     kafka: SharedKafka, topic: str, group: str, protocol: str, dead: str
 ) -> None:

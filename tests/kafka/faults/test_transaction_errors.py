@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from tests.kafka.faults.support import until
+from tests.kafka.faults.support import DEADLINE, until
 from tests.kafka.faults.transacting import FIRST, SECOND, Transacting, transacting
 from tests.support.kafka import KafkaBroker
 from tests.support.messages import answer_with, answer_without, body, lose_answer

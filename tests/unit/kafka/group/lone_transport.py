@@ -106,7 +106,8 @@ class Alone(MemberTransport):
         """Whether another life begins before a commit is answered."""
         self.engine = Engine()
         self._listener = self.engine
-        self._is_started = True
+        self._lifetime.is_started = True
+        self._subscription.driver = self._driver
         self.others: list[GroupMember] | None = None
         self._tasks.append(asyncio.create_task(self._pass_on_changes(), name="assignments"))
 
