@@ -1,7 +1,6 @@
 """The commit coordinator: the one task that commits offsets, in order, one request at a time."""
 
 import asyncio
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -170,8 +169,8 @@ class Committer:
         """Transactions that the brokers refused."""
         self._messages = 0
         """Messages in transactions that were committed."""
-        self._counts: TransactionCounts | None = None
-        """Those of the latest client; each client continues the counts of the one before."""
+        self._counted: tuple[TransactionCounts, Transport | None] = (TransactionCounts(), None)
+        """The transactions of earlier clients, and the latest client, which counts its own."""
         self._began: float | None = None
         """When the open transaction began."""
         self._buffer = buffer
@@ -200,10 +199,26 @@ class Committer:
             return None
         began = self._began
         lasts = None if began is None else self._clock() - began
-        counts = self._counts
-        if counts is None:
-            return TransactionStatistics(self._fenced, self._messages, lasts)
-        return TransactionStatistics(self._fenced, self._messages, lasts, **dataclasses.asdict(counts))
+        earlier, transport = self._counted
+        counts = earlier if transport is None else earlier.plus(transport.transaction_counts)
+        return TransactionStatistics(
+            fenced=self._fenced,
+            messages=self._messages,
+            open_seconds=lasts,
+            committed=counts.committed,
+            aborted=counts.aborted,
+            decided_committed=counts.decided_committed,
+            decided_aborted=counts.decided_aborted,
+            undecided=counts.undecided,
+            producer_epochs=counts.epochs,
+        )
+
+    def _count_transactions_of(self, transport: Transport) -> None:
+        """Count the transactions of a client from now on; those of the one before, which is closed, stay counted."""
+        earlier, before = self._counted
+        if before is not transport:
+            total = earlier if before is None else earlier.plus(before.transaction_counts)
+            self._counted = (total, transport)
 
     @property
     def owns(self) -> bool:
@@ -274,6 +289,8 @@ class Committer:
         meanwhile. In the end it calls `stop`.
         """
         self._is_committing = True
+        if self._transactional:
+            self._count_transactions_of(transport)
         while True:
             await self._answer_flushes()
             await self._until_due(transport)
@@ -535,7 +552,6 @@ class Committer:
         if transaction is None:
             return None
         began = self._began = self._clock()
-        self._counts = transport.transaction_counts
         try:
             with anyio.fail_after(self._timeout):
                 await transport.commit(transaction.offsets, membership, transaction.messages)

@@ -38,7 +38,6 @@ from aioshard.errors import (
     NotDrainedError,
     StartError,
     TaskCancelledError,
-    TransactionalIdTakenError,
     TransportError,
 )
 from aioshard.log_fields import get_logger
@@ -347,7 +346,7 @@ class Engine:
         lost = isinstance(error, InstanceIdTakenError) and (
             error.persists or self._instance_losses.again(error.session_timeout)
         )
-        if lost or isinstance(error, GroupHasMembersError | TransactionalIdTakenError):
+        if lost or isinstance(error, GroupHasMembersError):
             self.lifecycle.fail(error)
             return True
         if self.state != "starting" or self.settings.start_timeout is None:
@@ -372,7 +371,7 @@ class Engine:
 
     @property
     def hang(self) -> str | None:
-        """Which call to the client library does not return; None if each returns in time."""
+        """What the transaction in progress has waited for too long; None if it has not."""
         return None if self.client.transport is None else self.client.transport.hang
 
     @property

@@ -52,7 +52,7 @@ from aioshard.kafka.wire.responses import (
     refused_offsets,
     stored_offsets,
 )
-from aioshard.ports import Message
+from aioshard.ports import Committed, Message, TransactionCounts
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.transactions")
@@ -111,7 +111,7 @@ class Transactions:
             group_id: The group.
             timeout: Seconds after which the brokers abort a transaction, and each of our calls gives up.
         """
-        self.counts = transactional.counts
+        self.counts = TransactionCounts()
         self._cluster = cluster
         self._id = transactional
         self._offsets = offsets
@@ -122,6 +122,8 @@ class Transactions:
         self._topics = OutputTopics(cluster)
         self._version = Version.FIRST
         """The protocol, according to the features of the cluster."""
+        self._stored: dict[TopicPartition, tuple[int, str]] = {}
+        """The committed offsets with their texts, as far as this client knows; see `learn`."""
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
         self._call: Call | None = None
@@ -162,6 +164,10 @@ class Transactions:
         """
         call = Call(self._timeout)
         await self._alone(call, self._settle(call), "end of transactions")
+
+    def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
+        """Note what the group has committed: a transaction that does not change it leaves no trace of its outcome."""
+        self._stored |= {name: (stored.offset, stored.metadata) for name, stored in committed.items() if stored}
 
     async def close(self) -> None:
         """Wait a moment for the running call; the next epoch ends what it leaves open."""
@@ -204,6 +210,8 @@ class Transactions:
             await work
         except asyncio.CancelledError:  # by `close`
             self._id.fail()
+            if self._call is not None and self._call.must_end:
+                self.counts.undecided += 1
             if not result.done():
                 result.set_exception(_closed_error())
             raise
@@ -264,8 +272,7 @@ class Transactions:
 
         Raises:
             _ExpiredError: The brokers have forgotten the transactional id.
-            TransactionalIdTakenError: A newer process has the id of our group instance id.
-            ClientLostError: Somebody else has fenced the id.
+            ClientLostError: Somebody else has requested a newer epoch.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
             CommitError: The brokers did not answer in time.
@@ -286,7 +293,6 @@ class Transactions:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
             case Meaning.FENCED if known is not None:
                 self._id.fence()
-                logger.warning("%s was fenced by another process, or by an operator", self._id)
                 raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
@@ -546,16 +552,18 @@ class Transactions:
         if answer.meaning is Meaning.DONE:
             self._id.commit(_following(answer.response), is_in_doubt=is_in_doubt or answer.is_in_doubt)
             self.counts.committed += 1
+            self._note_stored(offsets)
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
         if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
+            self._id.refuse_commit()
             self.counts.aborted += 1
             raise self._failed("its commit was refused", answer.error)
         # 3. An earlier attempt may have been executed before the epoch changed.
         await self._decide(offsets, self._failed("its commit was refused", answer.error))
 
     async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
-        """Find out whether the transaction was committed: then all of its offsets are.
+        """Find out whether the transaction was committed, by its offsets: they were stored together, or none was.
 
         Raises:
             CommitError: It was not, or nobody can tell.
@@ -569,14 +577,24 @@ class Transactions:
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
-        if not offsets:
-            self.counts.undecided += 1
-            raise CommitError(f"nobody can tell whether a transaction without offsets was committed: {unknown}")
-        if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
+        ours = {name: _comparable(offset) for name, offset in offsets.items()}
+        changes = {name for name, offset in ours.items() if self._stored.get(name) != offset}
+        # 1. It was: an offset is what only this transaction has made it.
+        if any(stored.get(name) == ours[name] for name in changes):
+            self.counts.decided_committed += 1
+            self._note_stored(offsets)
+            logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+            return
+        # 2. It was not: an offset is what it was before.
+        if any(stored.get(name) == self._stored.get(name) for name in changes):
             self.counts.decided_aborted += 1
             raise unknown
-        self.counts.decided_committed += 1
-        logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+        # 3. It changes no offset, as with only the messages of parked records, or others have committed since.
+        self.counts.undecided += 1
+        raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
+
+    def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
+        self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
 
     async def _renew_or_fence(self, call: Call) -> None:
         """Request a new epoch; another process that has one ends our transaction too."""
