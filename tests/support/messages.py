@@ -32,7 +32,7 @@ def codes(request: Request, answer: bytes) -> set[int]:
 
 
 def answer_with(code: int, partitions: Collection[int] | None = None) -> Change:
-    """Answer with an error code, whatever a broker has answered: for these partitions, or for all."""
+    """Answer with an error code in place of any other: for these partitions, or for all."""
 
     def change(request: Request, answer: bytes) -> bytes:
         known = fields(response(request, answer)) if answer else _success(request)
@@ -70,10 +70,10 @@ def fields(structure: Any) -> Any:
 
 
 def _success(request: Request) -> dict[str, Any]:
-    """Return an answer without an error that no broker has given."""
+    """Return an answer that no broker has given, without an error and without a producer id."""
     asked = fields(body(request))
     if "topics" not in asked:
-        return {}
+        return {"producer_id": -1, "epoch": -1}
 
     def numbers(topic: Mapping[str, Any]) -> list[int]:
         return [part["partition"] if isinstance(part, dict) else part for part in topic["partitions"]]

@@ -37,7 +37,9 @@ UNSUPPORTED: Final = 35
 """Error code: the feature `transaction.version` was changed."""
 
 _AWAY: Final = {0: Meaning.DONE, 14: Meaning.BUSY, 15: Meaning.MOVED, 16: Meaning.MOVED}
-_OVER: Final = dict.fromkeys((47, 48, 49, 90, 120, UNSUPPORTED, DENIED_ID), Meaning.ENDED)
+OF_TRANSACTION: Final = frozenset({47, 48, 49, 90, 120, UNSUPPORTED, DENIED_ID})
+"""Error codes about the transaction or its id, and not about the group, its offsets or a topic."""
+_OVER: Final = dict.fromkeys(OF_TRANSACTION, Meaning.ENDED)
 
 ON_NEW_EPOCH: Final[Mapping[int, Meaning]] = {
     **_AWAY,

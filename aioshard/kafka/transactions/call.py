@@ -34,6 +34,8 @@ class Call:
         self._end = time.monotonic() + seconds
         self._seconds = seconds
         self._wait: _Wait | None = None
+        self._earlier: _Wait | None = None
+        """The request of earlier calls that has no final answer yet."""
         self._pause = _SHORTEST_PAUSE
 
     @property
@@ -55,14 +57,22 @@ class Call:
         answer = "nothing has answered" if wait.latest is None else f"the latest answer is: {wait.latest}"
         return f"waits for {wait.request} for {lasts:.0f} s; {answer}"
 
+    def follow(self, previous: "Call") -> None:
+        """Count the time of a request without a final answer from its first attempt on, in the call before."""
+        self._earlier = previous._wait or previous._earlier  # noqa: SLF001 - of the same class
+
     def expect(self, request: str) -> None:
         """Note that a request is about to be sent."""
         if self._wait is None or self._wait.request != request:
-            self._wait = _Wait(request, time.monotonic(), None)
+            earlier = self._earlier
+            is_repeated = earlier is not None and earlier.request == request
+            self._wait = earlier if is_repeated else _Wait(request, time.monotonic(), None)
             self._pause = _SHORTEST_PAUSE
 
     def finish(self) -> None:
         """Note that the request has its final answer."""
+        if self._wait is not None and self._earlier is not None and self._wait.request == self._earlier.request:
+            self._earlier = None
         self._wait = None
 
     async def pause(self, error: WireError | None) -> None:

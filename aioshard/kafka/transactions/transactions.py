@@ -19,6 +19,7 @@ from aioshard.kafka.offsets import GroupOffsets, Member
 from aioshard.kafka.produce import REQUEST_BYTES, learn_leaders, produce
 from aioshard.kafka.transactions.answers import (
     DENIED_ID,
+    OF_TRANSACTION,
     ON_ADDING,
     ON_COMMIT,
     ON_NEW_EPOCH,
@@ -127,6 +128,8 @@ class Transactions:
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
         self._call: Call | None = None
+        self._latest: Call | None = None
+        """The latest call, running or not."""
         self._task: asyncio.Task[None] | None = None
         """That of the running call."""
         self._closed = False
@@ -190,13 +193,20 @@ class Transactions:
             work.close()
             raise
         result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._call = call
+        self._start(call)
         self._task = asyncio.create_task(self._run(work, result), name=f"{purpose} of {self._id.name}")
         self._task.add_done_callback(self._end)
         try:
             await result
         finally:
             call.is_abandoned = not result.done() or result.cancelled()
+
+    def _start(self, call: Call) -> None:
+        """Make a call the running one."""
+        if self._latest is not None:
+            call.follow(self._latest)
+        self._call = call
+        self._latest = call
 
     async def _turn(self) -> None:
         while self._task is not None:
@@ -223,7 +233,8 @@ class Transactions:
             if not result.done():
                 result.set_result(None)
         if self._id.is_stale and self._id.known is not None and not self._closed:
-            self._call = call = Call(_ABORT_TIMEOUT)
+            call = Call(_ABORT_TIMEOUT)
+            self._start(call)
             try:
                 await self._prepare(call)
             except (TransportError, SettingsError) as error:
@@ -390,6 +401,10 @@ class Transactions:
     def _failed(self, what: str, error: WireError | None) -> CommitError:
         return CommitError(f"a transaction of {self._id} was aborted, because {what}: {error}")
 
+    def _refused(self, what: str, error: BrokerError | None) -> CommitError | WireError:
+        """Return the error of a refused request: that of the brokers if it is about the group, a topic or offsets."""
+        return self._failed(what, error) if error is None or error.code in OF_TRANSACTION else error
+
     # Messages -------------------------------------------------------------------------
 
     async def _add_partitions(self, call: Call, writes: Writes) -> bool:
@@ -501,7 +516,7 @@ class Transactions:
         request = self._request(ADD_OFFSETS_TO_TXN, group=self._group_id)
         answer = await self._coordinator.ask(call, request, ON_ADDING, _error_of)
         if answer.meaning is not Meaning.DONE:
-            raise answer.error or self._failed("its group was refused", None)
+            raise self._refused("its group was refused", answer.error)
         return answer.is_in_doubt
 
     async def _write_offsets(
@@ -527,7 +542,7 @@ class Transactions:
 
         answer = await self._group.ask(call, request, ON_OFFSETS, first_error)
         if answer.error is not None and answer.meaning is not Meaning.UNKNOWN_TOPIC:
-            raise answer.error
+            raise self._refused("its offsets were refused", answer.error)
         return answer
 
     # The end --------------------------------------------------------------------------
@@ -569,7 +584,8 @@ class Transactions:
             CommitError: It was not, or nobody can tell.
         """
         self._id.fail()
-        self._call = call = Call(self._timeout)
+        call = Call(self._timeout)
+        self._start(call)
         call.must_end = True
         try:
             await self._renew_or_fence(call)  # afterwards, nothing of the transaction can happen any more
