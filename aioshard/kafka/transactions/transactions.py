@@ -21,6 +21,7 @@ from aioshard.kafka.transactions.answers import (
     DENIED_ID,
     ON_ADDING,
     ON_COMMIT,
+    ON_LAST_EPOCH,
     ON_NEW_EPOCH,
     ON_OFFSETS,
     TIMEOUT_TOO_LONG,
@@ -67,6 +68,8 @@ _ABORT_TIMEOUT: Final = 5.0
 _CLOSE_TIMEOUT: Final = 2.0
 """Seconds to wait for a running call when the client is closed."""
 _NO_ID: Final = -1
+_LAST_EPOCH: Final = 2**15 - 3
+"""From this epoch on, brokers give the producer another id with the next one."""
 _NOT_ATTEMPTED: Final = 55
 """Error code of a partition that was not added because of another one."""
 _NO_TRANSACTION: Final = 48
@@ -122,7 +125,7 @@ class Transactions:
         self._topics = OutputTopics(cluster)
         self._version = Version.FIRST
         """The protocol, according to the features of the cluster."""
-        self._stored: dict[TopicPartition, tuple[int, str]] = {}
+        self._stored: dict[TopicPartition, tuple[int, str] | None] = {}
         """The committed offsets with their texts, as far as this client knows; see `learn`."""
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
@@ -167,7 +170,8 @@ class Transactions:
 
     def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
         """Note what the group has committed: a transaction that does not change it leaves no trace of its outcome."""
-        self._stored |= {name: (stored.offset, stored.metadata) for name, stored in committed.items() if stored}
+        for name, stored in committed.items():
+            self._stored[name] = None if stored is None else (stored.offset, stored.metadata)
 
     async def close(self) -> None:
         """Wait a moment for the running call; the next epoch ends what it leaves open."""
@@ -287,7 +291,8 @@ class Transactions:
             epoch=_NO_ID if known is None else known.epoch,
         )
         self.counts.epochs += 1
-        answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
+        codes = ON_NEW_EPOCH if known is None or known.epoch < _LAST_EPOCH else ON_LAST_EPOCH
+        answer = await self._coordinator.ask(call, request, codes, _error_of)
         match answer.meaning:
             case Meaning.DONE:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
@@ -578,7 +583,7 @@ class Transactions:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
         ours = {name: _comparable(offset) for name, offset in offsets.items()}
-        changes = {name for name, offset in ours.items() if self._stored.get(name) != offset}
+        changes = {name for name, offset in ours.items() if self._stored.get(name, offset) != offset}
         # 1. It was: an offset is what only this transaction has made it.
         if any(stored.get(name) == ours[name] for name in changes):
             self.counts.decided_committed += 1
@@ -589,7 +594,8 @@ class Transactions:
         if any(stored.get(name) == self._stored.get(name) for name in changes):
             self.counts.decided_aborted += 1
             raise unknown
-        # 3. It changes no offset, as with only the messages of parked records, or others have committed since.
+        # 3. As far as we know, it changes no offset, as with only the messages of parked records. Or others have
+        # committed since.
         self.counts.undecided += 1
         raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
 
