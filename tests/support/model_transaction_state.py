@@ -137,12 +137,10 @@ class Coordinator:
         return code, (NO_ID, NO_EPOCH) if code else (known.producer_id, known.epoch)
 
     def _init(self, known: Transaction, timeout: float, expected: Identity | None) -> int:
-        if known.is_stuck:
+        if known.is_busy:
             return CONCURRENT
         if expected is not None and not self._is_known(known, expected):
             return FENCED
-        if known.is_prepared:
-            return CONCURRENT
         if known.state is State.ONGOING:
             self._fence(known)
             return CONCURRENT
@@ -245,11 +243,11 @@ class Coordinator:
 
     def _check(self, transactional_id: str, identity: Identity) -> int:
         known = self.transactions.get(transactional_id)
+        if known is not None and known.is_busy:
+            return CONCURRENT  # first: a producer may have the next producer id already
         if known is None or known.producer_id != identity[0]:
             return UNKNOWN_ID
-        if known.epoch != identity[1]:
-            return FENCED
-        return CONCURRENT if known.is_busy else OK
+        return OK if known.epoch == identity[1] else FENCED
 
     # EndTxn ---------------------------------------------------------------------------
 
