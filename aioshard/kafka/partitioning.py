@@ -67,9 +67,8 @@ class Partitioner:
         """
         if message.partition is not None:
             return message.partition
-        key = message.chosen_by
-        if key is not None:
-            return _hash(key) % count
+        if message.partitioner == "key" and message.key is not None:  # `chosen_by`, without a call for each message
+            return _hash(message.key) % count
         topic = message.topic
         led = self._led.get(topic)
         if led is None:

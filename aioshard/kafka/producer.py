@@ -165,8 +165,11 @@ class _Partition:
             call = waiting[0]
             if not call.acknowledged.done():
                 message = call.message
+                accepted = call.since + ahead
                 try:
-                    fits = builder.add(message, timestamp_ms(message, call.since + ahead))
+                    # As `timestamp_ms`, without a call for each message.
+                    timestamp = int(accepted * 1000) if message.timestamp is None else timestamp_ms(message, accepted)
+                    fits = builder.add(message, timestamp)
                 except Exception as error:  # noqa: BLE001 - the encoder reports what it cannot encode in many ways
                     call.fail(not_encoded(message, error))
                 else:

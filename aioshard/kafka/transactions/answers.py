@@ -18,7 +18,7 @@ class Meaning(enum.Enum):
     IN_DOUBT = enum.auto()
     """It may have been done, or may be done later. Ask again; a new epoch must come before the next transaction."""
     UNKNOWN_TOPIC = enum.auto()
-    """The broker does not know the topic or partition, perhaps not yet."""
+    """Nothing was done: the broker does not know a topic or partition, perhaps not yet."""
     ENDED = enum.auto()
     """Nothing was done, and the transaction cannot be committed."""
     FENCED = enum.auto()

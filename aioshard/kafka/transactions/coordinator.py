@@ -1,10 +1,11 @@
 """Requests to the coordinators of a transaction and of its group, sent until their answers are final."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from aioshard.kafka.produce import REQUEST_TIMEOUT
+from aioshard.kafka.produce import REQUEST_TIMEOUT, TOPIC_TIMEOUT
 from aioshard.kafka.transactions.answers import Meaning, meaning
 from aioshard.kafka.transactions.call import Call
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
@@ -46,7 +47,7 @@ class Coordinator:
         """Send a request until its answer is final.
 
         Args:
-            call: How long to try.
+            call: How long to try. Topics that the brokers do not know count as missing after 5 s.
             request: The request. It may be sent more than once.
             codes: The meaning of error codes.
             error_in: Returns the error in a response; it may raise that the response is incomplete.
@@ -55,6 +56,7 @@ class Coordinator:
             CommitError: There was no final answer in time.
         """
         call.expect(request.api.name)
+        unknown_until = time.monotonic() + TOPIC_TIMEOUT
         is_in_doubt = False
         while True:
             error: WireError | None
@@ -75,7 +77,8 @@ class Coordinator:
             except WireError as unanswered:
                 error = unanswered
             found = _meaning_of(error, codes)
-            if found not in _AGAIN:
+            is_again = found in _AGAIN or (found is Meaning.UNKNOWN_TOPIC and time.monotonic() < unknown_until)
+            if not is_again:
                 call.finish()
                 return Answer(response, error if isinstance(error, BrokerError) else None, found, is_in_doubt)
             if found is Meaning.IN_DOUBT:

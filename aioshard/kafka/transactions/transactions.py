@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from aioshard.errors import (
 )
 from aioshard.kafka.batches import Identity
 from aioshard.kafka.offsets import GroupOffsets, Member
-from aioshard.kafka.produce import REQUEST_BYTES, TOPIC_TIMEOUT, learn_leaders, produce
+from aioshard.kafka.produce import REQUEST_BYTES, learn_leaders, produce
 from aioshard.kafka.transactions.answers import (
     DENIED_ID,
     ON_ADDING,
@@ -40,7 +40,6 @@ from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
     ADD_PARTITIONS_TO_TXN,
-    API_VERSIONS,
     END_TXN,
     INIT_PRODUCER_ID,
     PRODUCE,
@@ -49,7 +48,6 @@ from aioshard.kafka.wire.requests import (
 from aioshard.kafka.wire.responses import (
     Answers,
     CommittedOffset,
-    finalized_features,
     following_identity,
     new_producer_id,
     refused_indexes,
@@ -216,15 +214,16 @@ class Transactions:
         while self._task is not None:
             await asyncio.wait([self._task])
         if self._closed:
-            raise ClientLostError("the Kafka client is closed")
+            raise _closed_error()
 
     async def _run(self, work: Coroutine[Any, Any, None], result: "asyncio.Future[None]") -> None:
         """Run a call, tell its result, and then abort what it has left open: readers wait for that."""
         try:
             await work
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `close`
             self._id.fail()
-            result.cancel()
+            if not result.done():
+                result.set_exception(_closed_error())
             raise
         except Exception as error:  # noqa: BLE001 - raised in the caller, if it still waits
             self._id.fail()
@@ -270,8 +269,7 @@ class Transactions:
         features: Mapping[str, int] | None = None
         while features is None:
             try:
-                response = await self._cluster.ask_any(API_VERSIONS(software=None, software_version=None))
-                features = finalized_features(response)
+                features = await self._cluster.features()
             except WireError as error:
                 await call.pause(error)
         call.finish()
@@ -365,12 +363,13 @@ class Transactions:
             is_in_doubt |= await self._add_offsets(call)
         stored = dict(offsets)
         while stored:
-            answer, unknown = await self._write_offsets(call, stored, member)
+            answer = await self._write_offsets(call, stored, member)
             is_in_doubt |= answer.is_in_doubt
-            if not unknown:
+            if answer.error is None:
                 break
-            for name in unknown:
-                logger.warning("%s: its topic counts as deleted, so its offset is not committed", name)
+            # A deleted topic must not hold back the others.
+            for name in refused_offsets(answer.response, stored):
+                logger.warning("the offset of %s is not committed: the brokers do not know its topic any more", name)
                 del stored[name]
         return is_in_doubt, stored
 
@@ -388,7 +387,12 @@ class Transactions:
     # Messages -------------------------------------------------------------------------
 
     async def _add_partitions(self, call: Call, writes: Writes) -> bool:
-        """Add the partitions of messages to the transaction; return whether a request may arrive once more."""
+        """Add the partitions of messages to the transaction; return whether a request may arrive once more.
+
+        Raises:
+            MessagesRefusedError: Some messages can never be written.
+            CommitError: The transaction cannot be committed.
+        """
         if not writes.partitions:
             return False
         parts = by_topic(writes.partitions)
@@ -396,29 +400,20 @@ class Transactions:
             ADD_PARTITIONS_TO_TXN,
             topics=[{"topic": topic, "partitions": partitions} for topic, partitions in parts],
         )
-        since = time.monotonic()
-        while True:
-            errors: dict[TopicPartition, WireError] = {}
 
-            def first_error(response: Any, errors: dict[TopicPartition, WireError] = errors) -> WireError | None:
-                errors.clear()
-                errors.update(refused_offsets(response, writes.partitions))
-                causes = [error for error in errors.values() if error.code != _NOT_ATTEMPTED]
-                return next(iter(causes or errors.values()), None)
+        def first_error(response: Any) -> WireError | None:
+            return next(iter(_causes(response, writes.partitions).values()), None)
 
-            answer = await self._coordinator.ask(call, request, ON_ADDING, first_error)
-            match answer.meaning:
-                case Meaning.DONE:
-                    return answer.is_in_doubt
-                case Meaning.UNKNOWN_TOPIC if time.monotonic() < since + TOPIC_TIMEOUT:
-                    await call.pause(answer.error)
-                    continue
-            for name, error in errors.items():
+        answer = await self._coordinator.ask(call, request, ON_ADDING, first_error)
+        if answer.meaning is Meaning.DONE:
+            return answer.is_in_doubt
+        if answer.response is not None:
+            for name, error in _causes(answer.response, writes.partitions).items():
                 if error.code in _ABOUT_TOPIC:
                     writes.refuse_topic(name.topic, error)
-            if writes.refused:
-                raise MessagesRefusedError(writes.refused)
-            raise self._failed("its partitions were refused", answer.error)
+        if writes.refused:
+            raise MessagesRefusedError(writes.refused)
+        raise self._failed("its partitions were refused", answer.error)
 
     async def _write_messages(self, call: Call, writes: Writes) -> None:
         """Write all messages, in rounds: each leader gets one request with the next batch of its partitions.
@@ -505,8 +500,13 @@ class Transactions:
 
     async def _write_offsets(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset], member: Member
-    ) -> tuple[Answer, list[TopicPartition]]:
-        """Write offsets; return the answer, and the partitions of topics that the brokers do not know."""
+    ) -> Answer:
+        """Write offsets; an error in the answer is that of topics which the brokers do not know.
+
+        Raises:
+            WireError: The offsets were refused.
+            CommitError: There was no answer in time.
+        """
         request = self._request(
             TXN_OFFSET_COMMIT,
             group=self._group_id,
@@ -515,25 +515,14 @@ class Transactions:
             instance=member.instance_id,
             topics=_rows(offsets),
         )
-        since = time.monotonic()
-        errors: dict[TopicPartition, WireError] = {}
 
         def first_error(response: Any) -> WireError | None:
-            errors.clear()
-            errors.update(refused_offsets(response, offsets))  # those of single topics come last
-            return next(iter(errors.values()), None)
+            return next(iter(refused_offsets(response, offsets).values()), None)  # those of single topics come last
 
-        while True:
-            answer = await self._group.ask(call, request, ON_OFFSETS, first_error)
-            match answer.meaning:
-                case Meaning.DONE:
-                    return answer, []
-                case Meaning.UNKNOWN_TOPIC if time.monotonic() < since + TOPIC_TIMEOUT:
-                    await call.pause(answer.error)
-                case Meaning.UNKNOWN_TOPIC:
-                    return answer, list(errors)
-                case _:
-                    raise answer.error or self._failed("its offsets were refused", None)
+        answer = await self._group.ask(call, request, ON_OFFSETS, first_error)
+        if answer.error is not None and answer.meaning is not Meaning.UNKNOWN_TOPIC:
+            raise answer.error
+        return answer
 
     # The end --------------------------------------------------------------------------
 
@@ -606,8 +595,19 @@ class Transactions:
                 return {name: _comparable(offset) for name, offset in stored.items()}
 
 
+def _closed_error() -> ClientLostError:
+    return ClientLostError("the Kafka client is closed")
+
+
 def _error_of(response: Any) -> BrokerError | None:
     return error_for(response.error) if response.error else None
+
+
+def _causes(response: Any, partitions: Collection[TopicPartition]) -> dict[TopicPartition, WireError]:
+    """Return why partitions were not added, without those that were left out because of others."""
+    refused = refused_offsets(response, partitions)
+    causes = {name: error for name, error in refused.items() if error.code != _NOT_ATTEMPTED}
+    return causes or refused
 
 
 def _comparable(offset: CommittedOffset) -> tuple[int, str]:

@@ -10,14 +10,20 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from aioshard.kafka.wire.connection import Connection
+from aioshard.kafka.wire.connection import Connection, api_versions
 from aioshard.kafka.wire.errors import ConnectionLostError, IncompleteResponseError, RequestTimedOutError, WireError
 from aioshard.kafka.wire.metadata import Broker, ClusterMetadata, Update
 from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.options import ConnectionOptions
 from aioshard.kafka.wire.pool import IDLE_TIMEOUT, ConnectionPool, Purpose, Target
 from aioshard.kafka.wire.requests import FIND_COORDINATOR, METADATA
-from aioshard.kafka.wire.responses import DescribedTopics, coordinator, described_topics, existing_topics
+from aioshard.kafka.wire.responses import (
+    DescribedTopics,
+    coordinator,
+    described_topics,
+    existing_topics,
+    finalized_features,
+)
 
 logger = logging.getLogger("aioshard.kafka.wire.cluster")
 
@@ -190,6 +196,14 @@ class Cluster:
                 logger.debug("broker %s did not answer: %s", target, error)
                 failure = error
         raise failure
+
+    async def features(self) -> dict[str, int]:
+        """Ask a broker for the features of the cluster, each with its level; operators may change them at any time.
+
+        Raises:
+            WireError: No broker answered, or the answer has an error.
+        """
+        return finalized_features(await self.ask_any(api_versions()))
 
     def _candidates(self, avoid: Target | None = None) -> Iterable[Target]:
         """Return whom to ask: connected brokers, the other known ones, and the bootstrap servers last."""

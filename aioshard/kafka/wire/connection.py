@@ -176,7 +176,7 @@ class Connection(asyncio.Protocol):
 
     async def _learn_versions(self) -> None:
         """Ask in the newest version, then in the one that a broker offers which does not know it."""
-        request = API_VERSIONS(software="aioshard", software_version=_software_version())
+        request = api_versions()
         response = await self.send(request)
         if response.error == _UNSUPPORTED_VERSION:
             offered = [api.highest for api in response.apis or () if api.key == API_VERSIONS.key]
@@ -566,6 +566,11 @@ def _begin_of_body(request: _InFlight, frame: bytes, at: int) -> int:
 
 
 @functools.cache
+def api_versions() -> Request:
+    """Return the request for a broker's versions, and for the features of its cluster."""
+    return API_VERSIONS(software="aioshard", software_version=_software_version())
+
+
 def _software_version() -> str:
     """Return our version in the characters that brokers accept (KIP-511)."""
     try:

@@ -14,7 +14,7 @@ from aioshard.records import TopicPartition
 from tests.kafka.client.members import PATIENCE
 from tests.kafka.conformance.conftest import KIP_848_TRANSACTIONS, TRANSACTIONS, Join, on_clients
 from tests.support.brokers import SharedKafka
-from tests.support.proxies import END_TXN, FIND_COORDINATOR, TXN_OFFSET_COMMIT, Proxies
+from tests.support.proxies import END_TXN, TXN_OFFSET_COMMIT, Proxies
 
 
 @on_clients(TRANSACTIONS, in_chaos=[KIP_848_TRANSACTIONS])
@@ -95,7 +95,7 @@ async def test_a_closed_client_does_not_disturb_the_transactions_of_the_next(
     partitions, membership = await one.join(topic)
     offsets = dict.fromkeys(partitions, Committed(5, ""))
     await one.transport.committed(partitions)  # it has begun
-    hanging = proxies.hold(api_key=FIND_COORDINATOR, client_id="one")
+    hanging = proxies.hold(api_key=TXN_OFFSET_COMMIT, client_id="one")
     committing = asyncio.create_task(one.transport.commit(offsets, membership, [Message(out, b"1")]), name="commit")
     await hanging.met.wait()
     waiting = asyncio.create_task(one.transport.committed(partitions), name="look")
