@@ -347,7 +347,9 @@ class ModelTransactions:
         prepared, self.coordinator.prepared = self.coordinator.prepared, []
         for transaction in prepared:
             identity = (transaction.producer_id, transaction.epoch)
-            markers = [(transaction, participant, identity) for participant in transaction.participants]
+            markers = [
+                (transaction, participant, identity) for participant in sorted(transaction.participants, key=str)
+            ]
             if not markers:
                 self._later(self.marker_delay(), functools.partial(self.coordinator.mark, transaction))
             elif self._held_markers is not None:

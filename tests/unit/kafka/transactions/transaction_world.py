@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from unittest import mock
 
 from aioshard.errors import AioshardError, MessagesRefusedError, TransactionalIdTakenError, TransportError
@@ -46,11 +46,11 @@ GROUP = "group"
 INPUTS = [TopicPartition("inputs", 0), TopicPartition("inputs", 1)]
 OUTPUTS = "outputs"
 OUTPUT_PARTITIONS = 3
-RECORDS = 30
+RECORDS = 40
 """Records of each input."""
 TIMEOUT = 8.0
 """Seconds of a transaction, and of each call."""
-FAULTS_END = 45.0
+FAULTS_END = 20.0
 CALM = 300.0
 """Seconds after the last fault in which all records must be done."""
 
@@ -79,6 +79,8 @@ FAILURES: Mapping[Api, Sequence[int]] = {
     END_TXN: [7, -1, 99],
 }
 """Codes of requests that brokers handle all the same."""
+KINDS = ("lost request", "lost answer", "held", "slow", "incomplete", "failed", "refused")
+"""The kinds of faults."""
 _OF_PARTS = (ADD_PARTITIONS_TO_TXN, PRODUCE, TXN_OFFSET_COMMIT)
 _CANNOT_COMMIT = 48
 
@@ -109,12 +111,18 @@ class Plan:
         most_epoch: The largest epoch.
         repeats_last_epoch: See `Coordinator`.
         fault_rate: The probability of a fault of a request.
+        apis: The requests with such faults; None for all.
+        kinds: The kinds of such faults.
+        is_quiet: Whether nothing else happens, except that late requests arrive.
     """
 
     levels: Sequence[int]
-    most_epoch: int
-    repeats_last_epoch: bool
-    fault_rate: float
+    most_epoch: int = 2**15 - 1
+    repeats_last_epoch: bool = True
+    fault_rate: float = 0.15
+    apis: Collection[Api] | None = None
+    kinds: Sequence[str] = KINDS
+    is_quiet: bool = False
 
 
 def plan_of(rng: random.Random) -> Plan:
@@ -122,7 +130,6 @@ def plan_of(rng: random.Random) -> Plan:
     return Plan(
         levels=rng.choice([[2], [2], [2], [1], [0], [2, 1], [1, 2]]),
         most_epoch=rng.choice([2**15 - 1, 2**15 - 1, 6, 15]),
-        repeats_last_epoch=True,
         fault_rate=rng.choice([0.02, 0.06, 0.15]),
     )
 
@@ -213,8 +220,10 @@ class Process:
             await self._begin_again(transactions, offsets, assignment)
         batch = self._choose()
         if batch is None:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             return
+        if not self.world.is_calm:
+            await asyncio.sleep(self.world.rng.choice([0.0, 0.05, 0.3]))
         messages, next_positions = batch
         undecided = transactions.counts.undecided
         patience = self.world.rng.choice([0.01, 0.1, 1.0]) if self.world.happens(0.03) else 1000.0
@@ -242,20 +251,19 @@ class Process:
         self, transactions: Transactions, offsets: GroupOffsets, assignment: Assignment
     ) -> None:  # fmt: skip
         """Reads the committed offsets, when no transaction may change them any more."""
-        while True:
+        committed: Mapping[TopicPartition, CommittedOffset] | None = None
+        while committed is None:
             if self.assignment is not assignment:
                 return
             try:
                 await transactions.settle()
-                committed = await offsets.committed(assignment.partitions)
+                committed = await offsets.committed(sorted(assignment.partitions))
             except TransactionalIdTakenError:
                 raise
             except (TransportError, WireError) as error:
                 self._note(f"cannot begin: {error}")
                 await asyncio.sleep(0.2)
-            else:
-                break
-        for name in assignment.partitions:
+        for name in sorted(assignment.partitions):
             known = committed.get(name)
             self.world.check(known is None or known.metadata == _text(known.offset), f"{known} has another text")
             self._positions[name] = 0 if known is None else known.offset
@@ -265,7 +273,7 @@ class Process:
         """Chooses the records of the next transaction: the outputs, and the positions behind them."""
         messages: list[Message] = []
         positions: dict[TopicPartition, int] = {}
-        for name, position in self._positions.items():
+        for name, position in sorted(self._positions.items()):
             count = min(self.world.rng.randint(0, 3), RECORDS - position)
             for offset in range(position, position + count):
                 messages += outputs_of(name, offset)
@@ -279,14 +287,6 @@ class Process:
 
 def _text(offset: int) -> str:
     return f"up to {offset}"
-
-
-@dataclass
-class Faults:
-    """What may still go wrong."""
-
-    rate: float = 0.0
-    events: Sequence[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
 
 class World:
@@ -364,28 +364,30 @@ class World:
 
     # Faults of requests ---------------------------------------------------------------
 
-    def choose_fault(self, request: Received) -> Fault:
+    def choose_fault(self, request: Received) -> Fault:  # noqa: PLR0911 - one for each kind
         """Chooses the fault of a request."""
         api = request.api
-        if not self.happens(self.plan.fault_rate):
+        is_concerned = self.plan.apis is None or api in self.plan.apis
+        if not is_concerned or not self.happens(self.plan.fault_rate):
             return NO_FAULT
         if api in (FIND_COORDINATOR, OFFSET_FETCH):
             return refused_with(self.rng.choice(REFUSALS[api]))
         part = self.rng.choice([None, self.rng.randrange(6)]) if api in _OF_PARTS else None
-        kind = self.rng.randrange(7)
-        if kind == 0:
-            return LOST_REQUEST
-        if kind == 1:
-            return LOST_ANSWER
-        if kind == 2:
-            return HELD
-        if kind == 3:
-            return Fault(delay=self.rng.choice([0.05, 0.5, 3.0, 10.5, 12.0]))
-        if kind == 4 and api in _OF_PARTS:
-            return Fault(part=self.rng.randrange(6), is_omitted=True)
-        if kind == 5:
-            return failed_with(self.rng.choice(FAILURES[api]), part)
-        return self._refusal(request, part)
+        match self.rng.choice(self.plan.kinds):
+            case "lost request":
+                return LOST_REQUEST
+            case "lost answer":
+                return LOST_ANSWER
+            case "held":
+                return HELD
+            case "slow":
+                return Fault(delay=self.rng.choice([0.05, 0.5, 3.0, 10.5, 12.0]))
+            case "incomplete" if api in _OF_PARTS:
+                return Fault(part=self.rng.randrange(6), is_omitted=True)
+            case "failed":
+                return failed_with(self.rng.choice(FAILURES[api]), part)
+            case _:
+                return self._refusal(request, part)
 
     def _refusal(self, request: Received, part: int | None) -> Fault:
         code = self.rng.choice(REFUSALS[request.api])
@@ -467,14 +469,18 @@ class World:
 
     async def _disturb(self) -> None:
         """Lets something happen again and again."""
-        events = [
+        events: list[Callable[[], Awaitable[None]]] = [
             *(self.move_coordinator, self.move_leader, self.cut, self.hold_markers, self.rebalance, self.rebalance),
             *(self.kill, self.start, self.release, self.release, self.release, self.release),
         ]
         if len(self.plan.levels) > 1:
             events += [self.change_level, self.change_level]
+        pause = 0.4
+        if self.plan.is_quiet:
+            events = [self.release]
+            pause = 0.2
         while self.now < FAULTS_END:
-            await asyncio.sleep(self.rng.expovariate(1.2))
+            await asyncio.sleep(self.rng.expovariate(1 / pause))
             await self.rng.choice(events)()
 
     async def _keep_alive(self) -> None:
