@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import uuid
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioshard.errors import MissingExtraError
@@ -24,21 +23,22 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
     from aioshard.kafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
     from aioshard.kafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
 
-    client: Callable[[Settings, str], Transport]
-    # An instance id has no colon, so different pairs of group and instance never share a transactional id.
-    transactional_id = f"{group_id}:{settings.group_instance_id or uuid.uuid4().hex}"
     if settings.client == "aiokafka":
         from aioshard.kafka.group.transport import MemberTransport  # noqa: PLC0415 - imported on use
-        from aioshard.kafka.transactions.identity import TransactionalId  # noqa: PLC0415 - imported on use
+        from aioshard.kafka.transactions.identity import TransactionalIds  # noqa: PLC0415 - imported on use
 
+        ids = TransactionalIds(group_id, settings.group_instance_id)
         exactly_once = settings.processing_guarantee == "exactly_once"
-        transactional = TransactionalId(transactional_id) if exactly_once else None
-        client = functools.partial(MemberTransport, transactional=transactional)
+
+        def client(settings: "Settings", group_id: str) -> Transport:
+            return MemberTransport(settings, group_id, ids.for_client() if exactly_once else None)
+
     elif importlib.util.find_spec("confluent_kafka") is None:
         raise MissingExtraError("client='confluent'", "confluent")
     else:
         from aioshard.kafka.confluent.transport import ConfluentTransport  # noqa: PLC0415 - imported on use
 
+        transactional_id = f"{group_id}:{settings.group_instance_id or uuid.uuid4().hex}"
         client = functools.partial(ConfluentTransport, transactional_id=transactional_id)
     return Clients(
         lambda: client(settings, group_id), lambda: KafkaProducer(settings), lambda: KafkaSideTopics(settings)

@@ -1,9 +1,10 @@
 """The producer behind a transactional id: its epochs, and when a transaction may begin in one. No IO."""
 
 import enum
+import uuid
 from typing import Final
 
-from aioshard.errors import StateError
+from aioshard.errors import ClientLostError, StateError
 from aioshard.kafka.batches import Identity
 from aioshard.records import TopicPartition
 
@@ -29,7 +30,7 @@ class _Phase(enum.Enum):
     ENDING = "ending"
     """The commit was requested."""
     FENCED = "fenced"
-    """A newer process has the transactional id."""
+    """Somebody else has requested a newer epoch."""
 
 
 class TransactionalId:
@@ -37,8 +38,10 @@ class TransactionalId:
 
     Invariants:
         * A transaction begins only in an epoch in which no request of an earlier transaction can still arrive.
-        * After the first time, a new epoch is requested with the id and epoch of the one before. So a process that has
-          taken over the transactional id is never fenced by an older one.
+        * After the first time, a client requests a new epoch with the id and epoch of the one before. So it never
+          fences a process that has taken over the transactional id.
+        * Of the first protocol, a new epoch is requested when no transaction is open: brokers abort an open one in an
+          epoch that they name to nobody, and then refuse the one before.
         * Every new epoch begins with sequence number 0 in each partition.
     """
 
@@ -53,6 +56,9 @@ class TransactionalId:
         """The protocol of the current epoch."""
         self._identity: Identity | None = None
         self._phase = _Phase.STALE
+        self.unfinished: bool | None = None
+        """How to end the transaction that may be open before a new epoch is requested: whether by a commit. None if
+        the request of a new epoch ends it, or none is open."""
         self._sequences: dict[TopicPartition, int] = {}
 
     def __str__(self) -> str:
@@ -86,7 +92,7 @@ class TransactionalId:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a newer process has the transactional id: this one must never write again."""
+        """Whether somebody else has requested a newer epoch: another one of ours would fence that."""
         return self._phase is _Phase.FENCED
 
     def use(self, version: Version) -> None:
@@ -129,8 +135,16 @@ class TransactionalId:
 
     def fail(self) -> None:
         """Note that the transaction was not committed, or that nobody knows: the next epoch ends it."""
-        if self._phase in (_Phase.OPEN, _Phase.ENDING):
-            self._phase = _Phase.STALE
+        if self._phase not in (_Phase.OPEN, _Phase.ENDING):
+            return
+        if self.version is Version.FIRST:
+            self.unfinished = self._phase is _Phase.ENDING  # a commit that was requested may be executed later
+        self._phase = _Phase.STALE
+
+    def finish(self) -> None:
+        """Note that no transaction is open any more."""
+        self._expect(_Phase.STALE)
+        self.unfinished = None
 
     def forget(self) -> None:
         """Note that the brokers have forgotten the transactional id, because nobody used it for days."""
@@ -138,7 +152,7 @@ class TransactionalId:
         self._identity = None
 
     def fence(self) -> None:
-        """Note that a newer process has the transactional id."""
+        """Note that somebody else has requested a newer epoch."""
         self._phase = _Phase.FENCED
 
     def sequence(self, partition: TopicPartition) -> int:
@@ -149,6 +163,13 @@ class TransactionalId:
         """Note that messages were stored in this epoch."""
         self._sequences[partition] = (self.sequence(partition) + messages) % _MOST_SEQUENCE
 
+    @property
+    def end(self) -> ClientLostError | None:
+        """The reason why this client can begin no transaction any more, if there is one."""
+        if not self.is_fenced:
+            return None
+        return ClientLostError(f"somebody else has requested a newer epoch of {self}; a new client is needed")
+
     def _begin_epoch(self, identity: Identity) -> None:
         if identity != self._identity:
             self._sequences.clear()
@@ -157,3 +178,36 @@ class TransactionalId:
     def _expect(self, phase: _Phase) -> None:
         if self._phase is not phase:
             raise StateError(f"{self} is {self._phase.value}, not {phase.value}")
+
+
+class TransactionalIds:
+    """The transactional ids of the clients of a process, which follow one another.
+
+    With a group instance id, all of them have the same: a restarted process ends at once what the one before has left
+    open. Without one, each process has its own.
+
+    A client that was fenced is followed by one that begins anew, without the epoch of the one before. It joins the
+    group again and reads the committed offsets again. If another process has the same group instance id, the group
+    tells.
+    """
+
+    def __init__(self, group_id: str, instance_id: str | None) -> None:
+        """Choose the first.
+
+        Args:
+            group_id: The group. Operators grant rights on the prefix that it makes, with a colon.
+            instance_id: The group instance id; None without one. It has no colon, so different pairs of group and
+                instance never share a transactional id.
+        """
+        self._group_id = group_id
+        self._instance_id = instance_id
+        self._latest = self._choose()
+
+    def for_client(self) -> TransactionalId:
+        """Return the transactional id of the next client."""
+        if self._latest.is_fenced:
+            self._latest = self._choose()
+        return self._latest
+
+    def _choose(self) -> TransactionalId:
+        return TransactionalId(f"{self._group_id}:{self._instance_id or uuid.uuid4().hex}")

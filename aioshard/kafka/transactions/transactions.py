@@ -13,7 +13,6 @@ from aioshard.errors import (
     CommitError,
     MessagesRefusedError,
     SettingsError,
-    TransactionalIdTakenError,
     TransportError,
 )
 from aioshard.kafka.batches import Identity
@@ -107,8 +106,8 @@ class Transactions:
         * When `settle` or a later call returns, no earlier transaction of ours is open or undecided.
         * The commit is requested only after every message and every offset was acknowledged. No abort follows it:
           repeated, it tells its own outcome.
-        * Each failure is followed by a new epoch, which aborts what is open. The brokers refuse requests of the old
-          epoch that arrive later.
+        * Each failure is followed by a new epoch. The brokers refuse requests of the old epoch that arrive later. In
+          the second protocol, the request of it aborts what is open; in the first one, an abort precedes it.
     """
 
     def __init__(
@@ -155,8 +154,8 @@ class Transactions:
 
     @property
     def failure(self) -> TransportError | None:
-        """The reason why this process can never commit again, if there is one."""
-        return TransactionalIdTakenError(self._id.name) if self._id.is_fenced else None
+        """The reason why this client can never commit again, if there is one."""
+        return self._id.end
 
     async def commit(
         self, messages: Sequence[Message], offsets: Mapping[TopicPartition, CommittedOffset], member: Member
@@ -256,8 +255,8 @@ class Transactions:
 
     async def _prepare(self, call: Call) -> None:
         """Make sure that a transaction can begin."""
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self._id.end) is not None:
+            raise failure
         if not self._id.is_stale and time.monotonic() >= self._looked_up_at + _FEATURES_AGE:
             await self._look_up_version(call)
             self._id.use(self._version)
@@ -278,16 +277,17 @@ class Transactions:
         self._looked_up_at = time.monotonic()
 
     async def _renew(self, call: Call) -> None:
-        """Request a new epoch. That aborts the open transaction, if there is one, and waits until it has ended.
+        """Request a new epoch, and wait until the open transaction has ended, if there is one.
 
         Raises:
             _ExpiredError: The brokers have forgotten the transactional id.
-            TransactionalIdTakenError: A newer process has the id.
+            ClientLostError: Somebody else has requested a newer epoch.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
             CommitError: The brokers did not answer in time.
         """
         await self._look_up_version(call)
+        await self._finish(call)
         known = self._id.known
         request = INIT_PRODUCER_ID(
             transactional_id=self._id.name,
@@ -302,12 +302,27 @@ class Transactions:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
             case Meaning.FENCED if known is not None:
                 self._id.fence()
-                raise TransactionalIdTakenError(self._id.name)
+                raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
                 raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
             case _:
                 raise self._refusal(answer)
+
+    async def _finish(self, call: Call) -> None:
+        """End the open transaction before a new epoch is requested, if the protocol needs that.
+
+        Raises:
+            CommitError: The brokers did not answer in time.
+        """
+        is_commit = self._id.unfinished
+        if is_commit is None:
+            return
+        request = self._request(END_TXN, commit=is_commit)
+        await self._coordinator.ask(call, request, ON_COMMIT, _error_of)
+        # A refusal means that the coordinator has ended it already, or has given the epoch to another process: the
+        # answer to the next request tells.
+        self._id.finish()
 
     def _refusal(self, answer: Answer) -> Exception:
         """Return the error of an epoch that the brokers will refuse each time."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from aioshard.errors import StateError
+from aioshard.errors import ClientLostError, StateError
 from aioshard.kafka.batches import Identity
-from aioshard.kafka.transactions.identity import TransactionalId, Version
+from aioshard.kafka.transactions.identity import TransactionalId, TransactionalIds, Version
 from aioshard.records import TopicPartition
 
 OUT = TopicPartition("out", 0)
@@ -147,3 +147,37 @@ def test_no_commit_is_requested_twice_for_different_transactions() -> None:
         transactional.request_commit()
     with pytest.raises(StateError):
         transactional.begin()
+
+
+def fenced(transactional: TransactionalId) -> TransactionalId:
+    transactional.renew(Identity(7, 0), SECOND)
+    transactional.fence()
+    return transactional
+
+
+def test_each_process_has_its_own_id_and_keeps_it() -> None:
+    one, two = TransactionalIds("group", None), TransactionalIds("group", None)
+
+    assert one.for_client() is one.for_client()
+    assert one.for_client().name != two.for_client().name
+    assert one.for_client().name.startswith("group:")
+
+
+@pytest.mark.parametrize("instance_id", [None, "node-1"])
+def test_a_client_that_was_fenced_is_followed_by_one_that_begins_anew(instance_id: str | None) -> None:
+    """Its epoch is worth nothing; a new client joins the group again, and reads the committed offsets again."""
+    ids = TransactionalIds("group", instance_id)
+    first = fenced(ids.for_client())
+
+    assert isinstance(first.end, ClientLostError)
+    second = ids.for_client()
+    assert second is not first
+    assert second.known is None
+    assert second.end is None
+    assert (second.name == first.name) == (instance_id is not None)
+
+
+def test_processes_with_one_instance_id_have_one_transactional_id() -> None:
+    names = {TransactionalIds("group", "node-1").for_client().name for _ in range(2)}
+
+    assert names == {"group:node-1"}
