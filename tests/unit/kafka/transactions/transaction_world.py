@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from aioshard.errors import AioshardError, MessagesRefusedError, TransactionalIdTakenError, TransportError
+from aioshard.errors import AioshardError, ClientLostError, MessagesRefusedError, TransportError
 from aioshard.kafka.offsets import GroupOffsets, Member
 from aioshard.kafka.transactions.identity import TransactionalId
 from aioshard.kafka.transactions.transactions import Transactions
@@ -158,7 +158,6 @@ class Process:
         self.member_id = f"{name}-{number}"
         self.transactional = world.new_id(f"{GROUP}:{name}")
         self.assignment = NOTHING
-        self.is_fenced = False
         self.ended: BaseException | None = None
         self._positions: dict[TopicPartition, int] = {}
         self._known: Assignment = NOTHING
@@ -183,12 +182,10 @@ class Process:
         try:
             while True:
                 await self._live()
-        except TransactionalIdTakenError as fenced:
-            self.is_fenced = True
-            self.ended = fenced
-            self.world.check_fenced(self)
         except AioshardError as error:
             self.ended = error
+            if self.transactional.is_fenced:
+                self.world.check_fenced(self)
 
     async def _live(self) -> None:
         world = self.world
@@ -236,7 +233,7 @@ class Process:
         except (TransportError, TimeoutError) as error:
             is_known = transactions.counts.undecided == undecided and not isinstance(error, TimeoutError)
             self._note(f"{'aborted' if is_known else 'unknown'}: {error}")
-            if getattr(error, "is_permanent", False) or isinstance(error, TransactionalIdTakenError):
+            if isinstance(error, ClientLostError):
                 raise
             if not is_known or self.world.happens(0.3):
                 self._positions.clear()
@@ -258,7 +255,7 @@ class Process:
             try:
                 await transactions.settle()
                 committed = await offsets.committed(sorted(assignment.partitions))
-            except TransactionalIdTakenError:
+            except ClientLostError:
                 raise
             except (TransportError, WireError) as error:
                 self._note(f"cannot begin: {error}")
