@@ -196,14 +196,14 @@ class ModelTransactions:
         self.coordinator.reload()
         self.loading_until[kind] = self._loop.time() + loading
 
-    def release(self, request: Received) -> None:
-        """Lets a held request arrive, on the connection that was cut."""
+    def release(self, request: Received) -> dict[str, Any]:
+        """Lets a held request arrive, on the connection that was cut; returns the answer that nobody hears."""
         self.held.remove(request)
-        self.repeat(request)
+        return self.repeat(request)
 
-    def repeat(self, request: Received) -> None:
-        """Lets a copy of a request arrive; nobody hears the answer."""
-        self._execute(request, NO_FAULT, "late ")
+    def repeat(self, request: Received) -> dict[str, Any]:
+        """Lets a copy of a request arrive; returns the answer that nobody hears."""
+        return self._execute(request, NO_FAULT, "late ")
 
     def hold_markers(self) -> None:
         """Writes no marker of a transaction that is decided from now on."""

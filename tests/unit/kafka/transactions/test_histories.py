@@ -1,12 +1,13 @@
 """Transactions in random histories: each output is visible once and in order, and agrees with the offsets."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from aioshard.errors import CommitError
+from aioshard.errors import AioshardError, CommitError
 from aioshard.kafka.batches import Identity
 from aioshard.kafka.offsets import GroupOffsets, Member
 from aioshard.kafka.transactions.call import Call
@@ -14,18 +15,34 @@ from aioshard.kafka.transactions.identity import TransactionalId
 from aioshard.kafka.transactions.transactions import Transactions
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.errors import IncompleteResponseError, WireError
-from aioshard.kafka.wire.requests import ADD_PARTITIONS_TO_TXN, END_TXN, PRODUCE
+from aioshard.kafka.wire.requests import END_TXN, TXN_OFFSET_COMMIT
 from aioshard.kafka.wire.responses import Answers, CommittedOffset, stored_offsets
+from aioshard.kafka.wire.start import new_cluster
+from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from tests.simulation.seeds import with_seeds
-from tests.unit.kafka.transactions.transaction_world import GROUP, TIMEOUT, Plan, ViolationError, World, run_history
+from tests.support.memory_network import MemoryNetwork, run_on_network
+from tests.support.model_broker import Received
+from tests.support.model_cluster import ModelCluster
+from tests.support.model_transactions import HELD, NO_FAULT, Fault, ModelTransactions
+from tests.unit.kafka.transactions.transaction_world import (
+    GROUP,
+    INPUTS,
+    OUTPUTS,
+    TIMEOUT,
+    Plan,
+    ViolationError,
+    World,
+    run_history,
+)
 
 LEAST_SEEDS = 100
+MEMBER = Member(1, "member")
 MOST_SEEDS = 150
 """Histories in which a mistake has to show."""
-FIRST = Plan([1], apis=[END_TXN, PRODUCE, ADD_PARTITIONS_TO_TXN], kinds=["held"], is_quiet=True)
 SECOND = Plan([2])
-DOUBTS = Plan([2], apis=[END_TXN], kinds=["lost answer", "held"], fault_rate=0.8)
+UNANSWERED = Plan([2], apis=[END_TXN], kinds=["lost answer", "held"], fault_rate=0.8)
+LOST = Plan([2], apis=[END_TXN], kinds=["lost request"], fault_rate=0.9)
 EXHAUSTED = Plan([2], most_epoch=6, fault_rate=0.06)
 
 
@@ -49,12 +66,6 @@ class MistakenWorld(World):
 
     def new_transactions(self, cluster: Cluster, transactional: TransactionalId, offsets: GroupOffsets) -> Transactions:
         return self.kind(cluster, transactional, offsets, GROUP, timeout=TIMEOUT)
-
-
-class ReusesTheEpochAfterADoubt(MistakenWorld):
-    class id_kind(TransactionalId):  # noqa: N801 - as the attribute
-        def commit(self, following: Identity | None, *, is_in_doubt: bool) -> None:  # noqa: ARG002
-            super().commit(following, is_in_doubt=False)
 
 
 class TakesOnlyTheEpochOfTheNextTransaction(MistakenWorld):
@@ -123,13 +134,12 @@ class TakesALostAnswerForACommit(MistakenWorld):
 @pytest.mark.parametrize(
     ("mistaken", "plan"),
     [
-        (ReusesTheEpochAfterADoubt, FIRST),
         (TakesOnlyTheEpochOfTheNextTransaction, EXHAUSTED),
         (ContinuesTheNumbersInANewEpoch, SECOND),
         (CommitsWithoutAnAcknowledgement, SECOND),
         (CommitsTheSameOffsetsUnderANewerGeneration, SECOND),
-        (TakesANewerEpochForAnAbort, DOUBTS),
-        (TakesALostAnswerForACommit, DOUBTS),
+        (TakesANewerEpochForAnAbort, UNANSWERED),
+        (TakesALostAnswerForACommit, LOST),
     ],
 )
 def test_histories_show_each_mistake(mistaken: type[World], plan: Plan) -> None:
@@ -139,3 +149,57 @@ def test_histories_show_each_mistake(mistaken: type[World], plan: Plan) -> None:
 
     with pytest.raises(ViolationError):
         run()
+
+
+# A rare history, told in full -----------------------------------------------------------------
+
+
+class ReusesTheEpochAfterADoubt(TransactionalId):
+    """Takes the epoch of a transaction again after its commit was requested twice."""
+
+    def commit(self, following: Identity | None, *, is_in_doubt: bool) -> None:  # noqa: ARG002 - the mistake
+        super().commit(following, is_in_doubt=False)
+
+
+@pytest.mark.parametrize(("id_kind", "ended"), [(TransactionalId, [90]), (ReusesTheEpochAfterADoubt, [0])])
+def test_a_late_commit_of_the_first_protocol_ends_no_later_transaction(
+    id_kind: type[TransactionalId], ended: list[int]
+) -> None:
+    async def live(network: MemoryNetwork) -> None:
+        brokers = ModelCluster(network)
+        brokers.create(OUTPUTS)
+        model = ModelTransactions(brokers, GROUP, level=1)
+        model.group.set_members(MEMBER)
+        cluster = new_cluster(brokers.settings)
+        cluster.start()
+        offsets = GroupOffsets(cluster, GROUP)
+        transactions = Transactions(cluster, id_kind("group:one"), offsets, GROUP, timeout=TIMEOUT)
+        faults = iter([HELD])
+        late: list[int] = []
+
+        def hold_the_first_commit(request: Received) -> Fault:
+            return next(faults, NO_FAULT) if request.api is END_TXN else NO_FAULT
+
+        def release_it_during_the_second_transaction(request: Received) -> Fault:
+            if request.api is TXN_OFFSET_COMMIT and model.held:
+                answer = model.release(model.held[0])
+                late.append(answer["error"])
+            return NO_FAULT
+
+        try:
+            model.choose_fault = hold_the_first_commit
+            await transactions.commit([Message(OUTPUTS, b"first")], {INPUTS[0]: CommittedOffset(1, -1, "")}, MEMBER)
+            model.choose_fault = release_it_during_the_second_transaction
+            with contextlib.suppress(AioshardError, WireError):
+                await transactions.commit(
+                    [Message(OUTPUTS, b"second")], {INPUTS[0]: CommittedOffset(2, -1, "")}, MEMBER
+                )
+        finally:
+            await transactions.close()
+            await cluster.close()
+            await model.close()
+        assert late == ended
+        visible = [b"first", b"second"] in model.visible(OUTPUTS).values()
+        assert (model.committed[INPUTS[0]].offset == 2) == (visible and late == [90])
+
+    run_on_network(live)

@@ -51,7 +51,7 @@ RECORDS = 40
 TIMEOUT = 8.0
 """Seconds of a transaction, and of each call."""
 FAULTS_END = 20.0
-CALM = 300.0
+CALM = 100.0
 """Seconds after the last fault in which all records must be done."""
 
 REFUSALS: Mapping[Api, Sequence[int]] = {
