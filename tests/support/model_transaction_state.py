@@ -24,7 +24,7 @@ FAILED = -1
 
 NO_ID, NO_EPOCH = -1, -1
 SECOND_VERSION = 2
-"""The level of `transaction.version` from which on each transaction has an epoch of its own."""
+"""The level of `transaction.version` from which on each transaction has another epoch."""
 _CACHED = 5
 """How many batches of a producer a partition remembers."""
 _MOST_SEQUENCE = 2**31
@@ -174,7 +174,7 @@ class Coordinator:
         return producer_id == known.previous_id and self.is_exhausted(epoch)
 
     def _fence(self, known: Transaction) -> None:
-        """Aborts a transaction whose producer did not ask for it."""
+        """Aborts a transaction without a request from its producer."""
         if self.level >= SECOND_VERSION:
             self._raise_epoch(known)
         else:

@@ -78,7 +78,7 @@ class Fault:
         code: The error code to answer in place of the result; 0 for the result.
         is_executed: Whether the broker handles it.
         is_cut: Whether the connection is cut in place of an answer.
-        is_held: Whether it is handled only when the test releases it. The connection is cut at once.
+        is_held: Whether it is handled only when the test releases it. The connection is cut immediately.
         part: The only partition concerned, by its position modulo their number; None for all of them.
         is_omitted: Whether the answer leaves that partition out.
         delay: Seconds until it is handled.
@@ -93,7 +93,7 @@ class Fault:
     delay: float = 0.0
 
     def concerns(self, position: int, count: int) -> bool:
-        """Whether it concerns one of so many partitions."""
+        """Whether it concerns a partition, by its position among all of the request."""
         return self.part is None or self.part % count == position
 
 
@@ -210,7 +210,7 @@ class ModelTransactions:
         self._held_markers = []
 
     def release_markers(self) -> None:
-        """Writes the held markers, and others at once again."""
+        """Writes the held markers, and later ones without waiting for this call."""
         held, self._held_markers = self._held_markers or [], None
         for transaction, participant, identity in held:
             self._mark(transaction, participant, identity)

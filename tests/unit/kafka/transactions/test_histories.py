@@ -42,11 +42,11 @@ MOST_SEEDS = 150
 """Histories in which a mistake has to show."""
 SECOND = Plan([2])
 UNANSWERED = Plan([2], apis=[END_TXN], kinds=["lost answer", "held"], fault_rate=0.8)
-LOST = Plan([2], apis=[END_TXN], kinds=["lost request"], fault_rate=0.9)
+LOST = Plan([2], apis=[END_TXN], kinds=["lost request"], fault_rate=1.0)
 EXHAUSTED = Plan([2], most_epoch=6, fault_rate=0.06)
 
 
-@with_seeds(least=LEAST_SEEDS)
+@with_seeds(least=LEAST_SEEDS, chunk=20)
 def test_outputs_and_offsets_agree_in_each_history(seeds: range) -> None:
     for seed in seeds:
         run_history(seed)

@@ -54,7 +54,7 @@ class RawProducer:
         return await self.cluster.ask(1, request.up_to(newest[api]) if is_limited else request)
 
     async def init(self, identity: tuple[int, int] | None = None) -> tuple[int, tuple[int, int]]:
-        """Requests an epoch once; takes it if there is no error."""
+        """Requests an epoch once, and takes it."""
         known = self.identity if identity is None else identity
         answer = await self.ask(
             INIT_PRODUCER_ID, transactional_id=ID, timeout_ms=20_000, producer_id=known[0], epoch=known[1]
