@@ -181,7 +181,11 @@ class RebalanceReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransactionStatistics:
-    """Transactions of exactly-once processing; `commits` and `commit_failures` count the committed and aborted ones."""
+    """Transactions of exactly-once processing, over all Kafka clients of the process.
+
+    `commits` and `commit_failures` count the attempts as the app saw them: one that it gave up after `commit_timeout`
+    may have been committed.
+    """
 
     fenced: int
     """Aborted transactions that the brokers refused because the group had rebalanced."""
@@ -189,6 +193,18 @@ class TransactionStatistics:
     """Messages in committed transactions."""
     open_seconds: float | None
     """Seconds since the open transaction began; None while none is open."""
+    committed: int = 0
+    """Transactions whose commit the brokers have acknowledged."""
+    aborted: int = 0
+    """Transactions whose commit was not requested, or was refused."""
+    decided_committed: int = 0
+    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
+    decided_aborted: int = 0
+    """Likewise, to be aborted."""
+    undecided: int = 0
+    """Transactions whose outcome nobody could tell in time: their records began again where the brokers said."""
+    producer_epochs: int = 0
+    """New epochs of the transactional producer that were requested: at the start, and after a failure or doubt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,8 +246,6 @@ class Statistics:
     """Why the event loop is blocked now, and for how long; None while it is not blocked."""
     restart_cures: tuple[str, ...] = ()
     """Problems that a restart of the process would fix, as sentences; `/livez` returns 503 while there are any."""
-    client: str = ""
-    """Name of the Kafka client; empty before the first start."""
     group_protocol: str | None = None
     """`classic` or `consumer`; None with manual assignment, and before the app joins the group."""
     group_protocol_reason: str | None = None
@@ -242,7 +256,7 @@ class Statistics:
     catch_up_seconds: float | None = None
     """Seconds until the last partition has caught up, if lags shrink as in the last minute; None if one does not."""
     heartbeat_age: float | None = None
-    """Seconds since the last heartbeat that was answered; None without a session, and with confluent."""
+    """Seconds since the last heartbeat that was answered; None without a session."""
     commit_durations: HistogramCounts | None = None
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None

@@ -1,9 +1,10 @@
 """Ports of the engine: protocols for Kafka clients.
 
-The engine does not depend on a client. `aioshard.kafka.transport` implements `Transport` for members of Kafka groups,
-`aioshard.kafka.memory.transport` in memory. All methods are called from one event loop.
+The engine does not depend on a client. `aioshard.kafka.group.transport` implements `Transport` for members of Kafka
+groups, `aioshard.kafka.memory.transport` in memory. All methods are called from one event loop.
 """
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, Literal, NamedTuple, Protocol
@@ -127,6 +128,35 @@ class LogRange(NamedTuple):
     """One past the last offset, including those of open transactions; -1 if unknown."""
 
 
+@dataclasses.dataclass(slots=True)
+class TransactionCounts:
+    """How the transactions of a client have ended. Only the client changes it."""
+
+    committed: int = 0
+    """Transactions whose commit the brokers have acknowledged."""
+    aborted: int = 0
+    """Transactions whose commit was not requested, or was refused."""
+    decided_committed: int = 0
+    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
+    decided_aborted: int = 0
+    """Likewise, to be aborted."""
+    undecided: int = 0
+    """Transactions whose outcome nobody could tell in time."""
+    epochs: int = 0
+    """New epochs of the producer that were requested."""
+
+    def plus(self, other: "TransactionCounts") -> "TransactionCounts":
+        """Return the counts of two clients together."""
+        return TransactionCounts(
+            committed=self.committed + other.committed,
+            aborted=self.aborted + other.aborted,
+            decided_committed=self.decided_committed + other.decided_committed,
+            decided_aborted=self.decided_aborted + other.decided_aborted,
+            undecided=self.undecided + other.undecided,
+            epochs=self.epochs + other.epochs,
+        )
+
+
 class GroupListener(Protocol):
     """Callbacks by which a transport informs the engine about the group: once about each change."""
 
@@ -183,10 +213,15 @@ class Transport(Protocol):
 
     @property
     def hang(self) -> str | None:
-        """Which call to the client library does not return, as a sentence; None if each returns in time.
+        """What the transaction in progress has waited for too long, as a sentence; None if it has not.
 
-        It says nothing about the brokers, which may answer everybody else. The client replaces by itself what hangs.
+        Brokers that answer everything else may let a transaction wait. It ends by itself, at the latest after
+        `transaction_timeout`.
         """
+
+    @property
+    def transaction_counts(self) -> TransactionCounts:
+        """The transactions of this client; all are 0 if its commits are none. Safe from any thread."""
 
     @property
     def missing_topics(self) -> Sequence[str]:

@@ -17,7 +17,6 @@ class Order:
 
 app = App(
     "invoicing",
-    client="confluent",
     processing_guarantee="exactly_once",
     bootstrap_servers="localhost:9092",
     auto_offset_reset="earliest",

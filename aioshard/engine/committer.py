@@ -30,7 +30,7 @@ from aioshard.errors import (
 )
 from aioshard.log_fields import get_logger
 from aioshard.observe import TransactionStatistics
-from aioshard.ports import Committed, Membership, Message, Transport
+from aioshard.ports import Committed, Membership, Message, TransactionCounts, Transport
 from aioshard.records import TopicPartition
 
 logger = get_logger("aioshard.engine.committer")
@@ -169,6 +169,8 @@ class Committer:
         """Transactions that the brokers refused."""
         self._messages = 0
         """Messages in transactions that were committed."""
+        self._counted: tuple[TransactionCounts, Transport | None] = (TransactionCounts(), None)
+        """The transactions of earlier clients, and the latest client, which counts its own."""
         self._began: float | None = None
         """When the open transaction began."""
         self._buffer = buffer
@@ -197,7 +199,26 @@ class Committer:
             return None
         began = self._began
         lasts = None if began is None else self._clock() - began
-        return TransactionStatistics(self._fenced, self._messages, lasts)
+        earlier, transport = self._counted
+        counts = earlier if transport is None else earlier.plus(transport.transaction_counts)
+        return TransactionStatistics(
+            fenced=self._fenced,
+            messages=self._messages,
+            open_seconds=lasts,
+            committed=counts.committed,
+            aborted=counts.aborted,
+            decided_committed=counts.decided_committed,
+            decided_aborted=counts.decided_aborted,
+            undecided=counts.undecided,
+            producer_epochs=counts.epochs,
+        )
+
+    def _count_transactions_of(self, transport: Transport) -> None:
+        """Count the transactions of a client from now on; those of the one before, which is closed, stay counted."""
+        earlier, before = self._counted
+        if before is not transport:
+            total = earlier if before is None else earlier.plus(before.transaction_counts)
+            self._counted = (total, transport)
 
     @property
     def owns(self) -> bool:
@@ -268,6 +289,8 @@ class Committer:
         meanwhile. In the end it calls `stop`.
         """
         self._is_committing = True
+        if self._transactional:
+            self._count_transactions_of(transport)
         while True:
             await self._answer_flushes()
             await self._until_due(transport)

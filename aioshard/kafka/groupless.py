@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from aioshard.errors import StateError
-from aioshard.ports import Committed, Membership, Message
+from aioshard.ports import Committed, Membership, Message, TransactionCounts
 from aioshard.records import TopicPartition
 
 _LIVES = itertools.count(1)
@@ -38,8 +38,13 @@ class Groupless:
         self._committed = dict(committed)
 
     @property
+    def transaction_counts(self) -> TransactionCounts:
+        """See `Transport.transaction_counts`: nothing is written."""
+        return TransactionCounts()
+
+    @property
     def hang(self) -> str | None:
-        """See `Transport.hang`: nothing is written, so no call can wait for a coordinator."""
+        """See `Transport.hang`: there are no transactions."""
         return None
 
     @property

@@ -45,7 +45,7 @@ def _rows(app: Statistics) -> dict[tuple[str, ...], Sequence[tuple[Labels, Any]]
     outcomes = {"success": "processed", "skipped": "skipped", "dead_lettered": "dead_lettered", "parked": "parked"}
     return {
         (): [((group,), app)],
-        ("version", "client"): [((group, version(), _client(app.client)), app)],
+        ("version",): [((group, version()), app)],
         ("state",): [((group, state), app.state == state) for state in get_args(AppState)],
         ("outcome",): [
             ((group, "success"), (app.commits, app.commit_durations)),
@@ -73,20 +73,8 @@ def _of_transactions(name: str) -> Callable[[Statistics], float | None]:
     return lambda app: getattr(app.transactions, name, None)
 
 
-def _client(name: str) -> str:
-    if name in _CLIENTS:
-        return f"{name} {version(_CLIENTS[name])}"
-    return name
-
-
-_CLIENTS = {"aiokafka": "aiokafka", "confluent": "confluent-kafka"}
-"""Package names of the Kafka clients."""
-
-
 METRICS: dict[str, MetricInfo] = {
-    "aioshard_build": MetricInfo(
-        "info", "Versions of aioshard and its Kafka client; always 1.", lambda _: 1.0, ("version", "client")
-    ),
+    "aioshard_build": MetricInfo("info", "Version of aioshard; always 1.", lambda _: 1.0, ("version",)),
     "aioshard_engine_state": MetricInfo(
         "gauge", "1 for the current state of the app, 0 for the others.", float, ("state",)
     ),
@@ -132,6 +120,38 @@ METRICS: dict[str, MetricInfo] = {
     "aioshard_transaction_open_seconds": MetricInfo(
         "gauge", "Age of the open transaction; absent while there is none.", _of_transactions("open_seconds")
     ),
+    "aioshard_transactions_committed": MetricInfo(
+        "counter",
+        "Transactions whose commit the brokers have acknowledged; absent with at-least-once processing.",
+        _of_transactions("committed"),
+    ),
+    "aioshard_transactions_aborted": MetricInfo(
+        "counter",
+        "Transactions whose commit was not requested, or was refused; absent with at-least-once processing.",
+        _of_transactions("aborted"),
+    ),
+    "aioshard_transactions_decided_committed": MetricInfo(
+        "counter",
+        "Transactions without an answer to their commit, which the committed offsets showed to be committed; absent "
+        "with at-least-once processing.",
+        _of_transactions("decided_committed"),
+    ),
+    "aioshard_transactions_decided_aborted": MetricInfo(
+        "counter",
+        "Transactions without an answer to their commit, which the committed offsets showed to be aborted; absent "
+        "with at-least-once processing.",
+        _of_transactions("decided_aborted"),
+    ),
+    "aioshard_transactions_undecided": MetricInfo(
+        "counter",
+        "Transactions whose outcome nobody could tell in time; absent with at-least-once processing.",
+        _of_transactions("undecided"),
+    ),
+    "aioshard_transaction_producer_epochs": MetricInfo(
+        "counter",
+        "New epochs of the transactional producer that were requested; absent with at-least-once processing.",
+        _of_transactions("producer_epochs"),
+    ),
     "aioshard_rebalances": MetricInfo(
         "counter",
         "Rebalances by how they began: assigned, revoked, lost (with the group membership), manual.",
@@ -150,7 +170,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_heartbeat_age_seconds": MetricInfo(
         "gauge",
-        "Time since the last answered heartbeat; absent with `confluent`.",
+        "Time since the last answered heartbeat; absent without a session.",
         attrgetter("heartbeat_age"),
     ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(

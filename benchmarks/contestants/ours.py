@@ -55,7 +55,7 @@ async def exactly_once(spec: Spec, meter: Meter) -> None:
 
 async def _publishing(spec: Spec, meter: Meter, guarantee: Literal["at_least_once", "exactly_once"]) -> None:
     app = _app(spec)
-    app.configure(client="confluent", processing_guarantee=guarantee)
+    app.configure(processing_guarantee=guarantee)
     last = 0.0
 
     @app.consume(spec.topic, concurrency=spec.concurrency)

@@ -32,7 +32,6 @@ from tests.engine.deliveries import crowd, make_epoch, unsent
 from tests.engine.live_apps import engine_of
 
 EXACTLY_ONCE: dict[str, Any] = {
-    "client": "confluent",
     "processing_guarantee": "exactly_once",
     "auto_offset_reset": "earliest",
     "commit_interval": 0.01,
@@ -387,7 +386,35 @@ async def test_transactions_are_counted() -> None:
         await client.settle()
         statistics = app.statistics()
         assert statistics.commit_failures == 2
-        assert statistics.transactions == TransactionStatistics(fenced=1, messages=1, open_seconds=None)
+        transactions = transactions_of(app)
+        assert (transactions.fenced, transactions.messages, transactions.open_seconds) == (1, 1, None)
+        assert (transactions.committed, transactions.aborted) == (statistics.commits, 2)
+
+
+async def test_the_transactions_of_a_lost_client_stay_counted() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def on_order(record: Record, context: Context) -> None:
+        await context.publish("out", record.value)
+
+    async with TestClient(app) as client:
+        await client.publish("orders", b"1", partition=0)
+        await until_committed(client, 1)
+        client.broker.fail_next_commit(CommitError("no answer"), applied=True)
+        await client.publish("orders", b"2", partition=0)
+        await until_committed(client, 2)
+        await client.settle()
+        before = transactions_of(app)
+        assert (before.aborted, before.decided_committed) == (0, 1)
+        client.transports[-1].kill()
+        await client.publish("orders", b"3", partition=0)
+        await until_committed(client, 3)
+        await client.settle()
+        after = transactions_of(app)
+    assert len(client.transports) == 2
+    assert after.committed > before.committed > 0
+    assert after.decided_committed == 1
 
 
 async def test_only_epochs_of_a_failed_transaction_restart() -> None:
@@ -844,7 +871,6 @@ async def test_a_message_with_an_impossible_header_name_fails_the_attempt(name: 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"client": "aiokafka"},
         {"assign": {"orders": [0]}},
         {"transaction_timeout": 25, "drain_timeout": 20, "commit_timeout": 5},
         {"rebalance_timeout": 33, "drain_timeout": 20, "commit_timeout": 5, "heartbeat_interval": 3},

@@ -85,8 +85,7 @@ def test_an_awaitable_is_not_published() -> None:
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 def test_a_dropped_context_publish_fails_the_run(guarantee: Any) -> None:
-    client: dict[str, Any] = {"client": "confluent"} if guarantee == "exactly_once" else {}
-    app = App("awaits", auto_offset_reset="earliest", processing_guarantee=guarantee, **client)
+    app = App("awaits", auto_offset_reset="earliest", processing_guarantee=guarantee)
 
     @app.consume("orders", retry=ONCE)
     async def handle(record: Record, context: Context) -> None:

@@ -15,7 +15,7 @@ from tests.engine.live_apps import publish, until
 RECORDS = 12
 PARTITIONS = 3
 SHUTDOWN_TIMEOUT = 25.0
-EXACTLY_ONCE: dict[str, Any] = {"client": "confluent", "processing_guarantee": "exactly_once"}
+EXACTLY_ONCE: dict[str, Any] = {"processing_guarantee": "exactly_once"}
 
 
 def events(caplog: pytest.LogCaptureFixture) -> set[str]:

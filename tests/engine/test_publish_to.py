@@ -159,7 +159,7 @@ def test_a_record_is_complete_only_once_its_result_is_acknowledged() -> None:
 
 
 def test_with_exactly_once_the_result_is_visible_with_the_offset() -> None:
-    app = App("billing", client="confluent", processing_guarantee="exactly_once")
+    app = App("billing", processing_guarantee="exactly_once")
 
     @app.consume("orders", publish_to="invoices", retry=Retry(attempts=2, initial=0.1))
     async def handle(_: Record, context: Context) -> int:

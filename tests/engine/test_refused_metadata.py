@@ -61,7 +61,6 @@ class Deployment:
     def app(self) -> App:
         app = App(
             "billing",
-            client="confluent",
             processing_guarantee="exactly_once",
             auto_offset_reset="earliest",
             commit_interval=0.05,
@@ -217,7 +216,6 @@ def test_waiting_outputs_do_not_keep_the_records_from_being_fetched_for_which_th
     """The outputs fill the memory; the evicted records before them must come back all the same (I11)."""
     app = App(
         "billing",
-        client="confluent",
         processing_guarantee="exactly_once",
         auto_offset_reset="earliest",
         commit_interval=0.05,

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import pytest
 from aiokafka.errors import KafkaError
 
 from aioshard.records import Record
@@ -47,6 +48,10 @@ ASSIGNED = re.compile(r"is over \(.*, assigned [1-9]")
 """A rebalance of a process that has given it partitions, in its log."""
 
 Process = subprocess.Popen[bytes]
+Protocol = Literal["classic", "consumer"]
+
+with_protocols = pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
+"""Run a test with each group protocol; with that of KIP-848 under the mark `chaos`."""
 
 
 class Group:
@@ -58,16 +63,36 @@ class Group:
     """
 
     def __init__(
-        self, kafka: KafkaCluster, directory: Path, protocol: Literal["classic", "consumer"] = "classic", **member: str
+        self,
+        kafka: KafkaCluster,
+        directory: Path,
+        protocol: Protocol = "classic",
+        *,
+        keys: int = KEYS,
+        parks_beside: bool = False,
+        **member: str,
     ) -> None:
+        """Start nothing yet.
+
+        Args:
+            kafka: The brokers.
+            directory: For the logs of the processes.
+            protocol: The group protocol.
+            keys: Number of keys.
+            parks_beside: Whether every second key is in another topic, `parking`, whose failed records are parked,
+                while those of the first have dead letters.
+            member: Settings of `exactly_once_member`.
+        """
         self.kafka = kafka
         self.topic = f"exact-{uuid.uuid4().hex[:8]}"
+        self.parking = f"{self.topic}.parking" if parks_beside else None
+        self._keys = keys
         self.members: list[Process] = []
         self.produced = 0
         self._directory = directory
         self._logs: dict[int, Path] = {}
         """By process id."""
-        ours = SETTINGS if protocol == "classic" else {**SETTINGS, "group_protocol": protocol}
+        ours = {**SETTINGS, "group_protocol": protocol}
         if protocol == "consumer":
             del ours["session_timeout"], ours["heartbeat_interval"]
         settings = {f"AIOSHARD_{name.upper()}": value for name, value in ours.items()}
@@ -78,21 +103,37 @@ class Group:
                 "PYTHONPATH": str(PROJECT),
                 "AIOSHARD_BOOTSTRAP_SERVERS": kafka.bootstrap,
                 "EXACTLY_ONCE_TOPIC": self.topic,
+                "EXACTLY_ONCE_PARKING": self.parking or "",
                 **{f"EXACTLY_ONCE_{name.upper()}": value for name, value in member.items()},
             }
         )
 
     async def create(self, records: int, partitions: int = PARTITIONS) -> None:
         """Create the topics, and produce the first records."""
-        for name in (self.topic, f"{self.topic}.out", f"{self.topic}.dlt"):
+        for name in (*self.inputs, f"{self.topic}.out", f"{self.topic}.dlt"):
             await self.kafka.create_topic(name, partitions)
         await self.produce(records)
 
     async def produce(self, records: int) -> None:
         """Produce more records; each has the next number."""
         numbers = range(self.produced, self.produced + records)
-        await self.kafka.produce(self.topic, [(b"key-%d" % (number % KEYS), b"%d" % number) for number in numbers])
+        for topic in self.inputs:
+            messages = [
+                (b"key-%d" % (number % self._keys), b"%d" % number)
+                for number in numbers
+                if self.topic_of(number) == topic
+            ]
+            await self.kafka.produce(topic, messages)
         self.produced = numbers.stop
+
+    @property
+    def inputs(self) -> list[str]:
+        """The topics that the processes read."""
+        return [self.topic] if self.parking is None else [self.topic, self.parking]
+
+    def topic_of(self, number: int) -> str:
+        """The topic of a record; the same for all records of a key."""
+        return self.inputs[number % self._keys % len(self.inputs)]
 
     # Processes -------------------------------------------------------------------------------
 
@@ -128,10 +169,10 @@ class Group:
         member.kill()
         await asyncio.to_thread(member.wait)
 
-    async def deploy(self) -> None:
-        """Replace each process by another one, the next one when that has partitions."""
+    async def deploy(self, codes: Collection[int] = (0,)) -> None:
+        """Replace each process by another one, the next one when that has partitions; see `stop`."""
         for member in tuple(self.members):
-            await self.stop(member)
+            await self.stop(member, codes)
             await self.until_assigned(self.start())
 
     async def deploy_in_a_hurry(self) -> None:
@@ -194,7 +235,8 @@ class Group:
 
     async def committed(self) -> int:
         """How many records the committed offsets cover."""
-        return sum((await self.kafka.committed(self.topic, self.topic)).values())
+        committed = [await self.kafka.committed(self.topic, name) for name in self.inputs]
+        return sum(sum(offsets.values()) for offsets in committed)
 
     async def until_committed(self, records: int, timeout: float = 120) -> None:
         """Wait until the offsets of that number of records are committed."""
@@ -245,10 +287,12 @@ class Figures(NamedTuple):
 async def verify(group: Group, *, poison: str = "none", cut: bool = False) -> Figures:
     """Every record has had its outputs or its dead letter exactly once, in order; *cut* expects aborted ones too."""
     for member in tuple(group.members):
-        await group.stop(member)
+        await group.stop(member, (0, -signal.SIGTERM))  # one that has just been started ends by the signal
     numbers = [str(number) for number in range(group.produced)]
     outputs = await group.kafka.read(f"{group.topic}.out")
-    failed = Counter(number for number in numbers if fails(number, poison))
+    failed = Counter(
+        number for number in numbers if fails(number, poison) and group.topic_of(int(number)) == group.topic
+    )
     expected = Counter(
         f"{number}/{copy}" for number in numbers if number not in failed for copy in range(copies(number))
     )

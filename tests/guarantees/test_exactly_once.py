@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.guarantees.exactly_once import KEYS, SESSION, Group, read_side_topic, verify, verify_parked
+from tests.guarantees.exactly_once import (
+    KEYS,
+    SESSION,
+    Group,
+    Protocol,
+    read_side_topic,
+    verify,
+    verify_parked,
+    with_protocols,
+)
 from tests.guarantees.exactly_once_member import copies
 from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
@@ -20,16 +29,17 @@ OUTAGES = (0.0, 5.0, 10.0)
 
 
 @pytest.mark.timeout(300)
+@with_protocols
 @pytest.mark.parametrize(
     ("park", "kills"),
     [("0.5", 1), pytest.param("0", 3, marks=pytest.mark.chaos), pytest.param("0.5", 3, marks=pytest.mark.chaos)],
 )
 async def test_killed_processes_publish_everything_exactly_once(
-    kafka: SharedKafka, tmp_path: Path, park: str, kills: int
+    kafka: SharedKafka, tmp_path: Path, protocol: Protocol, park: str, kills: int
 ) -> None:
     """Three processes are killed in a transaction, and then *kills* times one at a random moment. Each is replaced."""
     chance = random.Random(13)
-    group, records = Group(kafka, tmp_path, poison=MORE_POISON, park=park), 2_000 * kills
+    group, records = Group(kafka, tmp_path, protocol, poison=MORE_POISON, park=park), 2_000 * kills
     await group.create(records)
     try:
         for _ in range(3):
@@ -64,9 +74,12 @@ async def verify_end(group: Group, park: str) -> tuple[tuple[str, int], ...]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path) -> None:
+@with_protocols
+async def test_rolling_deploys_publish_everything_exactly_once(
+    kafka: SharedKafka, tmp_path: Path, protocol: Protocol
+) -> None:
     """Three processes are replaced in turn, twice; the second time without a pause."""
-    group = Group(kafka, tmp_path, poison=POISON, longest="0.2")
+    group = Group(kafka, tmp_path, protocol, poison=POISON, longest="0.2")
     await group.create(2_000)
     try:
         for _ in range(3):
@@ -83,11 +96,12 @@ async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafk
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
+@with_protocols
 async def test_a_killed_and_restarted_broker_publishes_every_output_exactly_once(
-    own_kafka: KafkaBroker, tmp_path: Path
+    own_kafka: KafkaBroker, tmp_path: Path, protocol: Protocol
 ) -> None:
     """It is killed while transactions are open; the members wait for it, and none of them ends."""
-    group, records = Group(own_kafka, tmp_path, poison=POISON), 20_000
+    group, records = Group(own_kafka, tmp_path, protocol, poison=POISON), 20_000
     await group.create(records)
     try:
         for _ in range(2):
@@ -133,10 +147,11 @@ async def test_members_joining_and_leaving_under_kip_848_publish_exactly_once(
 
 
 @pytest.mark.timeout(180)
+@with_protocols
 async def test_outputs_of_a_process_frozen_beyond_its_session_stay_invisible(
-    kafka: SharedKafka, tmp_path: Path
+    kafka: SharedKafka, tmp_path: Path, protocol: Protocol
 ) -> None:
-    group, records = Group(kafka, tmp_path), 10_000
+    group, records = Group(kafka, tmp_path, protocol), 10_000
     await group.create(records)
     try:
         frozen = group.start()

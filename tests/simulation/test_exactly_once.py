@@ -23,7 +23,6 @@ class ExactlyOnceWorld(World):
 
     settings: Mapping[str, Any] = {
         "processing_guarantee": "exactly_once",
-        "client": "confluent",
         "session_timeout": 3.0,
     }
 

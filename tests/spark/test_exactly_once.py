@@ -41,7 +41,6 @@ POLL_INTERVAL = 0.1
 SETTLED = 0.3
 """Seconds after which the brokers have ended what a frozen process had asked for."""
 EXACTLY_ONCE: dict[str, Any] = {
-    "client": "confluent",
     "processing_guarantee": "exactly_once",
     "commit_interval": 0.02,
     "commit_timeout": 2.0,

@@ -55,7 +55,17 @@ STATISTICS = Statistics(
     trouble=None,
     partitions=(PARTITION,),
     handlers=(HANDLER,),
-    transactions=TransactionStatistics(fenced=8, messages=80, open_seconds=0.5),
+    transactions=TransactionStatistics(
+        fenced=8,
+        messages=80,
+        open_seconds=0.5,
+        committed=41,
+        aborted=9,
+        decided_committed=3,
+        decided_aborted=2,
+        undecided=1,
+        producer_epochs=14,
+    ),
 )
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(), outliving=())
 

@@ -35,6 +35,7 @@ from aioshard.ports import (
     Membership,
     Message,
     Oversized,
+    TransactionCounts,
     record_size,
 )
 from aioshard.records import PartitionInfo, TopicPartition
@@ -139,6 +140,7 @@ class InMemoryTransport:
         self._assigned: dict[TopicPartition, _Assigned] = {}
         self._next_fetch = 0.0
         self._woken = False
+        self._transactions = TransactionCounts()
         self._readable = asyncio.Event()
         self._group_changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -289,8 +291,13 @@ class InMemoryTransport:
         return None if self._reachable.is_set() else "the coordinator does not answer: the test has cut the client off"
 
     @property
+    def transaction_counts(self) -> TransactionCounts:
+        """See `Transport.transaction_counts`."""
+        return self._transactions
+
+    @property
     def hang(self) -> str | None:
-        """See `Transport.hang`: no call waits for longer than the test says."""
+        """See `Transport.hang`: no transaction waits for longer than the test says."""
         return None
 
     @property
@@ -561,10 +568,27 @@ class InMemoryTransport:
         try:
             self._broker.commit(self._group.group_id, offsets, membership, messages or ())
         except ConnectError as error:
+            self._count(messages, is_committed=False)
             raise CommitError(f"the commit was not acknowledged: {error}") from error
+        except TransportError:
+            self._count(messages, is_committed=self._broker.commits[-1].applied, is_answered=False)
+            raise
+        self._count(messages, is_committed=True)
         self._group.epochs |= {name: self._known(name).epoch for name in offsets}
         await self._pass_time("commit reply")
         self._broker.notify()  # waiters may wait for the acknowledgement of the commit
+
+    def _count(self, messages: Sequence[Message] | None, *, is_committed: bool, is_answered: bool = True) -> None:
+        """Count a transaction, if the commit was one."""
+        counts = self._transactions
+        if messages is None:
+            return
+        if not is_committed:
+            counts.aborted += 1
+        elif is_answered:
+            counts.committed += 1
+        else:
+            counts.decided_committed += 1
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`; raises `ConnectError` while the broker is not available."""

@@ -117,6 +117,12 @@ class TransactionalId:
         self._expect(_Phase.OPEN)
         self._phase = _Phase.ENDING
 
+    def refuse_commit(self) -> None:
+        """Note that the commit was refused: the transaction may be open, but must not be committed any more."""
+        self._expect(_Phase.ENDING)
+        self._phase = _Phase.OPEN
+        self.fail()
+
     def commit(self, following: Identity | None, *, is_in_doubt: bool) -> None:
         """Note that the transaction was committed.
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from aioshard.errors import (
@@ -34,7 +33,7 @@ from aioshard.kafka.transactions.outputs import OutputTopics
 from aioshard.kafka.transactions.writes import PartitionWrites, Writes, by_leader
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
 from aioshard.kafka.wire.codes import error_for
-from aioshard.kafka.wire.errors import BrokerError, WireError
+from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, WireError
 from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
@@ -53,7 +52,7 @@ from aioshard.kafka.wire.responses import (
     refused_offsets,
     stored_offsets,
 )
-from aioshard.ports import Message
+from aioshard.ports import Committed, Message, TransactionCounts
 from aioshard.records import TopicPartition, by_topic
 
 logger = logging.getLogger("aioshard.kafka.transactions")
@@ -74,22 +73,6 @@ _NO_TRANSACTION: Final = 48
 """Error code of a commit without an open transaction, and not after one that was committed."""
 _ABOUT_TOPIC: Final = frozenset({17, 29})
 """Error codes that refuse each message for a topic."""
-
-
-@dataclass
-class TransactionCounts:
-    """How transactions have ended."""
-
-    committed: int = 0
-    aborted: int = 0
-    decided_committed: int = 0
-    """Transactions without an answer to their commit, which the committed offsets showed to be committed."""
-    decided_aborted: int = 0
-    """Likewise, to be aborted."""
-    undecided: int = 0
-    """Transactions whose outcome nobody could tell in time."""
-    epochs: int = 0
-    """New epochs that were requested."""
 
 
 class _ExpiredError(CommitError):
@@ -139,6 +122,8 @@ class Transactions:
         self._topics = OutputTopics(cluster)
         self._version = Version.FIRST
         """The protocol, according to the features of the cluster."""
+        self._stored: dict[TopicPartition, tuple[int, str]] = {}
+        """The committed offsets with their texts, as far as this client knows; see `learn`."""
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
         self._call: Call | None = None
@@ -179,6 +164,10 @@ class Transactions:
         """
         call = Call(self._timeout)
         await self._alone(call, self._settle(call), "end of transactions")
+
+    def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
+        """Note what the group has committed: a transaction that does not change it leaves no trace of its outcome."""
+        self._stored |= {name: (stored.offset, stored.metadata) for name, stored in committed.items() if stored}
 
     async def close(self) -> None:
         """Wait a moment for the running call; the next epoch ends what it leaves open."""
@@ -221,6 +210,8 @@ class Transactions:
             await work
         except asyncio.CancelledError:  # by `close`
             self._id.fail()
+            if self._call is not None and self._call.must_end:
+                self.counts.undecided += 1
             if not result.done():
                 result.set_exception(_closed_error())
             raise
@@ -397,7 +388,7 @@ class Transactions:
         return request
 
     def _failed(self, what: str, error: WireError | None) -> CommitError:
-        return CommitError(f"a transaction of group {self._group_id!r} was aborted, because {what}: {error}")
+        return CommitError(f"a transaction of {self._id} was aborted, because {what}: {error}")
 
     # Messages -------------------------------------------------------------------------
 
@@ -559,21 +550,20 @@ class Transactions:
             return
         # 1. It is committed: this attempt, or an earlier one.
         if answer.meaning is Meaning.DONE:
-            following = following_identity(answer.response)
-            self._id.commit(
-                None if following is None else Identity(*following), is_in_doubt=is_in_doubt or answer.is_in_doubt
-            )
+            self._id.commit(_following(answer.response), is_in_doubt=is_in_doubt or answer.is_in_doubt)
             self.counts.committed += 1
+            self._note_stored(offsets)
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
         if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
+            self._id.refuse_commit()
             self.counts.aborted += 1
             raise self._failed("its commit was refused", answer.error)
         # 3. An earlier attempt may have been executed before the epoch changed.
         await self._decide(offsets, self._failed("its commit was refused", answer.error))
 
     async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
-        """Find out whether the transaction was committed: then all of its offsets are.
+        """Find out whether the transaction was committed, by its offsets: they were stored together, or none was.
 
         Raises:
             CommitError: It was not, or nobody can tell.
@@ -582,16 +572,37 @@ class Transactions:
         self._call = call = Call(self._timeout)
         call.must_end = True
         try:
-            await self._renew(call)  # afterwards, nothing of the transaction can happen any more
+            await self._renew_or_fence(call)  # afterwards, nothing of the transaction can happen any more
             stored = await self._committed(call, offsets)
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
-        if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
+        ours = {name: _comparable(offset) for name, offset in offsets.items()}
+        changes = {name for name, offset in ours.items() if self._stored.get(name) != offset}
+        # 1. It was: an offset is what only this transaction has made it.
+        if any(stored.get(name) == ours[name] for name in changes):
+            self.counts.decided_committed += 1
+            self._note_stored(offsets)
+            logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+            return
+        # 2. It was not: an offset is what it was before.
+        if any(stored.get(name) == self._stored.get(name) for name in changes):
             self.counts.decided_aborted += 1
             raise unknown
-        self.counts.decided_committed += 1
-        logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+        # 3. It changes no offset, as with only the messages of parked records, or others have committed since.
+        self.counts.undecided += 1
+        raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
+
+    def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
+        self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
+
+    async def _renew_or_fence(self, call: Call) -> None:
+        """Request a new epoch; another process that has one ends our transaction too."""
+        try:
+            await self._renew(call)
+        except TransportError:
+            if not self._id.is_fenced:
+                raise
 
     async def _committed(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]
@@ -623,6 +634,15 @@ def _causes(response: Any, partitions: Collection[TopicPartition]) -> dict[Topic
     refused = refused_offsets(response, partitions)
     causes = {name: error for name, error in refused.items() if error.code != _NOT_ATTEMPTED}
     return causes or refused
+
+
+def _following(response: Any) -> Identity | None:
+    """Return the identity of the next transaction; None if the answer to a commit does not name a whole one."""
+    try:
+        following = following_identity(response)
+    except IncompleteResponseError:
+        return None
+    return None if following is None else Identity(*following)
 
 
 def _comparable(offset: CommittedOffset) -> tuple[int, str]:

@@ -851,6 +851,15 @@
       ["Commits", count(statistics.commits), statistics.commit_failures ? `${count(statistics.commit_failures)} failed` : "acknowledged", null],
       ["Run again", count(statistics.replayed), "records", null],
     ];
+    const transactions = statistics.transactions;
+    if (transactions) {
+      const unknown = transactions.decided_committed + transactions.decided_aborted + transactions.undecided;
+      const ended = `committed, ${count(transactions.aborted + transactions.decided_aborted)} aborted`;
+      figures.push(
+        ["Transactions", count(transactions.committed + transactions.decided_committed), ended, null],
+        ["Unknown outcomes", count(unknown), `${count(transactions.undecided)} undecided`, transactions.undecided ? "warn" : null],
+      );
+    }
     sync($("figures"), figures, ([name]) => name,
       ([name]) => el("div", {}, el("dt", { text: name }), el("dd", {}, el("strong"), el("span", { class: "muted" }))),
       (tile, [, value, unit, tone]) => {

@@ -384,7 +384,7 @@ def test_a_dead_letter_of_a_batch_is_a_child_of_the_failed_attempt() -> None:
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 def test_a_published_message_continues_the_trace_of_its_handler(guarantee: str) -> None:
-    traced = Traced(client="confluent", processing_guarantee=guarantee)
+    traced = Traced(processing_guarantee=guarantee)
 
     @traced.app.consume("orders")
     async def handle(_record: Record, context: Context) -> None:

@@ -17,6 +17,7 @@ from aioshard.ports import (
     LogRange,
     Membership,
     Oversized,
+    TransactionCounts,
     Transport,
     TransportFactory,
 )
@@ -168,6 +169,10 @@ class InterceptedTransport:
     @property
     def hang(self) -> str | None:
         return self.inner.hang
+
+    @property
+    def transaction_counts(self) -> TransactionCounts:
+        return self.inner.transaction_counts
 
     @property
     def missing_topics(self) -> Sequence[str]:

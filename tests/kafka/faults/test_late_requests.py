@@ -72,6 +72,7 @@ class LateRequests:
 
     Attributes:
         sent: How many records the app has to read.
+        refused: How many transactions the group has refused.
         late: How many requests have arrived late.
         codes: The error codes in the answers to them, by the kind of request.
     """
@@ -82,6 +83,7 @@ class LateRequests:
     version: int
     ends: Rule
     sent: int = 0
+    refused: int = 0
     late: int = 0
     codes: dict[int, Counter[int]] = field(default_factory=dict)
 
@@ -168,6 +170,7 @@ class LateRequests:
 
     def _refuse_offsets(self) -> Rule:
         """Refuse the offsets of one transaction, as after a rebalance."""
+        self.refused += 1
         return self.proxies.answer(answer_with(ILLEGAL_GENERATION), api_key=TXN_OFFSET_COMMIT, times=1)
 
     async def _met(self, rule: Rule) -> None:
@@ -185,12 +188,19 @@ class LateRequests:
         lost = self.sent - len(outputs)
         doubled = outputs.total() - len(outputs)
         codes = {NAMES[api]: dict(found) for api, found in self.codes.items()}
-        figures = f"{self.transactions} transactions, {self.late} late requests, {codes}, {lost=}, {doubled=}"
+        counts = self.app.statistics().transactions
+        assert counts is not None
+        aborted = counts.aborted - self.refused
+        figures = (
+            f"{self.transactions} transactions, {self.late} late requests, {codes}, {lost=}, {doubled=}, {aborted=}"
+        )
         logger.info("version %d: %s", self.version, figures)
         assert (lost, doubled) == (0, 0), figures
         assert await self.broker.committed(self.app.group_id, self.topic) == {0: self.sent}, figures
         for api, found in self.codes.items():
             assert set(found) <= harmless(api, self.version), figures
+        late_starts = self.late if INIT_PRODUCER_ID in self.codes else 0  # those end an open transaction
+        assert 0 <= aborted <= late_starts, figures
         if self.version == SECOND:
             assert all(body(end).commit for end in self.ends.requests), "a new epoch aborts"
 

@@ -140,6 +140,15 @@ def test_numbers_begin_again_after_the_last_one() -> None:
     assert transactional.sequence(OUT) == 2
 
 
+def test_a_refused_commit_is_not_repeated_before_the_next_epoch() -> None:
+    transactional = ending(FIRST)
+
+    transactional.refuse_commit()
+
+    assert transactional.is_stale
+    assert transactional.unfinished is False
+
+
 def test_no_commit_is_requested_twice_for_different_transactions() -> None:
     transactional = ending(FIRST)
 
@@ -181,3 +190,34 @@ def test_processes_with_one_instance_id_have_one_transactional_id() -> None:
     names = {TransactionalIds("group", "node-1").for_client().name for _ in range(2)}
 
     assert names == {"group:node-1"}
+
+
+def test_the_first_protocol_ends_a_transaction_before_it_requests_an_epoch() -> None:
+    """Brokers abort an open one in an epoch that they name to nobody, and then refuse the one before."""
+    opened = ready(FIRST)
+    opened.begin()
+    opened.fail()
+    in_doubt = ending(FIRST)
+    in_doubt.fail()
+
+    assert opened.unfinished is False
+    assert in_doubt.unfinished is True, "an abort would not tell whether it was committed"
+    in_doubt.finish()
+    assert in_doubt.unfinished is None
+    assert in_doubt.is_stale
+
+
+def test_an_epoch_of_the_second_protocol_ends_the_transaction() -> None:
+    for transactional in (ending(SECOND), ready(SECOND)):
+        transactional.fail()
+        assert transactional.unfinished is None
+
+
+def test_nothing_is_open_before_the_first_transaction_and_after_a_commit() -> None:
+    fresh = TransactionalId("group:1")
+    fresh.fail()
+    committed = ending(FIRST)
+    committed.commit(None, is_in_doubt=True)
+
+    assert fresh.unfinished is None
+    assert committed.unfinished is None
