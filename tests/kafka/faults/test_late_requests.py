@@ -203,6 +203,7 @@ class LateRequests:
         assert 0 <= aborted <= late_starts, figures
         if self.version == SECOND:
             assert all(body(end).commit for end in self.ends.requests), "a new epoch aborts"
+            assert self.app.statistics().client_losses == 0, "no other process has the id"
 
 
 def harmless(api: int, version: int) -> frozenset[int]:

@@ -71,6 +71,11 @@ LONG: Mapping[str, Any] = {**SHORT, "transaction_timeout": 60}
 """A broker that restarts still knows the transaction."""
 
 on_both_versions = pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
+on_second_at_least = pytest.mark.parametrize(
+    "own_kafka",
+    [pytest.param({"transaction.version": FIRST}, id="v1", marks=pytest.mark.chaos), VERSIONS[-1]],
+    indirect=True,
+)
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ async def test_lost_answers_change_no_output(own_kafka: KafkaBroker, running: Tr
     await running.verify()
 
 
-@on_both_versions
+@on_second_at_least
 @pytest.mark.parametrize(("api", "partition"), [(PRODUCE, 1), (TXN_OFFSET_COMMIT, 0)], ids=["Produce", "offsets"])
 async def test_no_commit_is_requested_without_the_answer_of_each_partition(
     running: Transacting, api: int, partition: int
@@ -154,7 +159,7 @@ async def test_no_commit_is_requested_without_the_answer_of_each_partition(
     await running.verify()
 
 
-@on_both_versions
+@on_second_at_least
 async def test_an_app_ends_if_brokers_refuse_its_time_out_for_transactions(own_kafka: KafkaBroker, group: str) -> None:
     async with transacting(own_kafka, group) as running:
         await running.send(1)
@@ -169,7 +174,7 @@ async def test_an_app_ends_if_brokers_refuse_its_time_out_for_transactions(own_k
 # The outcome of a commit without an answer ------------------------------------------------------
 
 
-@pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
+@on_second_at_least
 @pytest.mark.parametrize("is_executed", [True, False], ids=["executed", "not executed"])
 @pytest.mark.parametrize(
     "event",
