@@ -51,7 +51,7 @@ test-compiled: $(VENV)/.dev ## build the compiled package and run the fast tests
 test-older-broker: $(VENV)/.dev broker ## run the tests of clients and consumer groups on the older Kafka; ARGS=tests/cluster selects others
 	@version=$$($(BIN)/python -c 'from tests.support.kafka_libs import OLDER; print(OLDER)') && \
 		AIOSHARD_KAFKA_VERSION=$$version $(BIN)/python -m pytest -n $(WORKERS) \
-		$(or $(ARGS),tests/kafka/wire tests/kafka/client tests/kafka/confluent tests/kafka/conformance tests/kafka/cli/test_group.py)
+		$(or $(ARGS),tests/kafka/wire tests/kafka/client tests/kafka/conformance tests/kafka/cli/test_group.py)
 
 test-slow: chaos ## the same as chaos
 

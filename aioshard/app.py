@@ -18,7 +18,6 @@ from aioshard.attempts import InProcesses, Provided, State, with_attempts
 from aioshard.core.options import Park
 from aioshard.core.text import encodable, message_of
 from aioshard.dependencies import Overrides
-from aioshard.engine.client_log import CLIENT_LOG
 from aioshard.engine.control import (
     SeekTo,
     answered,
@@ -537,7 +536,6 @@ class App(Router, Generic[State]):
             clients, adapt = self.tracing.wrap(clients, adapt, self.group_id, self.settings)
         try:
             # `_end` closes all of this in the reverse order.
-            self._exit.enter_context(CLIENT_LOG.limited())
             runs = {} if replay else await self._start_processes()
             if observe is None:
                 observe = await self._open_journal()

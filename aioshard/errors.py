@@ -187,21 +187,6 @@ class InstanceIdTakenError(_PermanentError):
         self.persists = persists
 
 
-class TransactionalIdTakenError(_PermanentError):
-    """A newer process has our transactional id, so nothing of this one can become visible any more. The app ends.
-
-    Attributes:
-        transactional_id: The id. It ends with the group instance id, if there is one.
-    """
-
-    def __init__(self, transactional_id: str) -> None:
-        self.transactional_id = transactional_id
-        super().__init__(
-            f"another process has taken transactional id {transactional_id!r}: it was started later with the same "
-            "group_instance_id. Stop one of the two, or give each its own group_instance_id"
-        )
-
-
 class SessionTimeoutRefusedError(_PermanentError):
     """The brokers refuse this `session_timeout`.
 

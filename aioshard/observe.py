@@ -246,8 +246,6 @@ class Statistics:
     """Why the event loop is blocked now, and for how long; None while it is not blocked."""
     restart_cures: tuple[str, ...] = ()
     """Problems that a restart of the process would fix, as sentences; `/livez` returns 503 while there are any."""
-    client: str = ""
-    """Name of the Kafka client; empty before the first start."""
     group_protocol: str | None = None
     """`classic` or `consumer`; None with manual assignment, and before the app joins the group."""
     group_protocol_reason: str | None = None
@@ -258,7 +256,7 @@ class Statistics:
     catch_up_seconds: float | None = None
     """Seconds until the last partition has caught up, if lags shrink as in the last minute; None if one does not."""
     heartbeat_age: float | None = None
-    """Seconds since the last heartbeat that was answered; None without a session, and with confluent."""
+    """Seconds since the last heartbeat that was answered; None without a session."""
     commit_durations: HistogramCounts | None = None
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None

@@ -1,7 +1,7 @@
 """Ports of the engine: protocols for Kafka clients.
 
-The engine does not depend on a client. `aioshard.kafka.transport` implements `Transport` for members of Kafka groups,
-`aioshard.kafka.memory.transport` in memory. All methods are called from one event loop.
+The engine does not depend on a client. `aioshard.kafka.group.transport` implements `Transport` for members of Kafka
+groups, `aioshard.kafka.memory.transport` in memory. All methods are called from one event loop.
 """
 
 import dataclasses
@@ -213,9 +213,10 @@ class Transport(Protocol):
 
     @property
     def hang(self) -> str | None:
-        """Which call to the client library does not return, as a sentence; None if each returns in time.
+        """What the transaction in progress has waited for too long, as a sentence; None if it has not.
 
-        It says nothing about the brokers, which may answer everybody else. The client replaces by itself what hangs.
+        Brokers that answer everything else may let a transaction wait. It ends by itself, at the latest after
+        `transaction_timeout`.
         """
 
     @property

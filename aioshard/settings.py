@@ -41,40 +41,37 @@ PREFIX = "AIOSHARD_"
 
 _COMMITS = "aioshard commits itself, and only finished records; committing by time loses records"
 _PREFETCH = "use max_buffered_bytes, which bounds the prefetch too"
-_OWNED_OF_BOTH = {
+OWNED_OPTIONS: Mapping[str, str] = {
+    "api_version": "aioshard uses the newest version of each request that a broker knows",
     "auto_commit_interval_ms": _COMMITS,
     "auto_offset_reset": "use auto_offset_reset",
     "bootstrap_servers": "use bootstrap_servers",
+    "check_crcs": "aioshard checks the checksum of every batch",
     "client_id": "use client_id",
+    "consumer_timeout_ms": "aioshard polls the client itself",
     "enable_auto_commit": _COMMITS,
+    "exclude_internal_topics": "a pattern never matches the topics of Kafka itself",
     "fetch_max_bytes": _PREFETCH,
+    "fetch_max_wait_ms": "use fetch_max_wait, in seconds",
     "group_id": "the group id is the first argument of App",
     "group_instance_id": "use group_instance_id",
     "heartbeat_interval_ms": "use heartbeat_interval, in seconds",
     "isolation_level": "use isolation_level",
-    "max_partition_fetch_bytes": _PREFETCH,
-    "partition_assignment_strategy": "use assignor",
-    "sasl_mechanism": "use sasl_mechanism",
-    "security_protocol": "use security_protocol",
-    "session_timeout_ms": "use session_timeout, in seconds",
-}
-OWNED_OPTIONS: Mapping[str, str] = {
-    **_OWNED_OF_BOTH,
-    "api_version": "aioshard uses the newest version of each request that a broker knows",
-    "check_crcs": "aioshard checks the checksum of every batch",
-    "consumer_timeout_ms": "aioshard polls the client itself",
-    "exclude_internal_topics": "a pattern never matches the topics of Kafka itself",
-    "fetch_max_wait_ms": "use fetch_max_wait, in seconds",
     "key_deserializer": "decode record.key in the handler",
     "loop": "the app runs in the event loop that starts it",
+    "max_partition_fetch_bytes": _PREFETCH,
     "max_poll_interval_ms": "slow handlers do not affect the group; stuck_after reports them",
     "max_poll_records": "use max_buffered_records",
     "metadata_max_age_ms": "use metadata_max_age, in seconds",
+    "partition_assignment_strategy": "use assignor",
     "rebalance_timeout_ms": "use rebalance_timeout, in seconds",
     "request_timeout_ms": "each kind of request has its own limit; use commit_timeout for commits",
     "retry_backoff_ms": "the pauses between attempts grow by themselves",
+    "sasl_mechanism": "use sasl_mechanism",
     "sasl_plain_password": "use sasl_password",
     "sasl_plain_username": "use sasl_username",
+    "security_protocol": "use security_protocol",
+    "session_timeout_ms": "use session_timeout, in seconds",
     "topics": "topics belong to handlers: @app.consume",
     "value_deserializer": "decode record.value in the handler",
 }
@@ -83,82 +80,8 @@ _NUMBERS = frozenset({"connections_max_idle_ms", "fetch_min_bytes"})
 _TEXTS = frozenset({"client_rack", "group_remote_assignor", "sasl_kerberos_domain_name", "sasl_kerberos_service_name"})
 CLIENT_OPTIONS = _NUMBERS | _TEXTS | {"sasl_oauth_token_provider", "ssl_context"}
 """Options that `client_options` accepts, under the names of aiokafka."""
-CONFLUENT_OWNED_OPTIONS: Mapping[str, str] = {
-    **_OWNED_OF_BOTH,
-    "auto_commit_enable": _COMMITS,
-    "debug": "the client's debug log shows committed data",
-    "enable_auto_offset_store": _COMMITS,
-    "enable_partition_eof": "aioshard needs it to pass offsets without records",
-    "error_cb": "aioshard listens itself; statistics and the health check report errors",
-    "fetch_message_max_bytes": _PREFETCH,
-    "fetch_queue_backoff_ms": _PREFETCH,
-    "fetch_wait_max_ms": "use fetch_max_wait, in seconds",
-    "group_protocol": "use group_protocol",
-    "logger": "the client logs to aioshard.kafka.confluent.librdkafka",
-    "max_poll_interval_ms": "use rebalance_timeout, in seconds: this client has one number for both",
-    "metadata_broker_list": "use bootstrap_servers",
-    "on_commit": _COMMITS,
-    "queued_max_messages_kbytes": _PREFETCH,
-    "queued_min_messages": _PREFETCH,
-    "sasl_mechanisms": "use sasl_mechanism",
-    "sasl_password": "use sasl_password",
-    "sasl_username": "use sasl_username",
-    "socket_timeout_ms": "use commit_timeout: the client waits for twice as long, at least 10 s",
-    "ssl_ca_location": "use ssl_cafile",
-    "ssl_certificate_location": "use ssl_certfile",
-    "ssl_key_location": "use ssl_keyfile",
-    "ssl_key_password": "use ssl_password",
-    "topic_metadata_refresh_interval_ms": "use metadata_max_age, in seconds",
-}
-"""Options of confluent-kafka that aioshard controls, each with the alternative; dots are underscores."""
-
-SHOWN_OPTIONS = CLIENT_OPTIONS | {
-    "allow_auto_create_topics",
-    "api_version_fallback_ms",
-    "api_version_request",
-    "api_version_request_timeout_ms",
-    "broker_address_family",
-    "broker_address_ttl",
-    "broker_version_fallback",
-    "client_dns_lookup",
-    "coordinator_query_interval_ms",
-    "enable_metrics_push",
-    "enable_ssl_certificate_verification",
-    "fetch_error_backoff_ms",
-    "group_remote_assignor",
-    "log_connection_close",
-    "log_level",
-    "log_thread_name",
-    "max_in_flight",
-    "max_in_flight_requests_per_connection",
-    "message_max_bytes",
-    "metadata_max_age_ms",
-    "metadata_recovery_rebootstrap_trigger_ms",
-    "metadata_recovery_strategy",
-    "receive_message_max_bytes",
-    "reconnect_backoff_max_ms",
-    "reconnect_backoff_ms",
-    "retry_backoff_max_ms",
-    "sasl_kerberos_min_time_before_relogin",
-    "socket_connection_setup_timeout_ms",
-    "socket_keepalive_enable",
-    "socket_max_fails",
-    "socket_nagle_disable",
-    "socket_receive_buffer_bytes",
-    "socket_send_buffer_bytes",
-    "ssl_cipher_suites",
-    "ssl_curves_list",
-    "ssl_endpoint_identification_algorithm",
-    "ssl_sigalgs_list",
-    "statistics_interval_ms",
-    "topic_metadata_propagation_max_ms",
-    "topic_metadata_refresh_fast_interval_ms",
-    "topic_metadata_refresh_sparse",
-}
-"""Options of both clients whose values may be shown; dots are underscores.
-
-A list of harmless options, not of secret ones: a new option of librdkafka may be a secret, and its name may not say so.
-"""
+_SHOWN_OPTIONS = _NUMBERS | _TEXTS
+"""Options whose values may be shown. A list of harmless options, not of secret ones."""
 _MASK = "*" * 10
 """Shown instead of a secret, as pydantic does."""
 
@@ -191,7 +114,7 @@ class _ClientOptions(dict[str, Any]):
 def _may_be_shown(name: str, value: object) -> bool:
     if value is None or isinstance(value, bool):
         return True
-    return isinstance(value, str | int | float) and name.replace(".", "_") in SHOWN_OPTIONS
+    return isinstance(value, str | int | float) and name in _SHOWN_OPTIONS
 
 
 def _read_client_options(options: dict[str, Any]) -> _ClientOptions:
@@ -271,9 +194,8 @@ class SettingsDict(TypedDict, total=False):
     bootstrap_servers: str | Sequence[str] | None
     client_id: str | None
     group_instance_id: str | None
-    client: Literal["aiokafka", "confluent"]
     group_protocol: Literal["auto", "classic", "consumer"]
-    assignor: Assignor | None
+    assignor: Assignor
     reassignment_delay: float
     balance_interval: float
     assign: Mapping[str, Iterable[int]] | str | None
@@ -356,21 +278,16 @@ class Settings(BaseSettings):
     group_instance_id: Name = None
     """Makes this process a static member: restarting it within `session_timeout` moves no partition. Unique per
     process. If it ends permanently, its partitions stay unread for `session_timeout`."""
-    client: Literal["aiokafka", "confluent"] = "aiokafka"
-    """The Kafka client. `confluent` needs the extra `confluent`; with it, a rebalance stops only the partitions that
-    move."""
     group_protocol: Literal["auto", "classic", "consumer"] = "auto"
     """The group protocol. With `consumer` (KIP-848, Kafka 4.0) the brokers assign partitions, with `classic` a member
-    does. `auto` is `consumer` where the brokers and the group accept it. It is `classic` with `client="confluent"`, and
-    if a setting is given that only `classic` has: `assignor`, `session_timeout`, `heartbeat_interval`,
-    `reassignment_delay` or `balance_interval`."""
+    does. `auto` is `consumer` where the brokers and the group accept it, and `classic` if a setting is given that only
+    `classic` has: `assignor`, `session_timeout`, `heartbeat_interval`, `reassignment_delay` or `balance_interval`."""
     assignor: Assignor = "cooperative-fair"
     """Assigns partitions to members; all members of a group need the same. With a cooperative assignor, a rebalance
-    stops only the partitions that move; with any other, it stops all. `client="confluent"` supports only `sticky`, its
-    own `cooperative-sticky`. None: the default of the client."""
+    stops only the partitions that move; with any other, it stops all."""
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
     """How long the partitions of a member that left or died wait, unread, for its replacement. 0 assigns them to other
-    members immediately. For the assignors of the default client except `range`, `roundrobin` and `fair`."""
+    members immediately. For all assignors except `range`, `roundrobin` and `fair`."""
     balance_interval: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), "seconds"] = 0.0
     """How often the leader of the group compares the backlogs of the members. It requests a rebalance if two checks in
     a row find unequal backlogs that a rebalance would even out. 0 never checks. For `lag` and `cooperative-lag`."""
@@ -380,8 +297,8 @@ class Settings(BaseSettings):
     client_options: Annotated[
         dict[str, Any], NoDecode, BeforeValidator(_read_json), AfterValidator(_read_client_options)
     ] = Field(default_factory=dict)
-    """Options that are passed to the client unchanged, under the client's own names and units. In the environment: one
-    JSON object. Values of options that may be secret are masked in all output."""
+    """Further options of the client, under the names and units of aiokafka. In the environment: one JSON object. Values
+    of options that may be secret are masked in all output."""
 
     # Membership -----------------------------------------------------------------------
 
@@ -436,8 +353,8 @@ class Settings(BaseSettings):
     metadata_max_age: Seconds = 30.0
     """How often metadata is refreshed; new topics and partitions are found within this time."""
     fetch_max_wait: Annotated[float, Field(gt=0, le=30, allow_inf_nan=False), "seconds"] = 0.1
-    """How long a broker may hold a fetch that has no records to return; at most 30. Unless you set it, the default
-    client waits longer, up to 0.5 s, while hundreds of partitions are idle."""
+    """How long a broker may hold a fetch that has no records to return; at most 30. Unless you set it, the client
+    waits longer, up to 0.5 s, while hundreds of partitions are idle."""
     max_buffered_records: Annotated[int, Field(ge=1), "records"] = 10_000
     """Maximum number of incomplete records in memory, over all partitions of the process."""
     max_buffered_bytes: Annotated[int, Field(ge=1), "bytes"] = 64 * 1024 * 1024
@@ -483,7 +400,7 @@ class Settings(BaseSettings):
 
     # Validation -----------------------------------------------------------------------
 
-    @field_validator("assignor", "drain_timeout", "commit_interval", mode="before")
+    @field_validator("drain_timeout", "commit_interval", mode="before")
     @classmethod
     def _read_none(cls, value: object, info: ValidationInfo) -> object:
         """Read None, which stands for the default that `_adapt` computes."""
@@ -503,6 +420,7 @@ class Settings(BaseSettings):
                 settings.model_fields_set.difference_update(name for name in _COMPUTED if values.get(name, 0) is None)
             _adapt(settings)
             reasons = list(_contradictions(settings))
+        reasons += _removed_variables()
         if settings is not None and not reasons:
             return settings
         heading = [f"{len(reasons)} settings were refused:"] if len(reasons) > 1 else []
@@ -558,17 +476,8 @@ _CLASSIC_BALANCE = ("reassignment_delay", "balance_interval")
 # Timeouts -----------------------------------------------------------------------------
 
 
-def _session_limits_rebalance(settings: Settings) -> bool:
-    """Whether `rebalance_timeout` must be at least `session_timeout`: librdkafka refuses it otherwise."""
-    return settings.client == "confluent" and settings.group_protocol != "consumer" and settings.assign is None
-
-
 def _timeouts(settings: Settings) -> Timeouts:
-    return Timeouts(
-        _given(settings, *DEFAULTS),
-        exactly_once=settings.processing_guarantee == "exactly_once",
-        exceeds_session=_session_limits_rebalance(settings),
-    )
+    return Timeouts(_given(settings, *DEFAULTS), exactly_once=settings.processing_guarantee == "exactly_once")
 
 
 def _given(settings: Settings, *names: str) -> dict[str, float]:
@@ -579,10 +488,6 @@ def _given(settings: Settings, *names: str) -> dict[str, float]:
 def _adapt(settings: Settings) -> None:
     """Replace defaults by values that fit the settings that are set."""
     adapted: dict[str, object] = {**_timeouts(settings).fitting()}
-    if settings.client == "confluent" and settings.group_protocol == "auto":
-        adapted["group_protocol"] = "classic"
-    if "assignor" not in settings.model_fields_set and settings.client == "confluent":
-        adapted["assignor"] = "sticky"
     if "commit_interval" not in settings.model_fields_set and settings.processing_guarantee == "exactly_once":
         adapted["commit_interval"] = 0.1
     for name, value in adapted.items():
@@ -592,11 +497,15 @@ def _adapt(settings: Settings) -> None:
 # Refusals of single settings ----------------------------------------------------------
 
 _COMPUTED = {
-    "assignor": "'cooperative-fair', or 'sticky' with confluent",
     "drain_timeout": "20, or less",
     "commit_interval": "1, or 0.1 with exactly_once",
 }
 """Defaults that depend on other settings; None stands for them too."""
+_REMOVED = {
+    "client": "aioshard has one Kafka client, which has both group protocols and exactly-once processing; remove the "
+    "setting, and librdkafka's options from client_options",
+}
+"""Settings of former versions, each with the reason and the advice."""
 _SECRET = frozenset({"client_options", "sasl_password", "ssl_password"})
 _ADDRESSES = frozenset({"bootstrap_servers", "journal"})
 _CREDENTIALS = re.compile(r"[@=;?]")
@@ -621,9 +530,9 @@ def unit_of(name: str) -> str | None:
 def _reason(detail: ErrorDetails) -> str:
     """Return the sentence that explains why pydantic refused a value."""
     name = str(detail["loc"][0])
-    if detail["type"] == "extra_forbidden":
-        return _unknown(name)
     value = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return _unknown(name, value)
     variable = PREFIX + name.upper()
     is_from_environment = isinstance(value, str) and os.environ.get(variable) == value
     source = variable if is_from_environment else name
@@ -634,15 +543,31 @@ def _reason(detail: ErrorDetails) -> str:
     return f"{source}={given} is refused: {reason}{default}"
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, value: object) -> str:
     option = name.lower().replace(".", "_")
+    setting = option.removeprefix(PREFIX.lower())
+    if setting in _REMOVED:
+        return _removed(setting, name, value)
     if option in OWNED_OPTIONS:
         return f"{name!r} is not a setting: {OWNED_OPTIONS[option]}"
     if option in CLIENT_OPTIONS:
         return f"{name!r} is not a setting but an option of the client: put it into client_options"
-    meant = _close_match(option.removeprefix("aioshard_"), Settings.model_fields)
+    meant = _close_match(setting, Settings.model_fields)
     advice = "aioshard.Settings lists all of them" if meant is None else f"did you mean {meant!r}?"
     return f"{name!r} is not a setting: {advice}"
+
+
+def _removed(setting: str, source: str, value: object) -> str:
+    return f"{source}={value!r} is not a setting any more: {_REMOVED[setting]}"
+
+
+def _removed_variables() -> Iterator[str]:
+    """Refuse variables of settings that were removed: ignored, they would change how the app works in silence."""
+    for setting in _REMOVED:
+        variable = PREFIX + setting.upper()
+        value = os.environ.get(variable)
+        if value:
+            yield _removed(setting, variable, value)
 
 
 def _close_match(word: str, words: Collection[str]) -> str | None:
@@ -686,7 +611,7 @@ def _check_manual_assignment(settings: Settings) -> Iterator[str]:
 
 
 def _check_group(settings: Settings) -> Iterator[str]:
-    """Refuse combinations of client, group protocol and assignor that do not exist."""
+    """Refuse combinations of group protocol and assignor that do not exist."""
     if settings.group_protocol == "consumer":
         yield from _check_consumer_protocol(settings)
     yield from _check_assignor(settings)
@@ -706,22 +631,20 @@ def _check_consumer_protocol(settings: Settings) -> Iterator[str]:
             f"the group: remove {it} here, and run `aioshard group configure GROUP {times}`"
         )
     if "assignor" in settings.model_fields_set:
-        option = "group.remote.assignor" if settings.client == "confluent" else "group_remote_assignor"
         yield (
             f"assignor={settings.assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
-            f"partitions: use client_options={{{option!r}: …}}"
+            "partitions: use client_options={'group_remote_assignor': …}"
         )
 
 
 def _check_assignor(settings: Settings) -> Iterator[str]:
-    """Refuse assignors that the client does not have, and settings that need another assignor."""
+    """Refuse settings that need another assignor."""
     assignor = settings.assignor
-    confluent = settings.client == "confluent"
     by_broker = settings.group_protocol == "consumer"
-    if settings.reassignment_delay and (confluent or by_broker or assignor in {"range", "roundrobin", "fair"}):
+    if settings.reassignment_delay and (by_broker or assignor in {"range", "roundrobin", "fair"}):
         yield (
             f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky', 'lag' "
-            "and the cooperative assignors of client='aiokafka' and group_protocol='classic' know the previous owners; "
+            "and the cooperative assignors of group_protocol='classic' know the previous owners; "
             "set assignor='cooperative-fair', or remove it"
         )
     if settings.balance_interval and (by_broker or not assignor.endswith("lag")):
@@ -729,8 +652,6 @@ def _check_assignor(settings: Settings) -> Iterator[str]:
             f"balance_interval={settings.balance_interval:g} s has no effect here: only 'lag' and 'cooperative-lag' "
             "of group_protocol='classic' balance backlogs; set assignor='cooperative-lag', or remove it"
         )
-    if confluent and not by_broker and assignor != "sticky":
-        yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"
 
 
 def _check_exactly_once(settings: Settings) -> Iterator[str]:
@@ -762,25 +683,11 @@ def is_too_short(session: float, heartbeat: float) -> bool:
 def _check_session(settings: Settings) -> Iterator[str]:
     session = settings.session_timeout
     heartbeat = settings.heartbeat_interval
-    rebalance = settings.rebalance_timeout
     if is_too_short(session, heartbeat):
         yield (
             f"session_timeout={session:g} s is less than 3 times heartbeat_interval={heartbeat:g} s: one late "
             f"heartbeat would cost the app its partitions; raise session_timeout to {3 * heartbeat:g} s or lower "
             f"heartbeat_interval to {session / 3:.3g} s"
-        )
-    given = _given(settings, "session_timeout", "heartbeat_interval")
-    least = given.get("session_timeout", 3 * given.get("heartbeat_interval", 0.0))
-    if rebalance < least and _session_limits_rebalance(settings):
-        if "session_timeout" in given:
-            name = "session_timeout"
-            limit = f"session_timeout={session:g} s"
-        else:
-            name = "heartbeat_interval"
-            limit = f"3 times heartbeat_interval={heartbeat:g} s"
-        yield (
-            f"rebalance_timeout={rebalance:g} s is less than {limit}, which client='confluent' refuses: raise "
-            f"rebalance_timeout to {least:g} s or lower {name}"
         )
 
 
@@ -828,15 +735,12 @@ def _listed(timeouts: Mapping[str, float]) -> str:
 
 
 def _check_client_options(settings: Settings) -> Iterator[str]:
-    confluent = settings.client == "confluent"
-    owned = CONFLUENT_OWNED_OPTIONS if confluent else OWNED_OPTIONS
-    if not confluent:  # confluent-kafka checks the values itself
-        yield from _check_values(settings.client_options)
+    yield from _check_values(settings.client_options)
     for name in settings.client_options:
         option = name.replace(".", "_")
-        if option in owned:
-            yield f"client_options has {name!r}, which is refused: {owned[option]}"
-        elif not confluent and name not in CLIENT_OPTIONS:
+        if option in OWNED_OPTIONS:
+            yield f"client_options has {name!r}, which is refused: {OWNED_OPTIONS[option]}"
+        elif name not in CLIENT_OPTIONS:
             yield (
                 f"client_options has {name!r}, which the client does not know: "
                 f"it takes {', '.join(sorted(CLIENT_OPTIONS))}"
@@ -904,11 +808,6 @@ def _check_sasl(settings: Settings) -> Iterator[str]:
     elif mechanism is None:
         yield f"security_protocol={protocol!r} needs sasl_mechanism: one of 'PLAIN', 'SCRAM-SHA-512' and others"
     elif mechanism in {"GSSAPI", "OAUTHBEARER"}:
-        if settings.client == "confluent":
-            yield (
-                f"sasl_mechanism={mechanism!r} is not available in this version of aioshard with client='confluent': "
-                "use client='aiokafka', or PLAIN or SCRAM"
-            )
         for name in given[1:]:
             yield f"{name} is set but sasl_mechanism={mechanism!r} does not use it: remove it"
         if mechanism == "OAUTHBEARER" and "sasl_oauth_token_provider" not in settings.client_options:

@@ -29,17 +29,15 @@ class Timeouts:
     it; a limit that is not set grows. If the ones that are set contradict each other, no value can fit.
     """
 
-    def __init__(self, given: Mapping[str, float], *, exactly_once: bool, exceeds_session: bool) -> None:
+    def __init__(self, given: Mapping[str, float], *, exactly_once: bool) -> None:
         """Start with the defaults.
 
         Args:
             given: The timeouts that are set, in seconds.
             exactly_once: Whether commits are transactions.
-            exceeds_session: Whether `rebalance_timeout` must be at least `session_timeout`.
         """
         self._given = given
         self._exactly_once = exactly_once
-        self._exceeds_session = exceeds_session
         self._values = {**DEFAULTS, **given}
         # With transactions, the last one may have to wait for another that is undecided.
         self.commits = 2 if exactly_once else 1
@@ -49,7 +47,7 @@ class Timeouts:
         """Return the timeouts that are not set.
 
         Example:
-            >>> timeouts = Timeouts({"rebalance_timeout": 18.0}, exactly_once=False, exceeds_session=False)
+            >>> timeouts = Timeouts({"rebalance_timeout": 18.0}, exactly_once=False)
             >>> timeouts.fitting()["drain_timeout"]
             9.0
         """
@@ -73,8 +71,6 @@ class Timeouts:
         given_commits = self.commits * self._given.get("commit_timeout", 0.0)
         self._shorten("heartbeat_interval", (room - given_commits) * _HEARTBEAT_SHARE)
         self._shorten("commit_timeout", (room - self._values["heartbeat_interval"]) * _COMMIT_SHARE / self.commits)
-        if self._exceeds_session:
-            self._shorten("session_timeout", self._values["rebalance_timeout"])
 
     def _shorten_parts_of_a_transaction(self) -> None:
         if self._exactly_once and "transaction_timeout" in self._given:
@@ -88,8 +84,6 @@ class Timeouts:
         needed = self._taken() + self._given.get("drain_timeout", 0.0)
         if needed >= self._values["rebalance_timeout"]:
             self._extend("rebalance_timeout", _MARGIN * needed)
-        if self._exceeds_session:
-            self._extend("rebalance_timeout", self._values["session_timeout"])
 
     def _shorten_drain(self) -> None:
         self._shorten("drain_timeout", (self._values["rebalance_timeout"] - self._taken()) * _DRAIN_SHARE)

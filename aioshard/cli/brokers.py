@@ -8,7 +8,6 @@ from typing import TypeVar
 import click
 
 from aioshard.cli.output import progress
-from aioshard.engine.client_log import silence_clients
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.publisher import Publisher
 from aioshard.kafka.side_topics import TopicReader
@@ -31,8 +30,7 @@ def settings_of(bootstrap_servers: str | None) -> Settings:
 
 
 def run(work: Coroutine[object, object, T]) -> T:
-    """Run a command's coroutine to its end, without the Kafka client's log lines in the terminal."""
-    silence_clients()
+    """Run a command's coroutine to its end."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(work)
 

@@ -15,7 +15,6 @@ from aioshard.cli import options
 from aioshard.cli.brokers import run
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import UNHEALTHY, print_result, progress, table
-from aioshard.engine.client_log import silence_clients
 from aioshard.errors import SettingsError
 from aioshard.records import counted
 from aioshard.signals import Signals
@@ -273,7 +272,6 @@ def handover(directory: str, *, wait: float | None, force: bool, master: str, ap
     sys.path.insert(0, str(Path(app_dir).resolve()))
     run_dir = RunDirectory(directory)
     if handovers.unsent_dead_letters(run_dir):
-        silence_clients()
         with session(master) as spark:
             handovers.send_dead_letters(spark, run_dir, _print_note)
     done = run(handovers.handover(directory, wait=wait, force=force, tell=_print_note))

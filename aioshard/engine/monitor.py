@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import deque
 
-from aioshard.engine.client_log import CLIENT_LOG
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.explain.diagnosis import explain_partition
 from aioshard.engine.guard import Guard
@@ -78,8 +77,6 @@ class Monitor:
         for handler in self._engine.handlers:
             with watching("repeated failures"):
                 handler.failures.log.report_repeats()
-        with watching("the client's log"):
-            CLIENT_LOG.report()
         partitions = tuple(self._engine.rebalance.partitions)
         self._reported = {partition: report for partition, report in self._reported.items() if partition in partitions}
         for partition in partitions:

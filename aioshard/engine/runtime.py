@@ -371,7 +371,7 @@ class Engine:
 
     @property
     def hang(self) -> str | None:
-        """Which call to the client library does not return; None if each returns in time."""
+        """What the transaction in progress has waited for too long; None if it has not."""
         return None if self.client.transport is None else self.client.transport.hang
 
     @property

@@ -39,7 +39,6 @@ def statistics(watch: Watch) -> Statistics:
         loop_delays=None if watch.loop is None else watch.loop.delays.counts(),
         blocked=blocked,
         restart_cures=tuple(restart_cures(watch)),
-        client=engine.settings.client,
         group_protocol=None if protocol is None else protocol.name,
         group_protocol_reason=None if protocol is None else protocol.reason,
         rebalance_kinds=rebalances.kinds,

@@ -27,7 +27,6 @@ from aioshard.kafka.groups import (
     HEARTBEAT_INTERVAL,
     SESSION_TIMEOUT,
     Coordinator,
-    DescribedGroup,
     Group,
     GroupTimes,
     TimeLimits,
@@ -53,7 +52,6 @@ from aioshard.kafka.wire.responses import (
     ResourceKind,
     check_altered_settings,
     classic_group,
-    classic_members,
     consumer_group,
     described_settings,
     group_times,
@@ -412,14 +410,6 @@ class KafkaAdmin:
 
     async def _classic_group(self, group_id: str) -> Group:
         return classic_group(await self._ask_coordinator(group_id, _describe_classic(group_id)), group_id)
-
-    async def classic_members(self, group_id: str) -> DescribedGroup:
-        """Describe the members of a group of the classic protocol with their subscriptions; empty for another group."""
-
-        async def describe() -> DescribedGroup:
-            return classic_members(await self._ask_coordinator(group_id, _describe_classic(group_id)), group_id)
-
-        return await self._with_retries(describe, f"describe group {group_id!r}", group_id)
 
     async def remove_member(self, group_id: str, member_id: str = "", *, instance_id: str | None = None) -> bool:
         """Remove a dead member, or a static one, from its group; others get its partitions immediately.

@@ -1,4 +1,4 @@
-"""aioshard's errors for what brokers and Kafka clients report: one sentence per cause, the same for every client."""
+"""aioshard's errors for what brokers report: one sentence per cause."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -40,8 +40,8 @@ _JOIN_REFUSED = {
     INVALID_GROUP_ID: "use another group id",
     UNSUPPORTED_VERSION: "remove the settings that it does not know, such as group_instance_id before Kafka 2.3",
     INVALID_REQUEST: "check group_instance_id and client_options",
-    UNSUPPORTED_ASSIGNOR: "choose an assignor that the brokers have with client_options={'group.remote.assignor': …}",
-    INVALID_PATTERN: "correct the pattern in client_options",
+    UNSUPPORTED_ASSIGNOR: "choose an assignor that the brokers have with client_options={'group_remote_assignor': …}",
+    INVALID_PATTERN: "consume at least one topic by its name",
 }
 """Advice for refusals of a member that only another setting ends."""
 _JOIN_POSTPONED = {
@@ -49,8 +49,6 @@ _JOIN_POSTPONED = {
     GROUP_IS_FULL: "it has as many members as the brokers allow: stop some, or raise group.max.size on the brokers",
 }
 """Reasons why a member cannot join as long as the others stay."""
-JOIN_REFUSED = frozenset({*_JOIN_REFUSED, *_JOIN_POSTPONED, SESSION_TIMEOUT})
-"""Error codes with which the brokers do not let a member join."""
 
 _NAMED = 5
 

@@ -44,7 +44,7 @@ class Groupless:
 
     @property
     def hang(self) -> str | None:
-        """See `Transport.hang`: nothing is written, so no call can wait for a coordinator."""
+        """See `Transport.hang`: there are no transactions."""
         return None
 
     @property

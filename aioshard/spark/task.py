@@ -23,7 +23,6 @@ import pyarrow as pa
 
 from aioshard.app import App
 from aioshard.core.options import DeadLetter
-from aioshard.engine.client_log import silence_clients
 from aioshard.engine.control import caught_up, halted_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Handler
@@ -68,7 +67,6 @@ def worker_loop() -> asyncio.AbstractEventLoop:
     """
     loop = loop_factory()()
     threading.Thread(target=loop.run_forever, name="aioshard event loop", daemon=True).start()
-    silence_clients()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
     return loop

@@ -45,7 +45,7 @@ def _rows(app: Statistics) -> dict[tuple[str, ...], Sequence[tuple[Labels, Any]]
     outcomes = {"success": "processed", "skipped": "skipped", "dead_lettered": "dead_lettered", "parked": "parked"}
     return {
         (): [((group,), app)],
-        ("version", "client"): [((group, version(), _client(app.client)), app)],
+        ("version",): [((group, version()), app)],
         ("state",): [((group, state), app.state == state) for state in get_args(AppState)],
         ("outcome",): [
             ((group, "success"), (app.commits, app.commit_durations)),
@@ -73,20 +73,8 @@ def _of_transactions(name: str) -> Callable[[Statistics], float | None]:
     return lambda app: getattr(app.transactions, name, None)
 
 
-def _client(name: str) -> str:
-    if name in _CLIENTS:
-        return f"{name} {version(_CLIENTS[name])}"
-    return name
-
-
-_CLIENTS = {"aiokafka": "aiokafka", "confluent": "confluent-kafka"}
-"""Package names of the Kafka clients."""
-
-
 METRICS: dict[str, MetricInfo] = {
-    "aioshard_build": MetricInfo(
-        "info", "Versions of aioshard and its Kafka client; always 1.", lambda _: 1.0, ("version", "client")
-    ),
+    "aioshard_build": MetricInfo("info", "Version of aioshard; always 1.", lambda _: 1.0, ("version",)),
     "aioshard_engine_state": MetricInfo(
         "gauge", "1 for the current state of the app, 0 for the others.", float, ("state",)
     ),
@@ -182,7 +170,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_heartbeat_age_seconds": MetricInfo(
         "gauge",
-        "Time since the last answered heartbeat; absent with `confluent`.",
+        "Time since the last answered heartbeat; absent without a session.",
         attrgetter("heartbeat_age"),
     ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(

@@ -5,23 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.guarantees.scenario import Client, Scenario
+from tests.guarantees.scenario import GroupProtocol, Scenario
 from tests.support.three_brokers import ThreeBrokers
 
 
 @pytest.fixture
-def client() -> Client:
-    """The client of all members; a test that is for several clients is parametrised with it."""
-    return "aiokafka"
+def protocol() -> GroupProtocol:
+    """The group protocol of all members; a test for several protocols is parametrized with it."""
+    return "classic"
 
 
 @pytest.fixture
 async def scenario(
-    brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client
+    brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, protocol: GroupProtocol
 ) -> AsyncIterator[Scenario]:
     """A scenario without members; its samples survive any failure of a broker."""
     async with Scenario(brokers, topic, group, tmp_path) as scenario:
-        scenario.client = client
+        scenario.protocol = protocol
         scenario.sampling.survives = True
         scenario.sampling.interval = 0.25
         yield scenario

@@ -14,9 +14,9 @@ SOON = 10.0
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["confluent", "aiokafka"])
+@pytest.mark.parametrize("group_protocol", ["classic", "consumer"])
 async def test_partitions_with_a_leader_resume_while_another_has_none(
-    brokers: ThreeBrokers, topic: str, group: str, client: str
+    brokers: ThreeBrokers, topic: str, group: str, group_protocol: str
 ) -> None:
     await brokers.create_topic(topic, assignment={number: [number % 3 + 1] for number in range(6)})
     coordinator = await brokers.coordinator_of(group)
@@ -25,7 +25,7 @@ async def test_partitions_with_a_leader_resume_while_another_has_none(
     seen: set[bytes | None] = set()
 
     def member() -> App:
-        app = quick_app(brokers, group, client=client)
+        app = quick_app(brokers, group, group_protocol=group_protocol)
 
         @app.consume(topic)
         async def handle(record: Record) -> None:
@@ -64,11 +64,10 @@ async def test_partitions_with_a_leader_resume_while_another_has_none(
             await until(lambda: first.statistics().trouble is None and second.statistics().trouble is None)
 
 
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
-async def test_an_app_reports_leaders_and_replicas(brokers: ThreeBrokers, topic: str, group: str, client: str) -> None:
+async def test_an_app_reports_leaders_and_replicas(brokers: ThreeBrokers, topic: str, group: str) -> None:
     replicas = {0: [1, 2], 1: [2, 3], 2: [3, 1]}
     await brokers.create_topic(topic, assignment=replicas)
-    app = quick_app(brokers, group, client=client)
+    app = quick_app(brokers, group)
 
     @app.consume(topic)
     async def handle(record: Record) -> None:

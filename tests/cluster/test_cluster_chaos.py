@@ -31,7 +31,7 @@ from tests.guarantees.checks import (
     verify,
 )
 from tests.guarantees.observations import Kind
-from tests.guarantees.scenario import CLIENTS, Client, Scenario
+from tests.guarantees.scenario import PROTOCOLS, GroupProtocol, Scenario
 from tests.support.load import Load
 from tests.support.proxies import (
     CONSUMER_GROUP_HEARTBEAT,
@@ -82,11 +82,11 @@ async def own_brokers(tmp_path: Path) -> AsyncIterator[ThreeBrokers]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
 async def test_fifteen_seconds_of_chaos_lose_reorder_and_repeat_nothing(
-    brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client
+    brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, protocol: GroupProtocol
 ) -> None:
-    await chaos(brokers, topic, group, tmp_path, client, seed=1, seconds=15)
+    await chaos(brokers, topic, group, tmp_path, protocol, seed=1, seconds=15)
 
 
 @pytest.mark.chaos
@@ -97,17 +97,24 @@ async def test_minutes_of_chaos_lose_reorder_and_repeat_nothing(
     own_brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, seed: int
 ) -> None:
     seconds = float(os.environ.get("AIOSHARD_CHAOS_SECONDS", "300"))
-    await chaos(own_brokers, topic, group, tmp_path, CLIENTS[seed % len(CLIENTS)], seed=seed, seconds=seconds)
+    await chaos(own_brokers, topic, group, tmp_path, PROTOCOLS[seed % len(PROTOCOLS)], seed=seed, seconds=seconds)
 
 
 async def chaos(
-    brokers: ThreeBrokers, topic: str, group: str, directory: Path, client: Client, *, seed: int, seconds: float
+    brokers: ThreeBrokers,
+    topic: str,
+    group: str,
+    directory: Path,
+    protocol: GroupProtocol,
+    *,
+    seed: int,
+    seconds: float,
 ) -> None:
     """Something happens to members every 1 to 6 s, and to brokers as well, while records come in."""
     chance = random.Random(seed)
-    session = SESSION_OF_THE_BROKER if client == "KIP-848" else SESSION
+    session = SESSION_OF_THE_BROKER if protocol == "consumer" else SESSION
     async with Scenario(brokers, topic, group, directory) as scenario:
-        scenario.client = client
+        scenario.protocol = protocol
         scenario.sampling.survives = True
         scenario.sampling.interval = 0.2
         at = {"bootstrap_servers": brokers.proxied_bootstrap}
@@ -128,7 +135,7 @@ async def chaos(
         await scenario.until_all_committed()
         fleet.over()
         await fleet.stop_all()
-        await judge(scenario, fleet, load, {"seed": seed, "client": client, "seconds": seconds})
+        await judge(scenario, fleet, load, {"seed": seed, "protocol": protocol, "seconds": seconds})
 
 
 def key(partition: int, number: int) -> bytes:
@@ -240,13 +247,9 @@ class Trouble:
     # Between members and brokers --------------------------------------------------------------
 
     async def cut_off(self, name: str) -> None:
-        """Let nothing that a member asks its coordinator be answered.
-
-        Under KIP-848 librdkafka does not tell that it is not answered, and the member learns it from its next commit.
-        """
+        """Let nothing that a member asks its coordinator be answered."""
         now, seconds = time.monotonic_ns(), self.chance.uniform(5, self._longest_cut)
-        blind = seconds + SETTINGS["commit_timeout"] if self._scenario.client == "KIP-848" else self._fleet.session
-        until = now + int((blind + GRACE) * 1e9)
+        until = now + int((self._fleet.session + GRACE) * 1e9)
         self._fleet.apart.append(Apart(self._scenario.members[name].process, now, until))
         rules = [self._proxies.swallow(api_key=api, client_id=name) for api in GROUP_APIS]
         await asyncio.sleep(seconds)

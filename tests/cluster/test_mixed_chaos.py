@@ -5,7 +5,7 @@ import pytest
 from tests.guarantees.chaos import chaos
 from tests.guarantees.scenario import Scenario
 
-pytestmark = [pytest.mark.chaos, pytest.mark.parametrize("client", ["mixed"])]
+pytestmark = [pytest.mark.chaos, pytest.mark.parametrize("protocol", ["mixed"])]
 
 
 @pytest.mark.timeout(300)

@@ -100,7 +100,7 @@ class Handlers:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
 async def test_a_rolling_broker_restart_runs_no_record_twice(scenario: Scenario, brokers: ThreeBrokers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         handlers = Handlers(brokers, scenario)

@@ -14,8 +14,6 @@ PARTITIONS, RECORDS = 4, 200
 AWAY = 8.0
 SETTINGS = {"client_id": "a", "session_timeout": 30, "rebalance_timeout": 60, "shutdown_timeout": 25}
 
-on_each_client = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
-
 
 async def stopped_without_coordinator(scenario: Scenario, brokers: ThreeBrokers) -> tuple[Member, list[Rule]]:
     """A member that has finished records, has committed none of them, and is asked to end."""
@@ -33,7 +31,6 @@ async def stopped_without_coordinator(scenario: Scenario, brokers: ThreeBrokers)
 
 
 @pytest.mark.chaos
-@on_each_client
 async def test_shutdown_during_a_short_coordinator_outage_repeats_nothing(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:
@@ -50,7 +47,6 @@ async def test_shutdown_during_a_short_coordinator_outage_repeats_nothing(
 
 
 @pytest.mark.chaos
-@on_each_client
 async def test_shutdown_without_a_coordinator_exits_4_and_names_the_partitions(
     scenario: Scenario, brokers: ThreeBrokers
 ) -> None:

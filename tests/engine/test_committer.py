@@ -16,6 +16,7 @@ from aioshard.engine import committer as committing
 from aioshard.engine.commits import FailedTransactions
 from aioshard.engine.committer import CommitFailure, Committer
 from aioshard.engine.epoch import Delivery
+from aioshard.engine.late_commits import LONGEST_DELAY
 from aioshard.engine.partition import Partition
 from aioshard.errors import (
     AuthorizationError,
@@ -376,6 +377,20 @@ async def test_a_commit_cancelled_by_the_client_stays_due(harness: Harness) -> N
     assert partition.commits.acknowledged == 1
     assert harness.committer.failure_durations.counts().count == 1
     assert not harness.task.done()
+
+
+@with_committer
+async def test_a_commit_cancelled_by_the_client_may_still_arrive(harness: Harness) -> None:
+    """The offset is committed once more, when nothing can put it back."""
+    harness.client.answers = [asyncio.CancelledError()]
+    partition, deliveries = harness.partition()
+    partition.complete(deliveries[0])
+    await until(lambda: harness.committer.durations.counts().count == 1)
+    sent = len(harness.offsets)
+
+    await asyncio.sleep(LONGEST_DELAY + 2.0)
+
+    assert harness.offsets[sent:] == [{0: 1}]
 
 
 @with_committer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guarantees.scenario import Client, Scenario
+from tests.guarantees.scenario import GroupProtocol, Scenario
 from tests.support.brokers import SharedKafka
 
 FIXED = 16
@@ -13,9 +13,9 @@ FIXED = 16
 
 
 @pytest.fixture
-def client() -> Client:
-    """The client of the members; a test for several clients is parametrized with it."""
-    return "aiokafka"
+def protocol() -> GroupProtocol:
+    """The group protocol of the members; a test for several protocols is parametrized with it."""
+    return "classic"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,13 +38,13 @@ async def scenario(
     topic: str,
     group: str,
     tmp_path: Path,
-    client: Client,
+    protocol: GroupProtocol,
     shards: int | None,
     request: pytest.FixtureRequest,
 ) -> AsyncIterator[Scenario]:
     """A scenario without members; ends those that a test leaves behind, and leaves its figures in the report."""
     async with Scenario(kafka, topic, group, tmp_path) as scenario:
-        scenario.client = client
+        scenario.protocol = protocol
         scenario.shards = shards
         yield scenario
         request.node.user_properties.extend(scenario.figures().items())

@@ -16,13 +16,9 @@ from aioshard import App, Record, Retry
 FOREVER = 100_000.0
 """Seconds until the next attempt of what cannot be finished."""
 PATTERNS = ("one", "scattered", "alternating")
-CLIENTS: Mapping[str, Mapping[str, Any]] = {
-    "aiokafka": {},
-    "cooperative": {"client": "confluent"},
-    "KIP-848": {"group_protocol": "consumer"},
-}
+PROTOCOLS = ("classic", "consumer")
 _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
-"""Settings that belong to the broker under KIP-848."""
+"""Settings that belong to the broker under the protocol `consumer`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +46,10 @@ class Member:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def settings_for_client(client: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an app that reads with one of `CLIENTS`."""
-    left_out = _OF_THE_BROKER if client == "KIP-848" else set()
-    return {name: value for name, value in settings.items() if name not in left_out} | dict(CLIENTS[client])
+def settings_for_protocol(protocol: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an app that is a member with one of `PROTOCOLS`."""
+    left_out = _OF_THE_BROKER if protocol == "consumer" else set()
+    return {name: value for name, value in settings.items() if name not in left_out} | {"group_protocol": protocol}
 
 
 def stuck_offsets(pattern: str, records: int) -> Collection[int]:

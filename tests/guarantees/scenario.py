@@ -37,19 +37,18 @@ READ_INTERVAL = 0.5
 
 Policy = Literal["halt", "skip", "dead-letters", "parked"]
 
-Client = Literal["aiokafka", "eager", "cooperative", "KIP-848", "mixed"]
+GroupProtocol = Literal["classic", "eager", "consumer", "mixed"]
 
-_CLIENTS: Mapping[Client, Mapping[str, Any]] = {
-    "aiokafka": {},
+_PROTOCOLS: Mapping[GroupProtocol, Mapping[str, Any]] = {
+    "classic": {},
     "eager": {"assignor": "sticky"},
-    "cooperative": {"client": "confluent"},
-    "KIP-848": {"group_protocol": "consumer"},
+    "consumer": {"group_protocol": "consumer"},
     "mixed": {},
 }
-"""Of a mixed group, every second member is one of KIP-848."""
-CLIENTS = list(_CLIENTS)
+"""`eager` is the classic protocol too. Of a mixed group, every second member has the protocol `consumer`."""
+PROTOCOLS = list(_PROTOCOLS)
 _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
-"""Settings that belong to the broker under KIP-848; the tests' broker has much the same ones."""
+"""Settings that belong to the broker under `consumer`; the tests' broker has much the same ones."""
 
 
 class Scenario:
@@ -63,11 +62,11 @@ class Scenario:
         kills: How many processes `kill` has killed.
         skipped: Records that somebody had skipped, and when.
         notes: Figures of a test for its report, by name.
-        client: The Kafka client of the members.
+        protocol: The group protocol of the members.
         shards: How many fixed shards the handler of each member has, unless `start` says it; None for shards on demand.
     """
 
-    client: Client = "aiokafka"
+    protocol: GroupProtocol = "classic"
     shards: int | None = None
 
     def __init__(self, kafka: KafkaCluster, topic: str, group: str, directory: Path) -> None:
@@ -208,9 +207,10 @@ class Scenario:
         """Starts a process as member *name*, which does not run at the moment."""
         self._starts[name] = self._starts.get(name, 0) + 1
         process = f"{name}.{self._starts[name]}"
-        everything = {**SHORT, "bootstrap_servers": self.kafka.bootstrap, **_CLIENTS[self.client], **(settings or {})}
-        if self.client == "mixed" and ord(name[-1]) % 2:
-            everything |= _CLIENTS["KIP-848"]
+        of_protocol = _PROTOCOLS[self.protocol]
+        everything = {**SHORT, "bootstrap_servers": self.kafka.bootstrap, **of_protocol, **(settings or {})}
+        if self.protocol == "mixed" and ord(name[-1]) % 2:
+            everything |= _PROTOCOLS["consumer"]
         if everything.get("group_protocol") == "consumer":
             everything = {name: value for name, value in everything.items() if name not in _OF_THE_BROKER}
             everything["rebalance_timeout"] += 4  # the heartbeat that is counted is the default one, 3 s

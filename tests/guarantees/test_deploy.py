@@ -17,12 +17,12 @@ def start_load(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize(
-    ("client", "form"),
+    ("protocol", "form"),
     [
-        ("aiokafka", "context"),
-        pytest.param("aiokafka", "record", marks=pytest.mark.chaos),
-        *(pytest.param(client, "process", marks=pytest.mark.chaos) for client in ("aiokafka", "cooperative")),
-        *(pytest.param(client, "context", marks=pytest.mark.chaos) for client in ("eager", "cooperative", "KIP-848")),
+        ("classic", "context"),
+        pytest.param("classic", "record", marks=pytest.mark.chaos),
+        *(pytest.param(protocol, "process", marks=pytest.mark.chaos) for protocol in ("classic", "consumer")),
+        *(pytest.param(protocol, "context", marks=pytest.mark.chaos) for protocol in ("eager", "consumer")),
     ],
 )
 async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: str) -> None:
@@ -63,7 +63,7 @@ async def test_a_new_member_joins_before_an_old_one_leaves(scenario: Scenario) -
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("client", ["aiokafka", "cooperative", "KIP-848"])
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
 async def test_deploys_that_add_and_drop_a_topic_lose_and_repeat_nothing(scenario: Scenario) -> None:
     """Members of both versions are in the group together. Records of the dropped topic run once it is back."""
     pace: dict[str, Any] = {"base": 0.005, "spread": 0.05}

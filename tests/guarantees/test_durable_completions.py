@@ -15,7 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.records import TopicPartition
-from tests.guarantees.durable_member import CLIENTS, FOREVER, PATTERNS, Member, settings_for_client, stuck_offsets
+from tests.guarantees.durable_member import FOREVER, PATTERNS, PROTOCOLS, Member, settings_for_protocol, stuck_offsets
 from tests.support.brokers import SharedKafka
 from tests.support.paths import PROJECT
 
@@ -88,16 +88,16 @@ async def committed(kafka: SharedKafka, group: str, topic: str) -> AsyncIterator
 
 
 def cases() -> list[Any]:
-    """Pattern, the client of the process that is killed, that of its successor, and how many records finish.
+    """Pattern, the protocol of the process that is killed, that of its successor, and how many records finish.
 
-    Few where a case is about what one client writes and another reads; many with each client in a long run.
+    Few where a case is about what one member writes and another reads; many with each protocol in a long run.
     """
     return [
-        pytest.param("scattered", "cooperative", "aiokafka", FEW),
-        pytest.param("alternating", "aiokafka", "KIP-848", FEW, marks=pytest.mark.chaos),
+        pytest.param("scattered", "consumer", "classic", FEW),
+        pytest.param("alternating", "classic", "consumer", FEW, marks=pytest.mark.chaos),
         *(
-            pytest.param(pattern, client, client, MANY, marks=pytest.mark.chaos)
-            for client in CLIENTS
+            pytest.param(pattern, protocol, protocol, MANY, marks=pytest.mark.chaos)
+            for protocol in PROTOCOLS
             for pattern in PATTERNS
         ),
     ]
@@ -122,7 +122,7 @@ async def test_a_kill_repeats_almost_no_finished_records(
     overflows = alternating and finish == MANY
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"x")] * records)
-    settings = settings_for_client(killed, SETTINGS)
+    settings = settings_for_protocol(killed, SETTINGS)
     first = Member(kafka.bootstrap, group, topic, records, pattern, str(tmp_path / "first"), settings=settings)
     due = set(range(records)) - set(stuck_offsets(pattern, records))
 
@@ -146,7 +146,7 @@ async def test_a_kill_repeats_almost_no_finished_records(
         pattern="",
         file=str(tmp_path / "second"),
         until_caught_up=True,
-        settings=settings_for_client(successor, SETTINGS),
+        settings=settings_for_protocol(successor, SETTINGS),
     )
     async with running(second) as process, asyncio.timeout(120):
         assert await process.wait() == 0

@@ -21,7 +21,7 @@ PATIENCE = 60
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
 async def test_a_hanging_handler_on_a_large_topic_buffers_no_more_than_the_bound(scenario: Scenario) -> None:
     bound, partitions, total = 16 * MIB, 16, 256 * MIB
     await scenario.create(partitions)

@@ -20,7 +20,7 @@ from aioshard.errors import NotDrainedError
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.settings import Settings
-from tests.guarantees.durable_member import CLIENTS, settings_for_client
+from tests.guarantees.durable_member import PROTOCOLS, settings_for_protocol
 from tests.kafka.faults.support import Ledger, kick, until
 from tests.support.brokers import SharedKafka
 from tests.support.cluster import DEADLINE, KafkaCluster, Message
@@ -49,18 +49,18 @@ class Group:
         ledger: The runs of the handler of its apps.
     """
 
-    def __init__(self, kafka: KafkaCluster, brokers: KafkaAdmin, topic: str, group: str, client: str) -> None:
+    def __init__(self, kafka: KafkaCluster, brokers: KafkaAdmin, topic: str, group: str, protocol: str) -> None:
         self.kafka = kafka
         self.ledger = Ledger()
         self.ledger.hold(lambda record: record.offset in STUCK)
         self._brokers = brokers
         self._topic = topic
         self._group = group
-        self._client = client
+        self._protocol = protocol
         self._admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
 
     def app(self, policy: Literal["earliest", "latest"] = "earliest") -> App:
-        settings = settings_for_client(self._client, SETTINGS)
+        settings = settings_for_protocol(self._protocol, SETTINGS)
         app = App(self._group, bootstrap_servers=self.kafka.bootstrap, auto_offset_reset=policy, **settings)
         app.consume(self._topic, shard_by="record", concurrency=500)(self.ledger.handle)
         return app
@@ -141,12 +141,12 @@ class Group:
 
 
 @pytest.fixture
-async def world(kafka: SharedKafka, topic: str, group: str, client: str) -> AsyncIterator[Group]:
+async def world(kafka: SharedKafka, topic: str, group: str, protocol: str) -> AsyncIterator[Group]:
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
-        yield Group(kafka, brokers, topic, group, client)
+        yield Group(kafka, brokers, topic, group, protocol)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_an_offset_moved_while_the_group_is_stopped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -176,7 +176,7 @@ async def test_an_offset_moved_while_the_group_is_stopped_is_used(
     }
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_offsets_of_a_running_group_cannot_be_moved(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -196,7 +196,7 @@ async def test_offsets_of_a_running_group_cannot_be_moved(
     assert world.ran == {0: Counter(range(RECORDS))}
 
 
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
 async def test_an_offset_moved_while_a_member_is_dropped_is_used(
     world: Group, kafka: SharedKafka, topic: str, group: str
 ) -> None:

@@ -20,27 +20,16 @@ from tests.guarantees.checks import (
 from tests.guarantees.observations import Kind
 from tests.guarantees.scenario import Scenario, even_keys, skewed_keys
 
-on_all_clients = pytest.mark.parametrize(
-    "client",
-    [
-        "aiokafka",
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("eager", "cooperative", "KIP-848")),
-    ],
+on_classic_at_least = pytest.mark.parametrize(
+    "protocol", ["classic", *(pytest.param(protocol, marks=pytest.mark.chaos) for protocol in ("eager", "consumer"))]
 )
-on_one_client = pytest.mark.parametrize(
-    "client",
-    [
-        "cooperative",
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in ("eager", "aiokafka", "KIP-848")),
-    ],
+on_consumer_at_least = pytest.mark.parametrize(
+    "protocol", ["consumer", *(pytest.param(protocol, marks=pytest.mark.chaos) for protocol in ("eager", "classic"))]
 )
-"""The other clients are among the long tests."""
-on_the_second_too = pytest.mark.parametrize(
-    "client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)]
-)
+"""The other protocols are among the long tests."""
 
 
-@on_one_client
+@on_consumer_at_least
 @pytest.mark.timeout(180)
 async def test_a_rolling_restart_under_load_loses_repeats_and_reorders_nothing(scenario: Scenario) -> None:
     await roll(scenario, records=12_000, restarts=1)
@@ -73,7 +62,7 @@ async def roll(scenario: Scenario, *, records: int, restarts: int) -> None:
 
 
 @pytest.mark.chaos
-@on_one_client
+@on_consumer_at_least
 @pytest.mark.timeout(180)
 async def test_kill_9_at_any_moment_loses_and_reorders_nothing(scenario: Scenario) -> None:
     await kill_at_random(scenario, seed=2, rounds=5)
@@ -115,7 +104,7 @@ async def kill_at_random(scenario: Scenario, *, seed: int, rounds: int) -> None:
 
 
 @pytest.mark.chaos
-@on_all_clients
+@on_classic_at_least
 async def test_a_member_joins_while_handlers_run_and_nothing_runs_twice(scenario: Scenario) -> None:
     await scenario.create(partitions=8)
     first = scenario.start("a", base=0.1, spread=0.4, report_intake=True)
@@ -140,7 +129,7 @@ async def test_a_member_joins_while_handlers_run_and_nothing_runs_twice(scenario
     assert len(ownerships) == len({partition for partition, _ in ownerships}), "each was one uninterrupted ownership"
 
 
-@on_the_second_too
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
 async def test_under_latest_a_crash_before_the_first_commit_loses_nothing(scenario: Scenario) -> None:
     await scenario.create(partitions=4)
     await scenario.kafka.produce(scenario.topic, [(b"old-%d" % number, None) for number in range(100)])
@@ -161,7 +150,7 @@ async def test_under_latest_a_crash_before_the_first_commit_loses_nothing(scenar
     await scenario.verify(*SAFE)
 
 
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
 async def test_a_kill_repeats_at_most_a_few_thousand_records(scenario: Scenario) -> None:
     """The commit interval alone would repeat all that was done in it."""
     await scenario.create(partitions=8)
@@ -176,7 +165,7 @@ async def test_a_kill_repeats_at_most_a_few_thousand_records(scenario: Scenario)
     await scenario.verify(*SAFE, NoDuplicates(budget=6_000))
 
 
-@on_all_clients
+@on_classic_at_least
 async def test_a_frozen_member_commits_nothing_for_partitions_it_lost(
     scenario: Scenario,
 ) -> None:
@@ -203,7 +192,7 @@ async def test_a_frozen_member_commits_nothing_for_partitions_it_lost(
         for seen in scenario.observations.of("a.1", Kind.STARTED)
         if seen.at > thawed and (seen.partition, seen.epoch) in before
     ]
-    if scenario.client == "KIP-848":
+    if scenario.protocol == "consumer":
         # It looks at the clock before each start; the one of that moment may be reported late.
         assert len(stale) <= 1, f"it started {len(stale)} records that were not its own"
     else:

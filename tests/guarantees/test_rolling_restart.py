@@ -17,7 +17,7 @@ from tests.guarantees.behaviour import Behaviour
 from tests.guarantees.checks import DEPLOYED, SAFE
 from tests.guarantees.observations import Kind, RecordId, Seen
 from tests.guarantees.pauses import Pause, idle_workers, pauses
-from tests.guarantees.scenario import SHORT, Client, Scenario
+from tests.guarantees.scenario import SHORT, GroupProtocol, Scenario
 
 NAMES = "abc"
 PARTITIONS = 6
@@ -40,7 +40,7 @@ EVERY = 0.05
 class Membership:
     """One way to be a member of the group, and how long a kept partition may pause in it, in seconds."""
 
-    client: Client
+    protocol: GroupProtocol
     idle: float
     """A worker, while records are in memory."""
     pause: float
@@ -56,10 +56,9 @@ class Membership:
 EAGER = HEARTBEAT + SLOWEST + JOIN
 MEMBERSHIPS = {
     "eager": Membership("eager", idle=EAGER, pause=EAGER),
-    "static": Membership("aiokafka", idle=UNNOTICED, pause=UNNOTICED, static=True),
-    "default": Membership("aiokafka", idle=UNNOTICED, pause=SLOWEST + 0.5),
-    "cooperative": Membership("cooperative", idle=UNNOTICED, pause=SLOWEST + 0.5),
-    "KIP-848": Membership("KIP-848", idle=UNNOTICED, pause=SLOWEST + 0.5),
+    "static": Membership("classic", idle=UNNOTICED, pause=UNNOTICED, static=True),
+    "classic": Membership("classic", idle=UNNOTICED, pause=SLOWEST + 0.5),
+    "consumer": Membership("consumer", idle=UNNOTICED, pause=SLOWEST + 0.5),
 }
 
 
@@ -67,8 +66,8 @@ MEMBERSHIPS = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("shards", [pytest.param(None, id=pytest.HIDDEN_PARAM)])  # a fixed shard's worker may idle
 @pytest.mark.parametrize(
-    ("membership", "client"),
-    [pytest.param(membership, membership.client, id=name) for name, membership in MEMBERSHIPS.items()],
+    ("membership", "protocol"),
+    [pytest.param(membership, membership.protocol, id=name) for name, membership in MEMBERSHIPS.items()],
 )
 async def test_replacing_three_members_in_turn_leaves_kept_partitions_running(
     scenario: Scenario, membership: Membership

@@ -13,7 +13,7 @@ from tests.guarantees.observations import Kind
 from tests.guarantees.scenario import Scenario, even_keys
 
 
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("cooperative", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.chaos)])
 async def test_kill_9_of_the_app_leaves_no_worker_process_and_loses_nothing(scenario: Scenario) -> None:
     """One of its processes computes forever, and no parent is left to end it."""
     settings = {"processes": 2, "session_timeout": 3, "rebalance_timeout": 8}

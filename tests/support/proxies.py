@@ -62,13 +62,15 @@ class Rule:
         met: Set when there is one.
     """
 
-    effect: Literal["delay", "cut", "swallow", "hold", "strand", "answer"]
+    effect: Literal["delay", "cut", "swallow", "hold", "strand", "answer", "reply", "watch"]
     node: int | None
     api_key: int | None
     client_id: str | None
     end: Callable[["Rule"], None]
     seconds: float = 0.0
     change: Change | None = None
+    times: int | None = None
+    """It is lifted after so many requests."""
     requests: list[Request] = field(default_factory=list)
     met: asyncio.Event = field(default_factory=asyncio.Event)
     lifted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -169,10 +171,32 @@ class Proxies:
         return self._add(Rule("strand", node, api_key, client_id, self._rules.remove))
 
     def answer(
-        self, change: Change, *, node: int | None = None, api_key: int | None = None, client_id: str | None = None
+        self,
+        change: Change,
+        *,
+        node: int | None = None,
+        api_key: int | None = None,
+        client_id: str | None = None,
+        times: int | None = None,
     ) -> Rule:
-        """Let the broker answer, and the client get another answer or lose the connection."""
-        return self._add(Rule("answer", node, api_key, client_id, self._rules.remove, change=change))
+        """Let the broker answer, and the client get another answer or lose the connection; so many *times*."""
+        return self._add(Rule("answer", node, api_key, client_id, self._rules.remove, change=change, times=times))
+
+    def reply(
+        self,
+        change: Change,
+        *,
+        node: int | None = None,
+        api_key: int | None = None,
+        client_id: str | None = None,
+        times: int | None = None,
+    ) -> Rule:
+        """Answer in place of the broker, which does not get the request; *change* has no answer of it then."""
+        return self._add(Rule("reply", node, api_key, client_id, self._rules.remove, change=change, times=times))
+
+    def watch(self, *, node: int | None = None, api_key: int | None = None, client_id: str | None = None) -> Rule:
+        """Change nothing; `Rule.requests` has those that come, unless an earlier rule keeps them."""
+        return self._add(Rule("watch", node, api_key, client_id, self._rules.remove))
 
     def clear(self) -> None:
         """Lift all rules; requests that are stranded stay so."""
@@ -209,7 +233,7 @@ class Proxies:
             awaited: dict[int, tuple[Rule, Request]] = {}
             async with asyncio.TaskGroup() as group:  # the first that ends raises, and so ends the others
                 group.create_task(_read_requests(connection, reader, arrived))
-                group.create_task(self._pass_requests(connection, arrived, requests, awaited))
+                group.create_task(self._pass_requests(connection, arrived, requests, writer, awaited))
                 group.create_task(_pass_answers(connection, answers, writer, awaited))
         except* (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # a side has closed it, or a rule has
@@ -230,30 +254,49 @@ class Proxies:
         connection: _Connection,
         arrived: asyncio.Queue[tuple[float, Request]],
         writer: asyncio.StreamWriter,
+        client: asyncio.StreamWriter,
         awaited: dict[int, tuple[Rule, Request]],
     ) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             at, request = await arrived.get()
+            is_answered = False
             for rule in [rule for rule in self._rules if rule.covers(request.node, request.client_id, request.api_key)]:
                 rule.requests.append(request)
                 rule.met.set()
-                match rule.effect:
-                    case "delay":
-                        await asyncio.sleep(at + rule.seconds - loop.time())
-                    case "cut":
-                        raise ConnectionAbortedError
-                    case "swallow":
-                        connection.silenced = rule
-                    case "hold":
-                        await rule.lifted.wait()
-                    case "strand":
-                        self._strand(rule, connection)
-                        raise ConnectionAbortedError
-                    case "answer":
-                        awaited[request.correlation_id] = rule, request
-            if connection.silenced is None:
+                if len(rule.requests) == rule.times:
+                    rule.lift()
+                if rule.effect == "answer":
+                    awaited[request.correlation_id] = rule, request
+                elif rule.effect == "reply":
+                    await _reply(rule, request, client)
+                    is_answered = True
+                else:
+                    await self._delay(rule, connection, at)
+            if connection.silenced is None and not is_answered:
                 await _write(writer, request.frame)
+
+    async def _delay(self, rule: Rule, connection: _Connection, arrived_at: float) -> None:
+        """Let a rule keep a request of a connection for a while, or for good."""
+        match rule.effect:
+            case "delay":
+                await asyncio.sleep(arrived_at + rule.seconds - asyncio.get_running_loop().time())
+            case "cut":
+                raise ConnectionAbortedError
+            case "swallow":
+                connection.silenced = rule
+            case "hold":
+                await rule.lifted.wait()
+            case "strand":
+                self._strand(rule, connection)
+                raise ConnectionAbortedError
+
+
+async def _reply(rule: Rule, request: Request, client: asyncio.StreamWriter) -> None:
+    assert rule.change is not None
+    answer = rule.change(request, b"")
+    if answer is None:
+        raise ConnectionAbortedError
+    await _write(client, answer)
 
 
 async def _read_requests(

@@ -103,7 +103,7 @@ def test_group_settings_are_refused_with_assign(name: str, value: object) -> Non
 
 
 def test_kip_848_is_refused_with_assign() -> None:
-    message = refusal(assign="orders:0", client="confluent", group_protocol="consumer")
+    message = refusal(assign="orders:0", group_protocol="consumer")
     assert "group_protocol='consumer' has no effect with assign" in message
 
 

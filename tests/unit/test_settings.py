@@ -6,11 +6,10 @@ import math
 import os
 import pickle
 import pprint
-import re
 import ssl
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiokafka
 import pytest
@@ -21,7 +20,6 @@ from aioshard.errors import AioshardError, SettingsError
 from aioshard.settings import (
     CLIENT_OPTIONS,
     OWNED_OPTIONS,
-    SHOWN_OPTIONS,
     Settings,
     default_of,
     misspelled_variables,
@@ -45,7 +43,7 @@ def pem(tmp_path: Path) -> str:
     return str(path)
 
 
-CONSUMER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
+CONSUMER: dict[str, Any] = {"group_protocol": "consumer"}
 
 
 def refusal(**values: Any) -> str:
@@ -206,6 +204,23 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_the_limit(name: str, 
     assert ("(default: " in message) == (default_of(name) != "None")
 
 
+@pytest.mark.parametrize("client", ["confluent", "aiokafka"])
+def test_the_former_choice_of_a_client_is_refused(client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignored, it would move an app to another client in silence."""
+    advice = "is not a setting any more: aioshard has one Kafka client"
+    assert refusal(client=client).startswith(f"client={client!r} {advice}")
+    with pytest.raises(SettingsError, match=advice):
+        Settings().replace(client=client)
+    dotenv = tmp_path / ".env"
+    dotenv.write_text(f"AIOSHARD_CLIENT={client}\n")
+    assert f"client={client!r} {advice}" in refusal(_env_file=dotenv)
+    monkeypatch.setenv("AIOSHARD_CLIENT", client)
+    assert refusal().startswith(f"AIOSHARD_CLIENT={client!r} {advice}")
+    assert refusal(session_timeout=-1).startswith("2 settings were refused:")
+    monkeypatch.setenv("AIOSHARD_CLIENT", "")
+    assert Settings().group_protocol == "auto", "an empty variable is unset"
+
+
 def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_COMMIT_TIMEOUT", "5s")
     assert refusal().startswith("AIOSHARD_COMMIT_TIMEOUT='5s' is refused: ")
@@ -268,7 +283,6 @@ def test_drain_timeout_none_is_computed() -> None:
 
 MODES: list[dict[str, Any]] = [
     {},
-    {"client": "confluent"},
     {"processing_guarantee": "exactly_once"},
     CONSUMER,
     {"group_protocol": "consumer", "processing_guarantee": "exactly_once"},
@@ -298,7 +312,6 @@ NOT_OF_CONSUMERS = {"session_timeout", "heartbeat_interval"}
 def contradict(timeouts: dict[str, float], mode: dict[str, Any]) -> bool:
     """Whether the timeouts cannot be used together, for any values of the others."""
     exactly_once = "processing_guarantee" in mode
-    is_classic_confluent = "client" in mode and "group_protocol" not in mode
 
     def part(name: str) -> float:
         return timeouts.get(name, 0.0)
@@ -307,14 +320,12 @@ def contradict(timeouts: dict[str, float], mode: dict[str, Any]) -> bool:
         return timeouts.get(name, math.inf)
 
     needed = part("drain_timeout") + (2 if exactly_once else 1) * part("commit_timeout") + part("heartbeat_interval")
-    session = max(part("session_timeout"), 3 * part("heartbeat_interval"))
     left = timeouts.get("rebalance_timeout", math.inf) - timeouts.get("drain_timeout", -math.inf)
     is_tight = left < least_beside_drain(timeouts.get("rebalance_timeout", math.inf))
     return (
         (is_tight and not timeouts.keys() >= {"commit_timeout", "heartbeat_interval"})
         or limit("session_timeout") < 3 * part("heartbeat_interval")
         or limit("rebalance_timeout") <= needed
-        or (is_classic_confluent and limit("rebalance_timeout") < session)
         or (exactly_once and limit("transaction_timeout") <= part("drain_timeout") + part("commit_timeout"))
     )
 
@@ -328,53 +339,26 @@ def test_a_single_timeout_is_never_refused(mode: dict[str, Any], name: str, valu
 
 
 @pytest.mark.parametrize(
-    ("values", "advice"),
-    [
-        (
-            {"client": "confluent", "security_protocol": "SASL_SSL", "sasl_mechanism": "GSSAPI"},
-            "use client='aiokafka', or PLAIN or SCRAM",
-        ),
-    ],
-)
-def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, Any], advice: str) -> None:
-    message = refusal(**values)
-    assert "is not available in this version" in message
-    assert advice in message
-
-
-@pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"client": "confluent", "assignor": "lag"}, "'lag' is not available with client='confluent'"),
         ({"assignor": "fair", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
-        ({"client": "confluent", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
         ({"balance_interval": 60}, "balance_interval=60 s has no effect here"),
-        (
-            {"client": "confluent", "rebalance_timeout": 30, "session_timeout": 45},
-            "raise rebalance_timeout to 45 s or lower session_timeout",
-        ),
-        (
-            {"client": "confluent", "rebalance_timeout": 30, "heartbeat_interval": 15},
-            "raise rebalance_timeout to 45 s or lower heartbeat_interval",
-        ),
         (CONSUMER | {"session_timeout": 45}, "session_timeout=45 s has no effect under group_protocol='consumer'"),
         (
             CONSUMER | {"heartbeat_interval": 3},
             "remove it here, and run `aioshard group configure GROUP --heartbeat-interval 3`",
         ),
         (
-            {"group_protocol": "consumer", "session_timeout": 30.25, "heartbeat_interval": 3},
+            CONSUMER | {"session_timeout": 30.25, "heartbeat_interval": 3},
             (
                 "session_timeout=30.25 s and heartbeat_interval=3 s have no effect under group_protocol='consumer', "
                 "where the brokers keep the times of the group: remove them here, and run `aioshard group configure "
                 "GROUP --session-timeout 30.25 --heartbeat-interval 3`"
             ),
         ),
-        (CONSUMER | {"assignor": "sticky"}, "use client_options={'group.remote.assignor': …}"),
-        ({"group_protocol": "consumer", "session_timeout": 45}, "session_timeout=45 s has no effect"),
-        ({"group_protocol": "consumer", "assignor": "sticky"}, "use client_options={'group_remote_assignor': …}"),
-        ({"group_protocol": "consumer", "reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
-        ({"group_protocol": "consumer", "balance_interval": 60}, "balance_interval=60 s has no effect here"),
+        (CONSUMER | {"assignor": "sticky"}, "use client_options={'group_remote_assignor': …}"),
+        (CONSUMER | {"reassignment_delay": 30}, "reassignment_delay=30 s has no effect here"),
+        (CONSUMER | {"balance_interval": 60}, "balance_interval=60 s has no effect here"),
         (
             {"group_protocol": "classic", "client_options": {"group_remote_assignor": "range"}},
             "'group_remote_assignor', which has no effect",
@@ -385,7 +369,7 @@ def test_unimplemented_settings_are_refused_and_not_ignored(values: dict[str, An
         ),
     ],
 )
-def test_unsupported_client_and_protocol_settings_are_refused(values: dict[str, Any], reason: str) -> None:
+def test_settings_of_the_other_group_protocol_are_refused(values: dict[str, Any], reason: str) -> None:
     assert reason in refusal(**values)
 
 
@@ -394,29 +378,6 @@ def test_session_variables_are_refused_when_the_broker_sets_the_session(
 ) -> None:
     monkeypatch.setenv("AIOSHARD_SESSION_TIMEOUT", "45")
     assert "`aioshard group configure GROUP --session-timeout 45`" in refusal(**CONSUMER)
-
-
-@pytest.mark.parametrize(("client", "assignor"), [("aiokafka", "cooperative-fair"), ("confluent", "sticky")])
-@pytest.mark.parametrize("values", [{}, {"assignor": None}])
-def test_the_default_assignor_is_the_incremental_one_of_the_client(
-    client: Literal["aiokafka", "confluent"], assignor: str, values: dict[str, Any]
-) -> None:
-    assert Settings(client=client, **values).assignor == assignor
-    assert Settings(**values).replace(client=client).assignor == assignor
-
-
-@pytest.mark.parametrize(
-    "values", [{"client": "confluent"}, CONSUMER, CONSUMER | {"client_options": {"group.remote.assignor": "range"}}]
-)
-def test_supported_settings_of_the_second_client_are_accepted(values: dict[str, Any]) -> None:
-    assert Settings(**values).client == "confluent"
-
-
-@pytest.mark.parametrize("option", ["enable.auto.commit", "enable_auto_commit", "debug", "queued.min.messages"])
-def test_options_of_the_second_client_that_aioshard_sets_are_refused(option: str) -> None:
-    assert f"client_options has {option!r}, which is refused" in refusal(
-        client="confluent", client_options={option: True}
-    )
 
 
 @pytest.mark.parametrize("instance", ["a b", "..", "ü", "a/b"])
@@ -540,21 +501,9 @@ class TokenProvider:
         return "TokenProvider(secret='user-secret')"
 
 
-SECRET_OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("confluent", {"ssl.key.pem": "user-secret"}),
-    ("confluent", {"ssl.keystore.password": "user-secret"}),
-    ("confluent", {"sasl.oauthbearer.client.secret": "user-secret"}),
-    ("confluent", {"sasl_oauthbearer_config": "user-secret"}),
-    ("confluent", {"an.option.of.tomorrow": "user-secret"}),
-    ("confluent", {"an.option.of.tomorrow": {"nested": ["user-secret"]}}),
-    ("confluent", {"oauth_cb": TokenProvider()}),
-    ("aiokafka", {"sasl_oauth_token_provider": TokenProvider()}),
-]
-
-
-@pytest.mark.parametrize(("client", "options"), SECRET_OPTIONS, ids=lambda value: str(value)[:40])
-def test_client_options_that_may_be_secret_are_masked(client: Any, options: dict[str, Any]) -> None:
-    settings = Settings(client=client, client_options=options)
+def test_client_options_that_may_be_secret_are_masked() -> None:
+    options = {"sasl_oauth_token_provider": TokenProvider()}
+    settings = Settings(client_options=options)
     shown = [
         repr(settings),
         str(settings),
@@ -572,17 +521,11 @@ def test_client_options_that_may_be_secret_are_masked(client: Any, options: dict
 
 
 def test_client_options_known_to_be_harmless_are_shown() -> None:
-    options = {"reconnect.backoff.ms": 50, "client.rack": "eu-1a", "socket.keepalive.enable": True, "unknown": False}
-    settings = Settings(client="confluent", client_options=options)
+    options = {"fetch_min_bytes": 50, "client_rack": "eu-1a"}
+    settings = Settings(client_options=options)
     assert settings.asdict()["client_options"] == options
     assert repr(options) in repr(settings)
     assert pickle.loads(pickle.dumps(settings)) == settings
-
-
-def test_no_option_that_may_be_shown_is_named_like_a_secret() -> None:
-    assert [name for name in SHOWN_OPTIONS if re.search("pem|password|secret|token_provider$|config", name)] == [
-        "sasl_oauth_token_provider"
-    ], "an object, which is shown as its type only"
 
 
 @pytest.mark.parametrize(

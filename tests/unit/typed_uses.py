@@ -29,10 +29,10 @@ class Order:
 # Settings
 
 app = App("billing", bootstrap_servers="localhost:9092", commit_interval=0.5, drain_timeout=None)
-App("billing", bootstrap_servers=["one:9092", "two:9092"], assign={"orders": range(3)}, client="confluent")
+App("billing", bootstrap_servers=["one:9092", "two:9092"], assign={"orders": range(3)}, assignor="lag")
 App("billing", bootstrap_server="localhost:9092")  # wrong: no such setting
 App("billing", commit_interval="soon")  # wrong: not a number
-App("billing", client="librdkafka")  # wrong: not a client
+App("billing", group_protocol="newest")  # wrong: not a protocol
 App()  # wrong: no group
 app.configure(max_buffered_records=1_000)
 app.configure(max_buffered_record=1_000)  # wrong: no such setting

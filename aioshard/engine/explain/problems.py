@@ -36,7 +36,7 @@ def _remedy(engine: Engine) -> str:
     standstill = engine.standstill
     if engine.trouble.why is None and standstill is not None:
         if standstill == engine.hang:
-            return "wait: the app replaces the client, and runs the records of the failed transaction again"
+            return "check that the brokers answer and allow the request; records of an aborted transaction run again"
         if standstill == engine.absence:
             return "create the topic, correct its name in the handler, or grant this user DESCRIBE on it"
         if standstill == engine.slow_join:

@@ -109,7 +109,7 @@ class GroupAssignor:
             backlogs: The uncommitted records of partitions, where they are known. They count for more than what
                 members report.
         """
-        before = _partitions(election.before)
+        before = _partitions(election.assigned_before)
         if election.generation != self._generation + 1:  # another member has led the group since, or nobody
             self._delayed.forget(before)
             self._moving = {}

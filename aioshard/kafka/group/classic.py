@@ -104,7 +104,7 @@ class Elected:
     protocol: str
     """The name of the assignor that all members have."""
     members: Mapping[str, Subscription]
-    before: Mapping[str, frozenset[int]] | None = None
+    assigned_before: Mapping[str, frozenset[int]] | None = None
     """The partitions in the assignment before this election, by topic, if it was ours, or that of a predecessor with
     our instance id; None if another member led."""
 
@@ -214,8 +214,8 @@ class _Lead:
         """The assignments that our sync brings, by member id."""
         self.assigned_from: Mapping[str, frozenset[int]] | None = None
         """The partitions that existed when we assigned them; None if another member leads."""
-        self.before: Mapping[str, frozenset[int]] | None = None
-        """The partitions in the latest assignment that the group has received from us; see `Elected.before`."""
+        self.confirmed_from: Mapping[str, frozenset[int]] | None = None
+        """Like `assigned_from`, of the latest assignment that the group has received; see `Elected.assigned_before`."""
         self.known: dict[str, frozenset[int]] = {}
         """The partitions of topics, as far as they were reported."""
         self.rejoin_at = math.inf
@@ -231,7 +231,7 @@ class _Lead:
     def confirm(self) -> None:
         """Accept that the group has an assignment, from us or from another leader."""
         if self.assigned_from is not None:
-            self.before = self.assigned_from
+            self.confirmed_from = self.assigned_from
 
     def elect(self, election: Elected) -> None:
         """Wait for an assignment."""
@@ -305,7 +305,7 @@ class ClassicMember:
         self._heartbeat_due = math.inf
 
         self._lead = _Lead()
-        self._before: DescribedGroup | None = None
+        self._group_before_join: DescribedGroup | None = None
         """The group before we joined as a static member; None if it could not be described."""
         self._was_described = instance_id is None
 
@@ -517,7 +517,7 @@ class ClassicMember:
 
     def _take_description(self, answer: Described, now: float) -> None:
         """Join in any case: without a description, we have the group rebalance afterwards."""
-        self._before = answer.group
+        self._group_before_join = answer.group
         self._was_described = True
         self._due = now
 
@@ -557,10 +557,10 @@ class ClassicMember:
         self._state = _State.SYNCING
         if answer.leader == answer.member_id and not answer.skips_assignment:
             members = {member_id: read_subscription(content) for member_id, content in answer.members.items()}
-            self._lead.elect(Elected(answer.generation, answer.protocol, members, self._lead.before))
+            self._lead.elect(Elected(answer.generation, answer.protocol, members, self._lead.confirmed_from))
             self._state = _State.LEADING
             return
-        self._lead.before = None
+        self._lead.confirmed_from = None
         if self._instance_id is not None and not request.member_id:
             self._replace_predecessor(self._instance_id, answer)
 
@@ -569,7 +569,7 @@ class ClassicMember:
 
         It also keeps the one of a leader, whom it names by the member id that the predecessor had.
         """
-        group = self._before
+        group = self._group_before_join
         predecessor = None if group is None else group.instances.get(instance_id)
         if group is None or (answer.skips_assignment and (predecessor is None or not group.is_stable)):
             self._rejoin_reason = "a static member does not know what its predecessor left"
@@ -874,7 +874,7 @@ class ClassicMember:
         self._holdings.lose(reason)
         self._session.forget()
         self._lead.end()
-        self._lead.before = None
+        self._lead.confirmed_from = None
         self._generation = NOT_A_MEMBER
         if self._state is not _State.JOINING:
             self._state = _State.OUT

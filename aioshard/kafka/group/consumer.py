@@ -221,6 +221,11 @@ class ConsumerMember:
         return self._session
 
     @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats, as far as the coordinator has said it."""
+        return self._interval
+
+    @property
     def answered_at(self) -> float:
         """When the latest heartbeat was sent that the coordinator answered; minus infinity outside the group."""
         return self._answered_at if self._holdings.is_member else -math.inf

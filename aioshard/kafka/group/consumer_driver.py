@@ -180,8 +180,11 @@ class ConsumerDriver(GroupDriver[ConsumerMember, Event]):
 
     @property
     def inherits_within(self) -> float:
-        """See `Transport.inherits_within`. Members join while the group still counts dead ones."""
-        return self.session
+        """See `Transport.inherits_within`. Members join while the group still counts dead ones.
+
+        The group says that it has removed one in its answer to our next heartbeat.
+        """
+        return self.session + self._member.interval
 
     def subscribe(self, topics: Collection[str]) -> None:
         """See `GroupDriver.subscribe`."""

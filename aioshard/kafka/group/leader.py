@@ -95,8 +95,9 @@ class Leader:
             backlogs = await self._backlogs(everything)
         now = self._driver.clock()
         plan = self._assignor.assign(election, partitions, now, backlogs)
-        self._report(plan, partitions, now)
+        self._log(plan, partitions, now)
         self._driver.lead(election, plan.assignments, partitions, rejoin_at=plan.rejoin_at)
+        self._report_partitions()  # they may have changed while we asked for the backlogs
 
     async def _partitions_of(self, election: Elected) -> dict[str, list[int]] | None:
         """Look up the partitions of the members' topics; None if there is a later election first.
@@ -115,7 +116,7 @@ class Leader:
             return {topic: sorted(self._cluster.metadata.partitions(topic)) for topic in sorted(topics)}
         return None
 
-    def _report(self, plan: Plan, partitions: Mapping[str, Collection[int]], now: float) -> None:
+    def _log(self, plan: Plan, partitions: Mapping[str, Collection[int]], now: float) -> None:
         denied = self._cluster.metadata.denied
         absent = [topic for topic, numbers in partitions.items() if not numbers]
         if absent:
@@ -136,11 +137,15 @@ class Leader:
         metadata = self._cluster.metadata
         while True:
             version = metadata.version
-            watched = self._driver.watched
-            self._cluster.follow(watched)
-            certain = (metadata.missing | frozenset(metadata.topics)) & watched
-            self._driver.partitions_changed({topic: list(metadata.partitions(topic)) for topic in certain})
+            self._report_partitions()
             await self._cluster.updated_after(version)
+
+    def _report_partitions(self) -> None:
+        metadata = self._cluster.metadata
+        watched = self._driver.watched
+        self._cluster.follow(watched)
+        certain = (metadata.missing | frozenset(metadata.topics)) & watched
+        self._driver.partitions_changed({topic: list(metadata.partitions(topic)) for topic in certain})
 
     async def _balance(self) -> None:
         """Have the group rebalance once two looks in a row have found unequal backlogs."""

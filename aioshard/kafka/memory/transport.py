@@ -297,7 +297,7 @@ class InMemoryTransport:
 
     @property
     def hang(self) -> str | None:
-        """See `Transport.hang`: no call waits for longer than the test says."""
+        """See `Transport.hang`: no transaction waits for longer than the test says."""
         return None
 
     @property

@@ -4,7 +4,7 @@ import enum
 import uuid
 from typing import Final
 
-from aioshard.errors import ClientLostError, StateError, TransactionalIdTakenError, TransportError
+from aioshard.errors import ClientLostError, StateError
 from aioshard.kafka.batches import Identity
 from aioshard.records import TopicPartition
 
@@ -38,24 +38,27 @@ class TransactionalId:
 
     Invariants:
         * A transaction begins only in an epoch in which no request of an earlier transaction can still arrive.
-        * After the first time, a new epoch is requested with the id and epoch of the one before. So a process that has
-          taken over the transactional id is never fenced by an older one.
+        * After the first time, a client requests a new epoch with the id and epoch of the one before. So it never
+          fences a process that has taken over the transactional id.
+        * Of the first protocol, a new epoch is requested when no transaction is open: brokers abort an open one in an
+          epoch that they name to nobody, and then refuse the one before.
         * Every new epoch begins with sequence number 0 in each partition.
     """
 
-    def __init__(self, name: str, *, is_static: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         """Know nothing yet.
 
         Args:
             name: The transactional id, which is unique among running processes.
-            is_static: Whether a later process may have it too, in place of this one.
         """
         self.name = name
-        self.is_static = is_static
         self.version = Version.FIRST
         """The protocol of the current epoch."""
         self._identity: Identity | None = None
         self._phase = _Phase.STALE
+        self.unfinished: bool | None = None
+        """How to end the transaction that may be open before a new epoch is requested: whether by a commit. None if
+        the request of a new epoch ends it, or none is open."""
         self._sequences: dict[TopicPartition, int] = {}
 
     def __str__(self) -> str:
@@ -114,6 +117,12 @@ class TransactionalId:
         self._expect(_Phase.OPEN)
         self._phase = _Phase.ENDING
 
+    def refuse_commit(self) -> None:
+        """Note that the commit was refused: the transaction may be open, but must not be committed any more."""
+        self._expect(_Phase.ENDING)
+        self._phase = _Phase.OPEN
+        self.fail()
+
     def commit(self, following: Identity | None, *, is_in_doubt: bool) -> None:
         """Note that the transaction was committed.
 
@@ -132,8 +141,16 @@ class TransactionalId:
 
     def fail(self) -> None:
         """Note that the transaction was not committed, or that nobody knows: the next epoch ends it."""
-        if self._phase in (_Phase.OPEN, _Phase.ENDING):
-            self._phase = _Phase.STALE
+        if self._phase not in (_Phase.OPEN, _Phase.ENDING):
+            return
+        if self.version is Version.FIRST:
+            self.unfinished = self._phase is _Phase.ENDING  # a commit that was requested may be executed later
+        self._phase = _Phase.STALE
+
+    def finish(self) -> None:
+        """Note that no transaction is open any more."""
+        self._expect(_Phase.STALE)
+        self.unfinished = None
 
     def forget(self) -> None:
         """Note that the brokers have forgotten the transactional id, because nobody used it for days."""
@@ -153,13 +170,11 @@ class TransactionalId:
         self._sequences[partition] = (self.sequence(partition) + messages) % _MOST_SEQUENCE
 
     @property
-    def end(self) -> TransportError | None:
-        """The reason why no transaction can begin any more, if there is one."""
+    def end(self) -> ClientLostError | None:
+        """The reason why this client can begin no transaction any more, if there is one."""
         if not self.is_fenced:
             return None
-        if self.is_static:
-            return TransactionalIdTakenError(self.name)
-        return ClientLostError(f"the brokers have fenced {self}; a new client begins with another one")
+        return ClientLostError(f"somebody else has requested a newer epoch of {self}; a new client is needed")
 
     def _begin_epoch(self, identity: Identity) -> None:
         if identity != self._identity:
@@ -175,7 +190,11 @@ class TransactionalIds:
     """The transactional ids of the clients of a process, which follow one another.
 
     With a group instance id, all of them have the same: a restarted process ends at once what the one before has left
-    open. Without one, each process has its own, and a client that was fenced is followed by one with another id.
+    open. Without one, each process has its own.
+
+    A client that was fenced is followed by one that begins anew, without the epoch of the one before. It joins the
+    group again and reads the committed offsets again. If another process has the same group instance id, the group
+    tells.
     """
 
     def __init__(self, group_id: str, instance_id: str | None) -> None:
@@ -192,10 +211,9 @@ class TransactionalIds:
 
     def for_client(self) -> TransactionalId:
         """Return the transactional id of the next client."""
-        if self._latest.is_fenced and not self._latest.is_static:
+        if self._latest.is_fenced:
             self._latest = self._choose()
         return self._latest
 
     def _choose(self) -> TransactionalId:
-        last = self._instance_id or uuid.uuid4().hex
-        return TransactionalId(f"{self._group_id}:{last}", is_static=self._instance_id is not None)
+        return TransactionalId(f"{self._group_id}:{self._instance_id or uuid.uuid4().hex}")

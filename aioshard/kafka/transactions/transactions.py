@@ -33,7 +33,7 @@ from aioshard.kafka.transactions.outputs import OutputTopics
 from aioshard.kafka.transactions.writes import PartitionWrites, Writes, by_leader
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
 from aioshard.kafka.wire.codes import error_for
-from aioshard.kafka.wire.errors import BrokerError, WireError
+from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, WireError
 from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
@@ -89,8 +89,8 @@ class Transactions:
         * When `settle` or a later call returns, no earlier transaction of ours is open or undecided.
         * The commit is requested only after every message and every offset was acknowledged. No abort follows it:
           repeated, it tells its own outcome.
-        * Each failure is followed by a new epoch, which aborts what is open. The brokers refuse requests of the old
-          epoch that arrive later.
+        * Each failure is followed by a new epoch. The brokers refuse requests of the old epoch that arrive later. In
+          the second protocol, the request of it aborts what is open; in the first one, an abort precedes it.
     """
 
     def __init__(
@@ -268,17 +268,17 @@ class Transactions:
         self._looked_up_at = time.monotonic()
 
     async def _renew(self, call: Call) -> None:
-        """Request a new epoch. That aborts the open transaction, if there is one, and waits until it has ended.
+        """Request a new epoch, and wait until the open transaction has ended, if there is one.
 
         Raises:
             _ExpiredError: The brokers have forgotten the transactional id.
-            TransactionalIdTakenError: A newer process has the id of our group instance id.
-            ClientLostError: Somebody else has fenced the id.
+            ClientLostError: Somebody else has requested a newer epoch.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
             CommitError: The brokers did not answer in time.
         """
         await self._look_up_version(call)
+        await self._finish(call)
         known = self._id.known
         request = INIT_PRODUCER_ID(
             transactional_id=self._id.name,
@@ -293,13 +293,27 @@ class Transactions:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
             case Meaning.FENCED if known is not None:
                 self._id.fence()
-                logger.warning("%s was fenced by another process, or by an operator", self._id)
                 raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
                 raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
             case _:
                 raise self._refusal(answer)
+
+    async def _finish(self, call: Call) -> None:
+        """End the open transaction before a new epoch is requested, if the protocol needs that.
+
+        Raises:
+            CommitError: The brokers did not answer in time.
+        """
+        is_commit = self._id.unfinished
+        if is_commit is None:
+            return
+        request = self._request(END_TXN, commit=is_commit)
+        await self._coordinator.ask(call, request, ON_COMMIT, _error_of)
+        # A refusal means that the coordinator has ended it already, or has given the epoch to another process: the
+        # answer to the next request tells.
+        self._id.finish()
 
     def _refusal(self, answer: Answer) -> Exception:
         """Return the error of an epoch that the brokers will refuse each time."""
@@ -374,7 +388,7 @@ class Transactions:
         return request
 
     def _failed(self, what: str, error: WireError | None) -> CommitError:
-        return CommitError(f"a transaction of group {self._group_id!r} was aborted, because {what}: {error}")
+        return CommitError(f"a transaction of {self._id} was aborted, because {what}: {error}")
 
     # Messages -------------------------------------------------------------------------
 
@@ -536,22 +550,20 @@ class Transactions:
             return
         # 1. It is committed: this attempt, or an earlier one.
         if answer.meaning is Meaning.DONE:
-            following = following_identity(answer.response)
-            self._id.commit(
-                None if following is None else Identity(*following), is_in_doubt=is_in_doubt or answer.is_in_doubt
-            )
+            self._id.commit(_following(answer.response), is_in_doubt=is_in_doubt or answer.is_in_doubt)
             self.counts.committed += 1
             self._note_stored(offsets)
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
         if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
+            self._id.refuse_commit()
             self.counts.aborted += 1
             raise self._failed("its commit was refused", answer.error)
         # 3. An earlier attempt may have been executed before the epoch changed.
         await self._decide(offsets, self._failed("its commit was refused", answer.error))
 
     async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
-        """Find out whether the transaction was committed: then all of its offsets are, and some were not before.
+        """Find out whether the transaction was committed, by its offsets: they were stored together, or none was.
 
         Raises:
             CommitError: It was not, or nobody can tell.
@@ -560,26 +572,37 @@ class Transactions:
         self._call = call = Call(self._timeout)
         call.must_end = True
         try:
-            await self._renew(call)  # afterwards, nothing of the transaction can happen any more
+            await self._renew_or_fence(call)  # afterwards, nothing of the transaction can happen any more
             stored = await self._committed(call, offsets)
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
-        # 1. It was not: they would be stored together.
-        if any(stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
+        ours = {name: _comparable(offset) for name, offset in offsets.items()}
+        changes = {name for name, offset in ours.items() if self._stored.get(name) != offset}
+        # 1. It was: an offset is what only this transaction has made it.
+        if any(stored.get(name) == ours[name] for name in changes):
+            self.counts.decided_committed += 1
+            self._note_stored(offsets)
+            logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+            return
+        # 2. It was not: an offset is what it was before.
+        if any(stored.get(name) == self._stored.get(name) for name in changes):
             self.counts.decided_aborted += 1
             raise unknown
-        # 2. They were stored before, as in a transaction with only the messages of parked records.
-        if not any(self._stored.get(name) != _comparable(offset) for name, offset in offsets.items()):
-            self.counts.undecided += 1
-            raise CommitError(f"nobody can tell whether a transaction that changes no offset was committed: {unknown}")
-        # 3. It was.
-        self.counts.decided_committed += 1
-        self._note_stored(offsets)
-        logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+        # 3. It changes no offset, as with only the messages of parked records, or others have committed since.
+        self.counts.undecided += 1
+        raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
 
     def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
         self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
+
+    async def _renew_or_fence(self, call: Call) -> None:
+        """Request a new epoch; another process that has one ends our transaction too."""
+        try:
+            await self._renew(call)
+        except TransportError:
+            if not self._id.is_fenced:
+                raise
 
     async def _committed(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]
@@ -611,6 +634,15 @@ def _causes(response: Any, partitions: Collection[TopicPartition]) -> dict[Topic
     refused = refused_offsets(response, partitions)
     causes = {name: error for name, error in refused.items() if error.code != _NOT_ATTEMPTED}
     return causes or refused
+
+
+def _following(response: Any) -> Identity | None:
+    """Return the identity of the next transaction; None if the answer to a commit does not name a whole one."""
+    try:
+        following = following_identity(response)
+    except IncompleteResponseError:
+        return None
+    return None if following is None else Identity(*following)
 
 
 def _comparable(offset: CommittedOffset) -> tuple[int, str]:

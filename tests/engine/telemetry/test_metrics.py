@@ -49,7 +49,6 @@ STATISTICS = dataclasses.replace(
     handlers=(HANDLER,),
     journal=JournalStatistics(written=900, waiting=100, dropped=5, files=2, trouble=None),
     loop_delays=WAITS,
-    client="aiokafka",
     rebalance_kinds=(
         RebalanceKindStatistics("assigned", 1, NOTHING),
         RebalanceKindStatistics("revoked", 2, DURATIONS),
@@ -231,9 +230,8 @@ def test_every_declared_metric_has_help_and_follows_the_naming_rules() -> None:
         assert not name.endswith(("_total", "_ms")), "prometheus_client adds _total; base units only"
 
 
-def test_build_info_has_the_versions() -> None:
-    labels = {"version": version(), "client": f"aiokafka {version('aiokafka')}"}
-    assert Scrape(FakeApp(STATISTICS)).value("aioshard_build_info", **labels) == 1
+def test_build_info_has_the_version() -> None:
+    assert Scrape(FakeApp(STATISTICS)).value("aioshard_build_info", version=version()) == 1
 
 
 def test_a_topic_has_the_queue_waits_of_its_handler() -> None:
@@ -277,7 +275,7 @@ DESIGNED = {
     "assigned_partitions": ("gauge", ()),
     "engine_state": ("gauge", ("state",)),
     "event_loop_delay_seconds": ("histogram", ()),
-    "build_info": ("info", ("version", "client")),
+    "build_info": ("info", ("version",)),
 }
 """Names that dashboards and alerts of users depend on: renaming one breaks them."""
 

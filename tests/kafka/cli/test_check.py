@@ -169,7 +169,7 @@ def test_secrets_are_masked(write: Write, check: Check) -> None:
         APP.replace(
             "commit_interval=0.5",
             "security_protocol='SASL_SSL', sasl_mechanism='PLAIN', sasl_username='u', sasl_password='hunter2', "
-            "client='confluent', client_options={'ssl.key.pem': 'hunter2'}",
+            "client_options={'sasl_oauth_token_provider': 'hunter2'}",
         ),
     )
     for arguments in (["shop:app"], ["shop:app", "--all"], ["shop:app", "--json"]):

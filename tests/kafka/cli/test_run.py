@@ -199,11 +199,10 @@ async def test_a_handler_that_outlasts_shutdown_exits_4_and_is_named(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 async def test_the_last_commit_survives_brokers_frozen_for_8_seconds(
-    own_kafka: KafkaBroker, start: Start, group: str, topic: str, client: str
+    own_kafka: KafkaBroker, start: Start, group: str, topic: str
 ) -> None:
-    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=60)
+    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, shutdown_timeout=60)
     await asyncio.sleep(8)  # that long the brokers are away
     own_kafka.thaw()
     assert await app.ends() == 0, app.errors
@@ -211,11 +210,10 @@ async def test_the_last_commit_survives_brokers_frozen_for_8_seconds(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
 async def test_an_unacknowledged_last_commit_exits_4_and_names_the_partition(
-    own_kafka: KafkaBroker, start: Start, topic: str, client: str
+    own_kafka: KafkaBroker, start: Start, topic: str
 ) -> None:
-    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=2)
+    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, shutdown_timeout=2)
     began = asyncio.get_running_loop().time()
     assert await app.ends() == 4
     assert asyncio.get_running_loop().time() - began < 2 + 2
@@ -225,11 +223,11 @@ async def test_an_unacknowledged_last_commit_exits_4_and_names_the_partition(
 
 
 async def frozen_while_the_last_record_runs(
-    kafka: KafkaBroker, start: Start, topic: str, client: str, *, shutdown_timeout: float
+    kafka: KafkaBroker, start: Start, topic: str, *, shutdown_timeout: float
 ) -> CommandProcess:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(b"k", b"0")], partition=0)
-    app = await start("held", kafka.bootstrap, "--json", client=client, shutdown_timeout=shutdown_timeout)
+    app = await start("held", kafka.bootstrap, "--json", shutdown_timeout=shutdown_timeout)
     await app.says("began 0")
     kafka.freeze()
     app.send(signal.SIGTERM)

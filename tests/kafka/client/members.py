@@ -28,7 +28,7 @@ def settings_for(bootstrap: str, **overrides: Any) -> Settings:
         "session_timeout": 6,
         "heartbeat_interval": 0.2,
         "rebalance_timeout": 20,
-        "assignor": "sticky" if overrides.get("client") == "confluent" else "roundrobin",
+        "assignor": "roundrobin",
         "fetch_max_wait": 0.05,
         "metadata_max_age": 0.5,
     }
@@ -53,7 +53,6 @@ class Member:
     """One transport, and the listener that an engine would give it. Starts each partition at *start*."""
 
     def __init__(self, settings: Settings, group: str, start: int = 0) -> None:
-        # Any client of the settings; tests of our own client alone use its specific attributes.
         self.transport = cast("MemberTransport", kafka_clients(settings, group).transport())
         self.start = start
         self.at_revoke: Callable[[Collection[TopicPartition], bool], Awaitable[None]] | None = None

@@ -19,35 +19,25 @@ from tests.support.brokers import SharedKafka
 
 RECORDS = 50
 
-AIOKAFKA: dict[str, Any] = {"client": "aiokafka"}
-EAGER: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
-COOPERATIVE: dict[str, Any] = {"client": "confluent"}
-BY_THE_BROKER: dict[str, Any] = {"client": "aiokafka", "group_protocol": "consumer"}
+CLASSIC: dict[str, Any] = {}
+EAGER: dict[str, Any] = {"assignor": "sticky"}
+CONSUMER: dict[str, Any] = {"group_protocol": "consumer"}
 
-CLIENTS = pytest.mark.parametrize(
-    "client",
-    [
-        AIOKAFKA,
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in (EAGER, COOPERATIVE)),
-        BY_THE_BROKER,
-    ],
-    ids=["aiokafka", "eager", "cooperative", "KIP-848"],
+PROTOCOLS = pytest.mark.parametrize(
+    "protocol",
+    [CLASSIC, pytest.param(EAGER, marks=pytest.mark.chaos), CONSUMER],
+    ids=["classic", "eager", "consumer"],
 )
-ONE_CLIENT_QUICKLY = pytest.mark.parametrize(
-    "client",
-    [
-        AIOKAFKA,
-        *(pytest.param(client, marks=pytest.mark.chaos) for client in (EAGER, COOPERATIVE, BY_THE_BROKER)),
-    ],
-    ids=["aiokafka", "eager", "cooperative", "KIP-848"],
+ONE_PROTOCOL_QUICKLY = pytest.mark.parametrize(
+    "protocol",
+    [CLASSIC, *(pytest.param(protocol, marks=pytest.mark.chaos) for protocol in (EAGER, CONSUMER))],
+    ids=["classic", "eager", "consumer"],
 )
-"""The same clients; only the first one is in the plain run."""
+"""The same protocols; only the first one is in the plain run."""
 INCREMENTAL = pytest.mark.parametrize(
-    "client",
-    [BY_THE_BROKER, *(pytest.param(client, marks=pytest.mark.chaos) for client in (AIOKAFKA, COOPERATIVE))],
-    ids=["KIP-848", "aiokafka", "cooperative"],
+    "protocol", [CONSUMER, pytest.param(CLASSIC, marks=pytest.mark.chaos)], ids=["consumer", "classic"]
 )
-"""The clients from which the group takes single partitions; only the first one is in the plain run."""
+"""The protocols in which the group takes single partitions; only the first one is in the plain run."""
 
 
 class Process:
@@ -89,12 +79,12 @@ async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
         await kafka.produce(topic, [(b"%d-%d" % (partition, number), b"") for number in range(RECORDS)], partition)
 
 
-@ONE_CLIENT_QUICKLY
+@ONE_PROTOCOL_QUICKLY
 async def test_a_seek_moves_a_partition_and_reprocesses_it(
-    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+    kafka: SharedKafka, topic: str, group: str, protocol: dict[str, Any]
 ) -> None:
     await fill(kafka, topic, 1)
-    process = Process(kafka, group, **client)
+    process = Process(kafka, group, **protocol)
     process.app.consume(topic, concurrency=10)(process.handle)
     app = process.app
     async with app:
@@ -116,12 +106,12 @@ async def test_a_seek_moves_a_partition_and_reprocesses_it(
     assert process.done.total() == 3 * RECORDS + 10
 
 
-@ONE_CLIENT_QUICKLY
+@ONE_PROTOCOL_QUICKLY
 async def test_a_seek_survives_a_rebalance_only_if_the_partition_stays(
-    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+    kafka: SharedKafka, topic: str, group: str, protocol: dict[str, Any]
 ) -> None:
     await fill(kafka, topic, 2)
-    first, second = Process(kafka, group, **client), Process(kafka, group, **client)
+    first, second = Process(kafka, group, **protocol), Process(kafka, group, **protocol)
     for process in (first, second):
         process.app.consume(topic, concurrency=10)(process.handle)
     first.hanging = {7}
@@ -151,12 +141,12 @@ async def test_a_seek_survives_a_rebalance_only_if_the_partition_stays(
     assert (first.done + second.done)[moved.partition, 7] >= 1
 
 
-@CLIENTS
+@PROTOCOLS
 async def test_a_pattern_reads_a_new_topic_from_its_start(
-    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+    kafka: SharedKafka, topic: str, group: str, protocol: dict[str, Any]
 ) -> None:
     await fill(kafka, f"{topic}-a", 1)
-    process = Process(kafka, group, **client)
+    process = Process(kafka, group, **protocol)
     process.app.consume(pattern=f"{topic}-[ab]", concurrency=10)(process.handle)
     async with process.app as app:
         assert app.assignment() == (TopicPartition(f"{topic}-a", 0),)
@@ -171,14 +161,14 @@ async def test_a_pattern_reads_a_new_topic_from_its_start(
     assert process.done.total() == 3 * RECORDS
 
 
-@ONE_CLIENT_QUICKLY
+@ONE_PROTOCOL_QUICKLY
 async def test_the_lag_of_a_paused_partition_grows(
-    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kafka: SharedKafka, topic: str, group: str, protocol: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fetch tells the end of a log, and nothing is fetched of it."""
     monkeypatch.setattr("aioshard.engine.runtime._LOG_END_INTERVAL", 0.2)
     await fill(kafka, topic, 1)
-    process = Process(kafka, group, **client)
+    process = Process(kafka, group, **protocol)
     process.app.consume(topic)(process.handle)
     async with process.app as app:
 
@@ -196,11 +186,11 @@ async def test_the_lag_of_a_paused_partition_grows(
 
 @INCREMENTAL
 async def test_partitions_open_although_others_are_revoked_meanwhile(
-    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+    kafka: SharedKafka, topic: str, group: str, protocol: dict[str, Any]
 ) -> None:
     """A member starts while another one looks up where its partitions begin."""
     await fill(kafka, topic, 2)
-    first, second = Process(kafka, group, start_timeout=None, **client), Process(kafka, group, **client)
+    first, second = Process(kafka, group, start_timeout=None, **protocol), Process(kafka, group, **protocol)
     for process in (first, second):
         process.app.consume(topic, concurrency=10)(process.handle)
     interceptor = Interceptor(kafka_clients(first.app.settings, group).transport)

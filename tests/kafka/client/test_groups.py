@@ -30,14 +30,13 @@ async def partitions(kafka: SharedKafka, topic: str) -> tuple[TopicPartition, ..
 
 @pytest.fixture
 def static(kafka: SharedKafka, group: str, members: list[Member], member: Join) -> Join:
-    """Makes a static member of the test's group, with the client that has the protocol."""
+    """Makes a static member of the test's group."""
 
     def make(instance_id: str, protocol: str) -> Member:
         if protocol == "classic":
             return member(group_instance_id=instance_id)
         newer = Settings(
             bootstrap_servers=kafka.bootstrap,
-            client="confluent",
             group_protocol="consumer",
             group_instance_id=instance_id,
         )

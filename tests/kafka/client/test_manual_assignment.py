@@ -1,4 +1,4 @@
-"""Manual assignment (`assign`) on a real broker with both clients."""
+"""Manual assignment (`assign`) on a real broker."""
 
 import asyncio
 import os
@@ -15,9 +15,8 @@ import pytest
 from aioshard import App, Record, TopicPartition
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
-from aioshard.errors import ClientLostError, GroupHasMembersError, StartError
+from aioshard.errors import GroupHasMembersError, StartError
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import Committed
 from aioshard.settings import Settings
@@ -26,12 +25,7 @@ from tests.support.brokers import SharedKafka
 from tests.support.kafka import KafkaBroker
 from tests.support.paths import PROJECT
 
-CLIENTS = pytest.mark.parametrize("client", ["aiokafka", "confluent"])
-ONE_CLIENT_QUICKLY = pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
-"""The same clients; only the first one is in the plain run."""
-MEMBERS = pytest.mark.parametrize(
-    "protocol", [{}, {"client": "confluent", "group_protocol": "consumer"}], ids=["classic", "KIP-848"]
-)
+MEMBERS = pytest.mark.parametrize("protocol", ["classic", "consumer"])
 
 
 class ByHand:
@@ -74,13 +68,12 @@ async def fill(kafka: KafkaBroker | SharedKafka, topic: str, partitions: int, re
         await kafka.produce(topic, [(None, b"%d" % value) for value in range(records)], number)
 
 
-@CLIENTS
 async def test_only_assigned_partitions_are_read_and_the_group_stays_empty(
-    kafka: SharedKafka, topic: str, group: str, client: str
+    kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, 4)
     await fill(kafka, topic, 4, 5)
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0, 2]}, client=client)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0, 2]})
 
     async with hand.app:
         await hand.until_processed(10)
@@ -100,12 +93,11 @@ async def test_only_assigned_partitions_are_read_and_the_group_stays_empty(
     assert sorted(hand.processed) == [(0, offset) for offset in range(6)] + [(2, offset) for offset in range(5)]
 
 
-@ONE_CLIENT_QUICKLY
-async def test_the_next_process_resumes_at_the_commits(kafka: SharedKafka, topic: str, group: str, client: str) -> None:
+async def test_the_next_process_resumes_at_the_commits(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, 2)
     await fill(kafka, topic, 2, 5)
     for expected in ([(1, offset) for offset in range(5)], []):
-        hand = ByHand(kafka.bootstrap, group, topic, f"{topic}:1", client=client)
+        hand = ByHand(kafka.bootstrap, group, topic, f"{topic}:1")
         async with asyncio.timeout(30):
             await hand.app.serve(until_caught_up=True)
         assert hand.processed == expected
@@ -114,25 +106,21 @@ async def test_the_next_process_resumes_at_the_commits(kafka: SharedKafka, topic
 # Missing partitions and foreign members ---------------------------------------------------
 
 
-@CLIENTS
-async def test_a_missing_partition_or_topic_ends_the_start(
-    kafka: SharedKafka, topic: str, group: str, client: str
-) -> None:
+async def test_a_missing_partition_or_topic_ends_the_start(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, 2)
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [1, 2, 7]}, client=client)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [1, 2, 7]})
     with pytest.raises(StartError, match=rf"'{topic}' has partitions 0 to 1, but assign names .*/2, 7: correct"):
         await hand.app.serve()
 
-    hand = ByHand(kafka.bootstrap, group, f"{topic}-no", {f"{topic}-no": [0]}, client=client)
+    hand = ByHand(kafka.bootstrap, group, f"{topic}-no", {f"{topic}-no": [0]})
     with pytest.raises(StartError, match=rf"topic '{topic}-no' does not exist, but assign names"):
         await hand.app.serve()
 
 
-@ONE_CLIENT_QUICKLY
 async def test_without_start_timeout_the_app_waits_for_a_missing_topic(
-    kafka: SharedKafka, topic: str, group: str, client: str
+    kafka: SharedKafka, topic: str, group: str
 ) -> None:
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, start_timeout=None)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, start_timeout=None)
     async with hand.app:
         await until(lambda: "does not exist" in (hand.app.statistics().trouble or ""))
         await kafka.create_topic(topic, 1)
@@ -141,14 +129,11 @@ async def test_without_start_timeout_the_app_waits_for_a_missing_topic(
         await hand.until_committed({0: 1})
 
 
-@ONE_CLIENT_QUICKLY
 @MEMBERS
-async def test_a_group_with_members_ends_the_start(
-    kafka: SharedKafka, topic: str, group: str, client: str, protocol: dict[str, Any]
-) -> None:
+async def test_a_group_with_members_ends_the_start(kafka: SharedKafka, topic: str, group: str, protocol: str) -> None:
     await kafka.create_topic(topic, 2)
-    member = ByHand(kafka.bootstrap, group, topic, None, **protocol)
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client)
+    member = ByHand(kafka.bootstrap, group, topic, None, group_protocol=protocol)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]})
     async with member.app:
         with pytest.raises(GroupHasMembersError, match=rf"group '{group}' has members \(member .*manual assignment"):
             await hand.app.serve()
@@ -220,16 +205,15 @@ def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterato
         process.kill()
 
 
-@ONE_CLIENT_QUICKLY
 @MEMBERS
 async def test_members_that_join_later_end_the_process_at_its_next_commit(
-    kafka: SharedKafka, topic: str, group: str, start: Start, client: str, protocol: dict[str, Any]
+    kafka: SharedKafka, topic: str, group: str, start: Start, protocol: str
 ) -> None:
     await kafka.create_topic(topic, 1)
     await fill(kafka, topic, 1, 1)
-    process = start(f"{topic}:0", AIOSHARD_CLIENT=client)
+    process = start(f"{topic}:0")
     await until(lambda: process.processed == ["0/0"])
-    member = ByHand(kafka.bootstrap, group, topic, None, **protocol)
+    member = ByHand(kafka.bootstrap, group, topic, None, group_protocol=protocol)
     async with member.app:
         await fill(kafka, topic, 1, 1)
         await until(lambda: process.code is not None)
@@ -242,14 +226,11 @@ async def test_members_that_join_later_end_the_process_at_its_next_commit(
     assert "Traceback" not in process.log
 
 
-@ONE_CLIENT_QUICKLY
-async def test_a_refused_last_commit_is_raised_to_the_caller(
-    kafka: SharedKafka, topic: str, group: str, client: str
-) -> None:
+async def test_a_refused_last_commit_is_raised_to_the_caller(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, 1)
     await fill(kafka, topic, 1, 1)
     rarely = {"commit_interval": 1000, "commit_records": None}
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, **rarely)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, **rarely)
     member = ByHand(kafka.bootstrap, group, topic, None)
     serving = asyncio.create_task(hand.app.serve())
     await hand.until_processed(1)
@@ -259,14 +240,13 @@ async def test_a_refused_last_commit_is_raised_to_the_caller(
             await asyncio.wait_for(serving, 20)
 
 
-@ONE_CLIENT_QUICKLY
 async def test_after_a_kill_only_unfinished_records_run_again(
-    kafka: SharedKafka, topic: str, group: str, start: Start, client: str
+    kafka: SharedKafka, topic: str, group: str, start: Start
 ) -> None:
     """Offset 3 cannot be finished: the completions beyond it are stored by a commit without a member."""
     await kafka.create_topic(topic, 2)
     await fill(kafka, topic, 2, 10)
-    process = start(f"{topic}:1", AIOSHARD_CLIENT=client, STUCK="3")
+    process = start(f"{topic}:1", STUCK="3")
     one = TopicPartition(topic, 1)
     async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers, asyncio.timeout(30):
         while True:
@@ -278,7 +258,7 @@ async def test_after_a_kill_only_unfinished_records_run_again(
     process.kill()
     assert sorted(process.processed) == [f"1/{offset}" for offset in range(10) if offset != 3]
 
-    second = start(f"{topic}:1", AIOSHARD_CLIENT=client)
+    second = start(f"{topic}:1")
     await until(lambda: second.processed)
     await kafka.produce(topic, [(None, b"last")], 1)
     await until(lambda: "1/10" in second.processed)
@@ -290,20 +270,14 @@ async def test_after_a_kill_only_unfinished_records_run_again(
 
 def lose(transport: object) -> None:
     """As when the background work of the client ends."""
-    if isinstance(transport, MemberTransport):
-        background_tasks(transport)["metadata"].cancel()
-    else:
-        assert isinstance(transport, ConfluentTransport)
-        transport._fail(ClientLostError("the test has cut it"))
+    assert isinstance(transport, MemberTransport)
+    background_tasks(transport)["metadata"].cancel()
 
 
-@CLIENTS
-async def test_a_lost_client_is_rebuilt_with_the_same_partitions(
-    kafka: SharedKafka, topic: str, group: str, client: str
-) -> None:
+async def test_a_lost_client_is_rebuilt_with_the_same_partitions(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, 2)
     await fill(kafka, topic, 2, 3)
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [1]}, client=client)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [1]})
     async with hand.app:
         await hand.until_processed(3)
         await hand.until_committed({1: 3})
@@ -317,14 +291,13 @@ async def test_a_lost_client_is_rebuilt_with_the_same_partitions(
 
 
 @pytest.mark.chaos
-@CLIENTS
 @pytest.mark.timeout(120)
 async def test_reading_and_committing_resume_after_a_broker_restart(
-    breakable_kafka: KafkaBroker, topic: str, group: str, client: str
+    breakable_kafka: KafkaBroker, topic: str, group: str
 ) -> None:
     await breakable_kafka.create_topic(topic, 1)
     await fill(breakable_kafka, topic, 1, 3)
-    hand = ByHand(breakable_kafka.bootstrap, group, topic, {topic: [0]}, client=client)
+    hand = ByHand(breakable_kafka.bootstrap, group, topic, {topic: [0]})
     async with hand.app:
         await hand.until_processed(3)
         await hand.until_committed({0: 3})

@@ -324,7 +324,7 @@ async def test_partitions_and_log_ranges_are_queried(kafka: SharedKafka, topic: 
         partitions[0]: LogRange(4, 9, 9),
         partitions[1]: LogRange(0, 0, 0),
     }
-    assert one.transport._subscribed == {topic}, "asking is not subscribing"
+    assert one.transport._subscription.known == {topic}, "asking is not subscribing"
 
 
 @pytest.mark.parametrize("assignor", ["range", "roundrobin", "sticky"])

@@ -15,7 +15,10 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.errors import InstanceIdTakenError
+from aioshard.kafka.admin import KafkaAdmin
+from aioshard.kafka.groups import SESSION_TIMEOUT
 from aioshard.records import TopicPartition
+from aioshard.settings import Settings
 from tests.kafka.client.members import Member, held, silence, until_assigned
 from tests.support.brokers import SharedKafka
 from tests.support.paths import PROJECT
@@ -26,11 +29,10 @@ QUICK: dict[str, Any] = {"session_timeout": 20, "heartbeat_interval": 0.5}
 OPTIONS = pytest.mark.parametrize(
     "options",
     [
-        {"client": "aiokafka"} | QUICK,
-        pytest.param({"client": "confluent"} | QUICK, marks=pytest.mark.chaos),
-        pytest.param({"client": "confluent", "group_protocol": "consumer"}, marks=pytest.mark.chaos),
+        QUICK,
+        pytest.param({"group_protocol": "consumer"}, marks=pytest.mark.chaos),
     ],
-    ids=["aiokafka", "cooperative", "KIP-848"],
+    ids=["classic", "consumer"],
 )
 
 MEMBER = """
@@ -113,6 +115,8 @@ async def test_a_restarted_static_member_gets_its_partitions_without_a_rebalance
     kafka: SharedKafka, topic: str, group: str, start: Start, options: dict[str, Any]
 ) -> None:
     await kafka.create_topic(topic, 4)
+    async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+        await brokers.set_group_times(group, {SESSION_TIMEOUT: QUICK["session_timeout"]})
     other = App(
         group,
         bootstrap_servers=kafka.bootstrap,
@@ -341,33 +345,25 @@ async def test_withheld_partitions_are_assigned_when_the_leader_restarts(
     await until_assigned(again, follower, partitions=6, some_idle=True)
 
 
-RESUBSCRIBING = pytest.mark.parametrize(
-    "settings",
-    [
-        {"assignor": "sticky"},
-        {"assignor": "range"},
-        pytest.param({"client": "confluent"}, marks=pytest.mark.chaos),
-    ],
-    ids=["sticky", "range", "confluent"],
-)
+RESUBSCRIBING = pytest.mark.parametrize("assignor", ["sticky", "range"])
 
 
 def has_joined(one: Member) -> bool:
     return bool(one.assignments)
 
 
-def static(member: Join, names: str, settings: dict[str, Any]) -> list[Member]:
+def static(member: Join, names: str, assignor: str) -> list[Member]:
     """Make a static member of each name."""
-    return [member(group_instance_id=name, session_timeout=20, **settings) for name in names]
+    return [member(group_instance_id=name, session_timeout=20, assignor=assignor) for name in names]
 
 
 @RESUBSCRIBING
 async def test_a_follower_that_restarts_with_another_topic_reads_it(
-    kafka: SharedKafka, topic: str, member: Join, settings: dict[str, Any]
+    kafka: SharedKafka, topic: str, member: Join, assignor: str
 ) -> None:
     await kafka.create_topic(topic, 2)
     await kafka.create_topic(f"{topic}-new", 1)
-    leader, follower, again = static(member, "abb", settings)
+    leader, follower, again = static(member, "abb", assignor)
     await start_all([leader, follower], [topic], partitions=2)
 
     await follower.transport.close()
@@ -378,11 +374,11 @@ async def test_a_follower_that_restarts_with_another_topic_reads_it(
 
 @RESUBSCRIBING
 async def test_members_that_restart_without_a_topic_get_none_of_its_partitions(
-    kafka: SharedKafka, topic: str, member: Join, settings: dict[str, Any]
+    kafka: SharedKafka, topic: str, member: Join, assignor: str
 ) -> None:
     await kafka.create_topic(topic, 2)
     await kafka.create_topic(f"{topic}-old", 2)
-    *old, again_a, again_b = static(member, "abab", settings)
+    *old, again_a, again_b = static(member, "abab", assignor)
     await start_all(old, [topic, f"{topic}-old"], partitions=4)
 
     for before, again in zip(old, (again_a, again_b), strict=True):

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from aioshard import App, Record
-from tests.kafka.client.test_apps import ONE_CLIENT_QUICKLY, Process, until
+from tests.kafka.client.test_apps import ONE_PROTOCOL_QUICKLY, Process, until
 from tests.support.brokers import SharedKafka
 
 RECORDS = 40
@@ -17,9 +17,9 @@ async def fill(kafka: SharedKafka, topic: str, name: bytes) -> set[bytes]:
     return sent
 
 
-@ONE_CLIENT_QUICKLY
+@ONE_PROTOCOL_QUICKLY
 async def test_a_running_app_subscribes_and_unsubscribes_a_topic(
-    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any]
+    kafka: SharedKafka, topic: str, group: str, protocol: dict[str, Any]
 ) -> None:
     other = f"{topic}.other"
     for name in (topic, other):
@@ -33,7 +33,7 @@ async def test_a_running_app_subscribes_and_unsubscribes_a_topic(
     def topics(app: App) -> set[str]:
         return {partition.topic for partition in app.assignment()}
 
-    first, second = (Process(kafka, group, **client).app for _ in range(2))
+    first, second = (Process(kafka, group, **protocol).app for _ in range(2))
     for app in (first, second):
         app.consume(topic)(handle)
     async with first, second:

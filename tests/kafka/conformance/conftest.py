@@ -1,4 +1,4 @@
-"""Group members, on each client, that reach the broker through proxies."""
+"""Group members, with each protocol, that reach the broker through proxies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
@@ -14,16 +14,13 @@ from tests.kafka.client.members import PATIENCE, Assigned, Member, settings_for
 from tests.support.brokers import SharedKafka
 from tests.support.proxies import Proxies
 
-Client = Mapping[str, Any]
-"""The settings that choose a client."""
+Protocol = Mapping[str, Any]
+"""The settings that choose a group protocol and how commits are made."""
 
-AIOKAFKA: Client = {"client": "aiokafka", "assignor": "cooperative-fair"}
-EAGER: Client = {"client": "aiokafka", "assignor": "sticky"}
+CLASSIC: Protocol = {"assignor": "cooperative-fair"}
+EAGER: Protocol = {"assignor": "sticky"}
 """Its rebalances revoke every partition; those of the others only the partitions that move."""
-CONFLUENT: Client = {"client": "confluent"}
-KIP_848: Client = {"client": "aiokafka", "group_protocol": "consumer"}
-KIP_848_CONFLUENT: Client = {"client": "confluent", "group_protocol": "consumer"}
-BY_THE_BROKER = KIP_848, KIP_848_CONFLUENT
+CONSUMER: Protocol = {"group_protocol": "consumer"}
 """The broker assigns the partitions."""
 EXACTLY_ONCE: Mapping[str, Any] = {
     "processing_guarantee": "exactly_once",
@@ -31,33 +28,31 @@ EXACTLY_ONCE: Mapping[str, Any] = {
     "commit_timeout": 3,
     "transaction_timeout": 10,
 }
-TRANSACTIONS: Client = {**AIOKAFKA, **EXACTLY_ONCE}
+TRANSACTIONS: Protocol = {**CLASSIC, **EXACTLY_ONCE}
 """Each commit is a transaction."""
-KIP_848_TRANSACTIONS: Client = {**KIP_848, **EXACTLY_ONCE}
-CONFLUENT_TRANSACTIONS: Client = {**CONFLUENT, **EXACTLY_ONCE}
+CONSUMER_TRANSACTIONS: Protocol = {**CONSUMER, **EXACTLY_ONCE}
 NAMES = {
-    "aiokafka": AIOKAFKA,
+    "classic": CLASSIC,
     "eager": EAGER,
-    "confluent": CONFLUENT,
-    "KIP-848": KIP_848,
-    "KIP-848, confluent": KIP_848_CONFLUENT,
+    "consumer": CONSUMER,
     "transactions": TRANSACTIONS,
-    "KIP-848, transactions": KIP_848_TRANSACTIONS,
-    "transactions, confluent": CONFLUENT_TRANSACTIONS,
+    "consumer, transactions": CONSUMER_TRANSACTIONS,
 }
 
 OF_THE_BROKER = "session_timeout", "heartbeat_interval", "assignor"
-"""Settings that KIP-848 refuses."""
+"""Settings that the protocol `consumer` refuses."""
 SHORT_SESSION: Mapping[str, Any] = {"session_timeout": 1.5, "heartbeat_interval": 0.2}
 
 
-def on_clients(*clients: Client, in_chaos: Collection[Client] = ()) -> pytest.MarkDecorator:
-    """Run a test on each of these clients; a plain run leaves out those *in_chaos*."""
-    named = [pytest.param(client, id=name) for name, client in NAMES.items() if client in clients]
+def on(*protocols: Protocol, in_chaos: Collection[Protocol] = ()) -> pytest.MarkDecorator:
+    """Run a test with each of these protocols; a plain run leaves out those *in_chaos*."""
+    named = [pytest.param(protocol, id=name) for name, protocol in NAMES.items() if protocol in protocols]
     named += [
-        pytest.param(client, id=name, marks=pytest.mark.chaos) for name, client in NAMES.items() if client in in_chaos
+        pytest.param(protocol, id=name, marks=pytest.mark.chaos)
+        for name, protocol in NAMES.items()
+        if protocol in in_chaos
     ]
-    return pytest.mark.parametrize("client", named)
+    return pytest.mark.parametrize("protocol", named)
 
 
 class Racer(Member):
@@ -130,19 +125,19 @@ async def racers(proxies: Proxies) -> AsyncIterator[list[Racer]]:
 
 
 @pytest.fixture
-def join(kafka: SharedKafka, group: str, racers: list[Racer], client: Client) -> Join:
+def join(kafka: SharedKafka, group: str, racers: list[Racer], protocol: Protocol) -> Join:
     """Makes members of the test's group, by the name under which rules of the proxies know them.
 
     Other arguments are settings.
     """
 
     def make(name: str, **overrides: Any) -> Racer:
-        chosen = {"client_id": name, **client, **overrides}
+        chosen = {"client_id": name, **protocol, **overrides}
         of_the_group = chosen.pop("group_protocol", "classic")
         settings = settings_for(kafka.proxied_bootstrap, **chosen)
         if of_the_group != "classic":
             kept = {name: getattr(settings, name) for name in settings.model_fields_set.difference(OF_THE_BROKER)}
-            # Users cannot set the session, which is the broker's; the client's own is too long for a test.
+            # Users cannot set the session, which is the broker's; the default is too long for a test.
             settings = Settings(**kept, group_protocol=of_the_group).model_copy(update=SHORT_SESSION)
         racers.append(Racer(settings, group))
         return racers[-1]

@@ -18,7 +18,6 @@ from aioshard.errors import (
     StateError,
     TopicRecreatedError,
 )
-from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.kafka.group.transport import MemberTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -108,7 +107,7 @@ class InMemoryHarness:
 
 
 class KafkaHarness:
-    """The client on aiokafka and a real broker: what the in-memory one must not differ from."""
+    """The client on a real broker, from which the in-memory one must not differ; its rebalances take everything."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.kafka: SharedKafka = request.getfixturevalue("kafka")
@@ -164,7 +163,7 @@ class KafkaHarness:
 
 
 class IncrementalHarness(KafkaHarness):
-    """The client on aiokafka with an assignor whose rebalances take only the partitions that move."""
+    """The same with an assignor whose rebalances take only the partitions that move."""
 
     def client(self) -> Transport:
         settings = settings_for(self.kafka.bootstrap, assignor="cooperative-fair")
@@ -172,17 +171,8 @@ class IncrementalHarness(KafkaHarness):
         return self.clients[-1]
 
 
-class ConfluentHarness(KafkaHarness):
-    """The client on confluent-kafka, whose rebalances take only the partitions that move."""
-
-    def client(self) -> ConfluentTransport:
-        made = ConfluentTransport(settings_for(self.kafka.bootstrap, client="confluent"), self.group)
-        self.clients.append(made)
-        return made
-
-
 class ConsumerHarness(KafkaHarness):
-    """The client on our own members of the consumer protocol, in which the broker assigns."""
+    """The same with the protocol in which the broker assigns."""
 
     def client(self) -> Transport:
         settings = Settings(bootstrap_servers=self.kafka.bootstrap, group_protocol="consumer")
@@ -192,47 +182,20 @@ class ConsumerHarness(KafkaHarness):
 
 EAGER = [
     pytest.param(InMemoryHarness, id="in memory"),
-    pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
+    pytest.param(KafkaHarness, id="classic", marks=pytest.mark.kafka),
 ]
+CONSUMER = pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka)
 when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect=True)
-"""For eager rebalances, which revoke every partition; tests/kafka/confluent has the others."""
-
-
-CONFLUENT = [pytest.mark.kafka]
-with_a_new_generation_for_each_rebalance = pytest.mark.parametrize(
-    "unprepared", [*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT)], indirect=True
-)
-"""For the classic protocol: in the other one, a member whose partitions stay hears nothing of a rebalance."""
-also_on_confluent = pytest.mark.parametrize(
-    "unprepared",
-    [
-        *EAGER,
-        pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka),
-        pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT),
-    ],
-    indirect=True,
-)
-"""For behavior that the confluent-kafka client implements itself; a plain run leaves out its other tests here."""
+"""For eager rebalances, which revoke every partition, and give each a new generation."""
 with_every_rebalance = pytest.mark.parametrize(
     "unprepared",
-    [
-        *EAGER,
-        pytest.param(IncrementalHarness, id="incremental", marks=pytest.mark.kafka),
-        pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka),
-        pytest.param(ConfluentHarness, id="confluent", marks=CONFLUENT),
-    ],
+    [*EAGER, pytest.param(IncrementalHarness, id="incremental", marks=pytest.mark.kafka), CONSUMER],
     indirect=True,
 )
 """For behavior that must not depend on which partitions a rebalance takes."""
 
 
-@pytest.fixture(
-    params=[
-        *EAGER,
-        pytest.param(ConsumerHarness, id="consumer", marks=pytest.mark.kafka),
-        pytest.param(ConfluentHarness, id="confluent", marks=[*CONFLUENT, pytest.mark.chaos]),
-    ]
-)
+@pytest.fixture(params=[*EAGER, CONSUMER])
 def unprepared(request: pytest.FixtureRequest) -> Harness:
     """Not async: the broker's fixture is not."""
     made: Harness = request.param(request)
@@ -258,7 +221,6 @@ async def started(harness: Harness, *, opening: bool = True) -> tuple[Transport,
 # Assignment ------------------------------------------------------------------------------
 
 
-@also_on_confluent
 async def test_the_first_assignment_names_all_partitions_and_the_membership(harness: Harness) -> None:
     client, listener, membership = await started(harness)
 
@@ -298,7 +260,6 @@ async def test_a_closed_client_returns_nothing_and_is_not_a_member(harness: Harn
         await client.poll(unlimited, 5.0)
 
 
-@also_on_confluent
 async def test_a_seek_inside_assigned_decides_the_first_record(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     client, _, _ = await started(harness, opening=False)
@@ -329,7 +290,6 @@ async def test_a_batch_has_ordered_records_their_sizes_and_the_next_position(har
 MISNAMED = [(b"a", b"1"), (b"\xff\xfe", None), (b"b", b"2")]
 
 
-@also_on_confluent
 async def test_a_record_whose_header_name_is_not_utf_8_is_returned_and_marked(harness: Harness) -> None:
     client, _, _ = await started(harness)
     await harness.publish(harness.one, b"before")
@@ -350,7 +310,6 @@ async def test_a_record_whose_header_name_is_not_utf_8_is_returned_and_marked(ha
     assert marked == {records[1].offset}
 
 
-@also_on_confluent
 async def test_the_position_passes_offsets_without_a_record(harness: Harness) -> None:
     """With them, or in a batch without records: else the lag never reaches 0 (I10)."""
     await harness.publish(harness.one, b"a")
@@ -381,7 +340,6 @@ async def test_a_later_hole_moves_the_position_without_records(harness: Harness)
     assert found[-1].next_offset == 3
 
 
-@also_on_confluent
 async def test_polls_return_no_more_records_than_allowed_and_none_twice(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     client, _, _ = await started(harness)
@@ -506,7 +464,6 @@ async def test_a_waiting_poll_returns_when_a_record_arrives(harness: Harness) ->
     assert [record.value for record in batch.records] == [b"a"]
 
 
-@also_on_confluent
 async def test_a_cancelled_poll_loses_nothing(harness: Harness) -> None:
     client, _, _ = await started(harness)
     polling = asyncio.ensure_future(poll_batches(client, timeout=60.0))
@@ -520,7 +477,6 @@ async def test_a_cancelled_poll_loses_nothing(harness: Harness) -> None:
     assert [record.value for record in came_first or await take(client, 1)] == [b"a"]
 
 
-@also_on_confluent
 async def test_a_paused_partition_returns_nothing_and_resumes_in_place(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
@@ -545,7 +501,6 @@ async def test_a_seek_back_returns_records_again(harness: Harness) -> None:
     assert [record.value for record in await take(client, 1)] == [b"b"]
 
 
-@also_on_confluent
 async def test_a_seek_back_while_records_arrive_returns_none_of_them(harness: Harness) -> None:
     """They follow the position before the seek, so the records between would be lost (I3)."""
     await harness.publish(harness.one, *(b"%d" % number for number in range(2_000)))
@@ -558,12 +513,10 @@ async def test_a_seek_back_while_records_arrive_returns_none_of_them(harness: Ha
     assert again == list(range(len(again)))
 
 
-@also_on_confluent
 async def test_a_recreated_topic_is_reported_although_the_position_is_in_its_log(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
     await take(client, 2)
-    await until_known(client)
     await harness.recreate()
     await harness.publish(harness.one, b"c", b"d", b"e")
 
@@ -575,15 +528,6 @@ async def test_a_recreated_topic_is_reported_although_the_position_is_in_its_log
     assert harness.one in [fault.topic_partition for fault in faults]
 
 
-async def until_known(client: Transport) -> None:
-    """Wait until the client knows the ids of its topics; the other ones always do."""
-    if isinstance(client, ConfluentTransport):
-        async with asyncio.timeout(10):
-            while not client._topic_ids:  # noqa: ASYNC110 - no event tells it
-                await asyncio.sleep(0.05)
-
-
-@also_on_confluent
 async def test_a_position_outside_the_log_faults_only_that_partition(harness: Harness) -> None:
     await harness.publish(harness.two, b"b")
     client, _, _ = await started(harness, opening=False)
@@ -602,7 +546,6 @@ async def test_a_position_outside_the_log_faults_only_that_partition(harness: Ha
     assert [item.topic_partition for item in found if isinstance(item, FetchedBatch)] == [harness.two]
 
 
-@also_on_confluent
 async def test_a_seek_into_the_log_ends_the_fault_of_a_position_outside_it(harness: Harness) -> None:
     """The engine seeks there when retention has deleted what it was to read next."""
     await harness.publish(harness.one, b"a")
@@ -659,7 +602,6 @@ async def test_topics_and_offsets_by_time_are_returned(harness: Harness) -> None
     assert await client.offset_at(harness.two, 0.0) is None
 
 
-@also_on_confluent
 async def test_a_commit_is_stored_with_its_metadata(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     client, _, membership = await started(harness)
@@ -669,7 +611,6 @@ async def test_a_commit_is_stored_with_its_metadata(harness: Harness) -> None:
     assert await client.committed([harness.one, harness.two]) == {harness.one: Committed(1, "note"), harness.two: None}
 
 
-@also_on_confluent
 @pytest.mark.parametrize("wrong", ["generation", "member"])
 async def test_a_commit_under_another_membership_is_refused(harness: Harness, wrong: str) -> None:
     client, _, (member_id, generation) = await started(harness)
@@ -735,7 +676,7 @@ async def test_after_a_rebalance_a_partition_is_paused_again(harness: Harness) -
     assert await client.poll(unlimited, 0.01) == []
 
 
-@with_a_new_generation_for_each_rebalance
+@when_everything_is_taken
 async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) -> None:
     client, listener, old = await started(harness)
     await harness.rebalance()
@@ -745,7 +686,6 @@ async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) 
         await client.commit({harness.one: Committed(0, "")}, old)
 
 
-@also_on_confluent
 async def test_a_lost_membership_is_reported_and_blocks_commits(harness: Harness) -> None:
     client, listener, before = await started(harness)
     await harness.forget(before.member_id)

@@ -3,12 +3,12 @@
 The tests know a client only as `aioshard.ports.Transport`.
 """
 
-from tests.kafka.conformance.conftest import AIOKAFKA, CONFLUENT, Join, on_clients
+from tests.kafka.conformance.conftest import CLASSIC, Join, on
 from tests.support.brokers import SharedKafka
 from tests.support.proxies import FETCH, Proxies
 
 
-@on_clients(AIOKAFKA, CONFLUENT)
+@on(CLASSIC)
 async def test_a_seek_back_during_a_fetch_returns_nothing_of_what_it_brings(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -30,7 +30,7 @@ async def test_a_seek_back_during_a_fetch_returns_nothing_of_what_it_brings(
     assert one.offsets(partition) == [0, 1, 0, 1, 2, 3]
 
 
-@on_clients(AIOKAFKA, CONFLUENT)
+@on(CLASSIC)
 async def test_nothing_of_a_partition_is_fetched_before_its_first_seek(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:

@@ -4,27 +4,25 @@ A proxy decides what comes first. The tests know a client only as `aioshard.port
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 
 from aioshard.errors import CommitError, CommitRefusedError
-from aioshard.ports import NOT_A_MEMBER, NOTHING, Committed
+from aioshard.ports import NOT_A_MEMBER, NOTHING, Allowance, Committed
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import PATIENCE
 from tests.kafka.conformance.conftest import (
-    AIOKAFKA,
-    BY_THE_BROKER,
-    CONFLUENT,
+    CLASSIC,
+    CONSUMER,
+    CONSUMER_TRANSACTIONS,
     EAGER,
-    KIP_848,
-    KIP_848_CONFLUENT,
-    KIP_848_TRANSACTIONS,
     SHORT_SESSION,
     TRANSACTIONS,
-    Client,
     Join,
-    on_clients,
+    Protocol,
+    Racer,
+    on,
 )
 from tests.support.brokers import SharedKafka
 from tests.support.proxies import (
@@ -44,7 +42,7 @@ FLEXIBLE_COMMITS = 8
 """Version from which on an answer to a commit ends with three empty lists of tags."""
 
 
-@on_clients(AIOKAFKA, KIP_848, in_chaos=[EAGER, CONFLUENT, KIP_848_CONFLUENT])
+@on(CLASSIC, CONSUMER, in_chaos=[EAGER])
 async def test_a_commit_that_is_unanswered_at_a_revocation_is_answered_before_it_ends(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -72,18 +70,16 @@ async def test_a_commit_that_is_unanswered_at_a_revocation_is_answered_before_it
     assert await two.stored(partitions) == offsets
 
 
-@on_clients(CONFLUENT, KIP_848, in_chaos=[KIP_848_CONFLUENT])
+@on(CONSUMER)
 async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions_are_released(
-    kafka: SharedKafka, topic: str, join: Join, proxies: Proxies, client: Client
+    kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
     """The client learns what it must release before it hears of the commit (I9)."""
     await kafka.create_topic(topic, 2)
     one, two = join("one"), join("two")
     partitions, membership = await one.join(topic)
     offsets = dict.fromkeys(partitions, Committed(5, ""))
-    assigning = proxies.hold(
-        api_key=CONSUMER_GROUP_HEARTBEAT if client in BY_THE_BROKER else SYNC_GROUP, client_id="one"
-    )
+    assigning = proxies.hold(api_key=CONSUMER_GROUP_HEARTBEAT, client_id="one")
     joined = asyncio.Event()
 
     def note(_: Request, answer: bytes) -> bytes:
@@ -93,8 +89,7 @@ async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions
     proxies.answer(note, api_key=CONSUMER_GROUP_HEARTBEAT, client_id="two")
     await two.transport.start([topic], None, two)
     await assigning.met.wait()
-    if client in BY_THE_BROKER:
-        await joined.wait()  # the answer to the request that is held takes a partition away
+    await joined.wait()  # the answer to the request that is held takes a partition away
     committing = asyncio.create_task(one.transport.commit(offsets, membership), name="commit")
 
     async def drain(_: Collection[TopicPartition], __: bool) -> None:
@@ -109,7 +104,7 @@ async def test_a_commit_behind_the_next_assignment_is_answered_before_partitions
     assert await two.stored(partitions) == offsets
 
 
-@on_clients(AIOKAFKA, CONFLUENT, KIP_848, in_chaos=[EAGER, KIP_848_CONFLUENT])
+@on(CLASSIC, CONSUMER, in_chaos=[EAGER])
 async def test_closing_while_the_engine_drains_waits_for_its_commit(kafka: SharedKafka, topic: str, join: Join) -> None:
     await kafka.create_topic(topic, 2)
     one, two = join("one"), join("two")
@@ -135,13 +130,13 @@ async def test_closing_while_the_engine_drains_waits_for_its_commit(kafka: Share
     await two.poll_until(lambda: len(two.holds) == 2)
 
 
-@on_clients(AIOKAFKA, KIP_848, in_chaos=[CONFLUENT, KIP_848_CONFLUENT])
+@on(CLASSIC, CONSUMER)
 async def test_a_member_gives_up_its_partitions_after_a_session_without_answers(
-    kafka: SharedKafka, topic: str, join: Join, proxies: Proxies, client: object
+    kafka: SharedKafka, topic: str, join: Join, proxies: Proxies, protocol: Protocol
 ) -> None:
     """Other members may have them by then (I9)."""
     await kafka.create_topic(topic)
-    one = join("one", **({} if client in BY_THE_BROKER else SHORT_SESSION))
+    one = join("one", **({} if protocol == CONSUMER else SHORT_SESSION))
     partitions, membership = await one.join(topic)
     for api in GROUP_APIS:
         proxies.swallow(api_key=api, client_id="one")
@@ -155,11 +150,11 @@ async def test_a_member_gives_up_its_partitions_after_a_session_without_answers(
     await asyncio.wait([committing])
 
 
-@on_clients(AIOKAFKA, CONFLUENT, KIP_848_CONFLUENT)
+@on(CLASSIC)
 async def test_a_member_gives_up_its_partitions_when_a_commit_finds_it_unknown(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
-    """A client may never hear of it otherwise: heartbeats of librdkafka end with a coordinator that is away (I9)."""
+    """It hears of it before its next heartbeat; with `consumer`, that heartbeat decides (I9)."""
     await kafka.create_topic(topic)
     one = join("one")
     partitions, membership = await one.join(topic)
@@ -172,7 +167,7 @@ async def test_a_member_gives_up_its_partitions_when_a_commit_finds_it_unknown(
     await one.until_it_gives_up()
 
 
-@on_clients(KIP_848)
+@on(CONSUMER)
 async def test_a_commit_that_a_newer_epoch_overtakes_may_be_sent_again(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -211,7 +206,7 @@ def _refused(request: Request, answer: bytes, code: int) -> bytes:
     return answer[: -2 - len(tags)] + code.to_bytes(2, "big") + tags
 
 
-@on_clients(AIOKAFKA, CONFLUENT, KIP_848, TRANSACTIONS, in_chaos=[KIP_848_CONFLUENT, KIP_848_TRANSACTIONS])
+@on(CLASSIC, CONSUMER, TRANSACTIONS, in_chaos=[CONSUMER_TRANSACTIONS])
 async def test_a_commit_of_a_moved_partition_is_refused(kafka: SharedKafka, topic: str, join: Join) -> None:
     await kafka.create_topic(topic, 2)
     one, two = join("one"), join("two")
@@ -226,7 +221,7 @@ async def test_a_commit_of_a_moved_partition_is_refused(kafka: SharedKafka, topi
     assert await two.stored([moved, kept]) == {moved: None, kept: None}
 
 
-@on_clients(AIOKAFKA)  # librdkafka's joins hold up its commits
+@on(CLASSIC)
 @pytest.mark.parametrize("fetch_max_wait", [0.1, 5.0])
 async def test_a_member_that_keeps_its_partitions_commits_while_the_group_waits_for_a_dead_one(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies, fetch_max_wait: float
@@ -252,7 +247,7 @@ async def test_a_member_that_keeps_its_partitions_commits_while_the_group_waits_
     assert not new.assignments, "the group did not wait: this shows nothing"
 
 
-@on_clients(AIOKAFKA, TRANSACTIONS, in_chaos=[EAGER])
+@on(CLASSIC, TRANSACTIONS, in_chaos=[EAGER])
 async def test_a_commit_is_refused_while_the_group_forms_its_next_generation(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -270,3 +265,75 @@ async def test_a_commit_is_refused_while_the_group_forms_its_next_generation(
     await two.poll_until(lambda: len(two.holds) == 1)
 
     assert await two.stored(partitions) == dict.fromkeys(partitions)
+
+
+RECORDS = 400
+
+
+async def fill(kafka: SharedKafka, topic: str, partitions: int) -> None:
+    await kafka.create_topic(topic, partitions)
+    for partition in range(partitions):
+        await kafka.produce(topic, [(None, b"%d" % number) for number in range(RECORDS)], partition=partition)
+
+
+def one_by_one(_: TopicPartition) -> Allowance:
+    return Allowance(1, 1 << 20)
+
+
+async def until(condition: Callable[[], bool], *racers: Racer) -> None:
+    """Poll members, one record of each partition at a time, until a condition holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.gather(*(racer.poll(one_by_one) for racer in racers))
+
+
+@on(CLASSIC, CONSUMER)
+async def test_kept_partitions_return_records_while_the_others_drain(
+    kafka: SharedKafka, topic: str, join: Join
+) -> None:
+    await fill(kafka, topic, 4)
+    one, two = join("one"), join("two")
+    await one.join(topic)
+    await until(lambda: all(len(one.offsets(at)) >= 5 for at in one.holds), one)
+    draining, go_on = asyncio.Event(), asyncio.Event()
+
+    async def drain(partitions: Collection[TopicPartition], _: bool) -> None:
+        draining.set()
+        await go_on.wait()
+        offsets = {at: Committed(one.next_offsets[at], "drained") for at in partitions}
+        # Asked for by another task, as by the engine's committer.
+        await asyncio.create_task(one.transport.commit(offsets, one.transport.membership()), name="commit")
+
+    one.at_revoke = drain
+    await two.transport.start([topic], None, two)
+    await one.poll_until(draining.is_set, lambda _: NOTHING)
+    moving = set(one.revocations[0].partitions)
+    before = {at: len(one.records[at]) for at in one.records}
+    kept = set(before) - moving
+
+    await until(lambda: all(len(one.records[at]) > before[at] + 20 for at in kept), one)
+    handed_out = {at: len(one.records[at]) for at in moving}
+    go_on.set()
+    await until(lambda: two.holds == moving, one, two)
+
+    assert len(moving) == len(kept) == 2
+    assert handed_out == {at: before[at] for at in moving}, "what drains is not handed out"
+    assert await two.stored(moving) == {at: Committed(one.next_offsets[at], "drained") for at in moving}
+    await until(lambda: all(len(one.records[at]) == RECORDS for at in kept), one)
+    assert all(one.offsets(at) == list(range(RECORDS)) for at in kept), "each record came once"
+
+
+@on(CLASSIC, CONSUMER)
+async def test_partitions_of_a_leaving_member_are_added(kafka: SharedKafka, topic: str, join: Join) -> None:
+    await fill(kafka, topic, 4)
+    one, two = join("one"), join("two")
+    await one.join(topic)
+    await two.transport.start([topic], None, two)
+    await until(lambda: len(one.holds) == len(two.holds) == 2, one, two)
+    revocations = len(one.revocations)
+
+    await two.transport.close()
+    await until(lambda: len(one.holds) == 4, one)
+
+    assert one.revocations[revocations:] == [], "nothing was taken from the member that stayed"
+    await until(lambda: all(one.next_offsets[at] == RECORDS for at in one.holds), one)

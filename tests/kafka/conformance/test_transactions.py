@@ -12,12 +12,12 @@ from aioshard.errors import ClientLostError, TransportError
 from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import PATIENCE
-from tests.kafka.conformance.conftest import KIP_848_TRANSACTIONS, TRANSACTIONS, Join, on_clients
+from tests.kafka.conformance.conftest import CONSUMER_TRANSACTIONS, TRANSACTIONS, Join, on
 from tests.support.brokers import SharedKafka
 from tests.support.proxies import END_TXN, TXN_OFFSET_COMMIT, Proxies
 
 
-@on_clients(TRANSACTIONS, in_chaos=[KIP_848_TRANSACTIONS])
+@on(TRANSACTIONS, in_chaos=[CONSUMER_TRANSACTIONS])
 async def test_a_transaction_while_partitions_drain_is_committed(kafka: SharedKafka, topic: str, join: Join) -> None:
     """A rebalance repeats nothing that was finished (I12)."""
     await kafka.create_topic(topic, 2)
@@ -37,7 +37,7 @@ async def test_a_transaction_while_partitions_drain_is_committed(kafka: SharedKa
     assert [record.value for record in await kafka.read(out)] == [b"drained"]
 
 
-@on_clients(TRANSACTIONS)
+@on(TRANSACTIONS)
 async def test_offsets_of_an_open_transaction_are_an_error_until_it_ends(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -60,7 +60,7 @@ async def test_offsets_of_an_open_transaction_are_an_error_until_it_ends(
     assert await two.stored(partitions) == offsets
 
 
-@on_clients(TRANSACTIONS)
+@on(TRANSACTIONS)
 async def test_offsets_are_read_when_an_abandoned_transaction_has_ended(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:
@@ -84,7 +84,7 @@ async def test_offsets_are_read_when_an_abandoned_transaction_has_ended(
     assert await reading == await two.stored(partitions)
 
 
-@on_clients(TRANSACTIONS)
+@on(TRANSACTIONS)
 async def test_a_closed_client_does_not_disturb_the_transactions_of_the_next(
     kafka: SharedKafka, topic: str, join: Join, proxies: Proxies
 ) -> None:

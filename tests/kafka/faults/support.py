@@ -21,9 +21,11 @@ from confluent_kafka.admin import (
 )
 
 from aioshard import App, Record
+from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.clients import kafka_clients
 from aioshard.observe import HandlerStatistics, PartitionStatistics
 from aioshard.ports import TransportFactory
+from aioshard.settings import Settings
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka_properties import Credentials
 
@@ -32,27 +34,33 @@ T = TypeVar("T", bound=Callable[..., Any])
 DEADLINE = 30.0
 """Seconds that any wait may take; a healthy run needs a fraction of it."""
 
+BROKERS_SESSION = 6.0
+"""Seconds after which the tests' brokers remove a silent member of the consumer protocol."""
+_OF_THE_BROKERS = "heartbeat_interval", "session_timeout"
+"""Settings that a member of the consumer protocol cannot choose."""
+
 LOOK_INTERVAL = 0.01
 """Seconds between two looks at statistics, which offer no event to wait for."""
 
 
-def on_both_clients(test: T) -> T:
-    """Runs a test once with each client."""
-    twice = pytest.mark.parametrize("client", ["aiokafka", "confluent"], indirect=True)
-    marked: T = pytest.mark.usefixtures("client")(twice(test))
-    return marked
+def with_both_protocols(test: T) -> T:
+    """Runs a test with each group protocol."""
+    twice: T = pytest.mark.parametrize("protocol", ["classic", "consumer"])(test)
+    return twice
 
 
-def on_aiokafka_at_least(test: T) -> T:
-    """Runs a test on aiokafka, and on confluent-kafka under the mark `chaos`."""
-    clients = ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)]
-    twice = pytest.mark.parametrize("client", clients, indirect=True)
-    marked: T = pytest.mark.usefixtures("client")(twice(test))
-    return marked
+def with_classic_at_least(test: T) -> T:
+    """Runs a test with the classic group protocol, and with the consumer protocol under the mark `chaos`."""
+    protocols = ["classic", pytest.param("consumer", marks=pytest.mark.chaos)]
+    twice: T = pytest.mark.parametrize("protocol", protocols)(test)
+    return twice
 
 
 def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:
-    """An app that commits, notices rebalances and looks up topics within a fraction of a second."""
+    """An app that commits, notices rebalances and looks up topics within a fraction of a second.
+
+    Under the consumer protocol it has the session and the heartbeats of the brokers, which are short too.
+    """
     bootstrap = cluster if isinstance(cluster, str) else cluster.bootstrap
     quick: dict[str, Any] = {
         "bootstrap_servers": bootstrap,
@@ -66,9 +74,10 @@ def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:
         "fetch_max_wait": 0.05,
         "start_timeout": 20,
     }
-    if overrides.get("group_protocol") == "consumer":  # there, both belong to the group; the brokers' are short too
-        del quick["heartbeat_interval"], quick["session_timeout"]
-    return App(group, **(quick | overrides))
+    settings = quick | overrides
+    if settings.get("group_protocol") == "consumer":
+        settings = {name: value for name, value in settings.items() if name not in _OF_THE_BROKERS}
+    return App(group, **settings)
 
 
 def messages(count: int, *, keys: int = 7, start: int = 0, padding: int = 0) -> list[Message]:
@@ -222,12 +231,12 @@ class Ledger:
 
 
 @asynccontextmanager
-async def visiting(cluster: KafkaCluster, group: str, topic: str) -> AsyncIterator[App]:
+async def visiting(cluster: KafkaCluster, group: str, topic: str, **settings: Any) -> AsyncIterator[App]:
     """Another member of the group, which reads *topic*, for as long as this lasts.
 
     With its own topic it takes no partition away from the others: the group only rebalances.
     """
-    guest = quick_app(cluster, group)
+    guest = quick_app(cluster, group, **settings)
     ledger = Ledger()
     guest.consume(topic)(ledger.handle)
     async with guest:
@@ -247,10 +256,8 @@ async def commit_from_outside(cluster: KafkaCluster, group: str, topic: str, off
 
 async def members(cluster: KafkaCluster, group: str) -> list[str]:
     """The ids of the group's members, as its coordinator has them."""
-    async with _admin(cluster) as admin:
-        (answer,) = await admin.describe_consumer_groups([group])
-        ((_, _, _, _, _, found, *_),) = answer.groups
-    return [member[0] for member in found]
+    async with asyncio.timeout(DEADLINE), KafkaAdmin(Settings(bootstrap_servers=cluster.bootstrap)) as admin:
+        return [member.member_id for member in (await admin.group(group)).members]
 
 
 async def permit(cluster: KafkaCluster, user: Credentials, name: str) -> None:

@@ -12,14 +12,22 @@ from confluent_kafka.admin import AclOperation
 from aioshard import App, Context, DeadLetter, Record
 from aioshard.errors import StartError
 from tests.engine.live_apps import engine_of
-from tests.kafka.faults.support import Ledger, commit_from_outside, messages, partition_of, permit, quick_app, until
+from tests.kafka.faults.support import (
+    BROKERS_SESSION,
+    Ledger,
+    commit_from_outside,
+    messages,
+    partition_of,
+    permit,
+    quick_app,
+    until,
+    with_both_protocols,
+)
 from tests.support.access import allow, create_scram_user, deny
 from tests.support.brokers import SharedKafka
 from tests.support.kafka_properties import PLAIN_USER, Credentials
 
 SECRET = "a-very-secret-word"
-SESSION = 6.0
-"""Seconds: that of the tests' brokers for the consumer protocol."""
 
 
 @pytest.fixture
@@ -241,10 +249,7 @@ async def test_a_topic_forbidden_while_running_is_reported_until_allowed_again(
     assert ledger.duplicates == []
 
 
-PROTOCOLS = pytest.mark.parametrize("protocol", ["classic", "consumer"])
-
-
-@PROTOCOLS
+@with_both_protocols
 @pytest.mark.parametrize("operation", [AclOperation.READ, AclOperation.ALL], ids=["read", "all"])
 async def test_a_topic_forbidden_while_running_stops_no_other(
     kafka: SharedKafka, topic: str, group: str, user: Credentials, operation: AclOperation, protocol: str
@@ -276,7 +281,7 @@ async def test_a_topic_forbidden_while_running_stops_no_other(
     assert ledger.duplicates == []
 
 
-@PROTOCOLS
+@with_both_protocols
 async def test_a_forbidden_topic_that_is_subscribed_while_running_stops_no_other(
     kafka: SharedKafka, topic: str, group: str, user: Credentials, protocol: str
 ) -> None:
@@ -292,7 +297,7 @@ async def test_a_forbidden_topic_that_is_subscribed_while_running_stops_no_other
         await _read(kafka, group, ledger, topic)
         began = asyncio.get_running_loop().time()
         app.subscribe("handle", forbidden)
-        while asyncio.get_running_loop().time() - began < 1.5 * SESSION:
+        while asyncio.get_running_loop().time() - began < 1.5 * BROKERS_SESSION:
             await _read(kafka, group, ledger, topic)
         assert repr(forbidden) in app.explain()
         await allow(kafka, user, "topic", forbidden)
@@ -372,7 +377,7 @@ async def test_a_group_forbidden_while_running_is_reported_until_allowed_again(
 async def test_a_run_that_may_not_write_to_its_topic_fails_alone(
     kafka: SharedKafka, topic: str, group: str, user: Credentials
 ) -> None:
-    """In a transaction, the client does not say which topic was refused."""
+    """In a transaction, brokers refuse the other topics too."""
     allowed, refused, dead = f"{topic}-out", f"{topic}-refused", f"{topic}-dead"
     for name in (topic, allowed, refused, dead):
         await kafka.create_topic(name)

@@ -69,21 +69,23 @@ def answers(monkeypatch: pytest.MonkeyPatch, group: str) -> Answers:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("codes", "stored"),
+    ("codes", "stored", "protocol"),
     [
-        pytest.param(DECISIVE, True, id="decisive-stored"),
-        pytest.param(ALL, True, id="stored", marks=pytest.mark.chaos),
-        pytest.param(ALL, False, id="not-stored", marks=pytest.mark.chaos),
+        pytest.param(DECISIVE, True, "classic", id="decisive-stored"),
+        pytest.param(DECISIVE, True, "consumer", id="decisive-stored-consumer", marks=pytest.mark.chaos),
+        pytest.param(ALL, True, "classic", id="stored", marks=pytest.mark.chaos),
+        pytest.param(ALL, False, "classic", id="not-stored", marks=pytest.mark.chaos),
+        pytest.param(ALL, False, "consumer", id="not-stored-consumer", marks=pytest.mark.chaos),
     ],
 )
 async def test_an_app_survives_every_commit_response(
-    kafka: SharedKafka, topic: str, group: str, answers: Answers, *, codes: tuple[int, ...], stored: bool
+    kafka: SharedKafka, topic: str, group: str, answers: Answers, *, codes: tuple[int, ...], stored: bool, protocol: str
 ) -> None:
     await kafka.create_topic(topic, partitions=PARTITIONS)
-    app, ledger = (
-        quick_app(kafka, group, commit_interval=0.02, heartbeat_interval=0.1, session_timeout=SESSION),
-        Ledger(),
+    app = quick_app(
+        kafka, group, commit_interval=0.02, heartbeat_interval=0.1, session_timeout=SESSION, group_protocol=protocol
     )
+    ledger = Ledger()
     app.consume(topic)(ledger.handle)
     interceptor = Interceptor(transport_of(app))
     sent: list[Message] = []

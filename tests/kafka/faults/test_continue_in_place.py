@@ -21,6 +21,8 @@ from tests.kafka.faults.support import (
     transport_of,
     until,
     visiting,
+    with_both_protocols,
+    with_classic_at_least,
 )
 from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
@@ -33,13 +35,14 @@ EAGER = "sticky"
 # Beside another member -----------------------------------------------------------------------
 
 
+@with_both_protocols
 async def test_kept_partitions_continue_in_place_while_members_join_and_leave(
-    kafka: SharedKafka, topic: str, group: str
+    kafka: SharedKafka, topic: str, group: str, protocol: str
 ) -> None:
     """I4 and I12: nothing runs twice, nothing is given to the engine twice, and the order is kept."""
     await kafka.create_topic(topic, partitions=4)
     ledger = Ledger(pause=0.005)
-    staying, coming = (quick_app(kafka, group) for _ in range(2))
+    staying, coming = (quick_app(kafka, group, group_protocol=protocol) for _ in range(2))
     for app in (staying, coming):
         app.consume(topic, concurrency=16)(ledger.handle)
     interceptor = Interceptor(transport_of(staying))
@@ -70,11 +73,14 @@ async def test_kept_partitions_continue_in_place_while_members_join_and_leave(
     ledger.assert_in_order()
 
 
-async def test_a_rebalance_that_moves_nothing_has_no_effect(kafka: SharedKafka, topic: str, group: str) -> None:
+@with_classic_at_least
+async def test_a_rebalance_that_moves_nothing_has_no_effect(
+    kafka: SharedKafka, topic: str, group: str, protocol: str
+) -> None:
     """A member with its own topic joins while handlers run, and leaves while they still do."""
     await kafka.create_topic(topic, partitions=2)
     await kafka.create_topic(f"{topic}.other")
-    app, ledger = quick_app(kafka, group), Ledger()
+    app, ledger = quick_app(kafka, group, group_protocol=protocol), Ledger()
     app.consume(topic)(ledger.handle)
     interceptor = Interceptor(transport_of(app))
     async with app.started(interceptor):
@@ -85,7 +91,7 @@ async def test_a_rebalance_that_moves_nothing_has_no_effect(kafka: SharedKafka, 
         await ledger.until_more_than(10)
 
         generation = generation_of(interceptor.transport)
-        async with visiting(kafka, group, f"{topic}.other"):
+        async with visiting(kafka, group, f"{topic}.other", group_protocol=protocol):
             ledger.release()
             await ledger.until_finished(sent)
         await until(lambda: generation_of(interceptor.transport) >= generation + 2, app.explain)

@@ -5,29 +5,31 @@ import logging
 import pytest
 
 from aioshard import App, Record
+from aioshard.settings import Settings
 from tests.kafka.client.members import Member, settings_for, vanish
-from tests.kafka.faults.support import on_aiokafka_at_least, quick_app, until
+from tests.kafka.faults.support import BROKERS_SESSION, quick_app, until, with_both_protocols
 from tests.support.brokers import SharedKafka
 
 SESSION = 12.0
-"""Seconds for which the group waits for the dead member."""
-PROTOCOLS = {"aiokafka": "cooperative-fair", "confluent": "cooperative-sticky"}
-"""The name of each client's default assignor in the group."""
+"""Seconds for which a classic group waits for the dead member."""
 
 
 @pytest.fixture
-async def dead(kafka: SharedKafka, topic: str, group: str, client: str) -> str:
+async def dead(kafka: SharedKafka, topic: str, group: str, protocol: str) -> str:
     """The id of a member that has ended without a word to the group."""
     await kafka.create_topic(topic, 2)
-    settings = settings_for(kafka.bootstrap, client="aiokafka", session_timeout=SESSION)
-    member = Member(settings.model_copy(update={"assignor": PROTOCOLS[client]}), group)
+    if protocol == "consumer":
+        settings = Settings(bootstrap_servers=kafka.bootstrap, group_protocol="consumer")
+    else:
+        settings = settings_for(kafka.bootstrap, assignor="cooperative-fair", session_timeout=SESSION)
+    member = Member(settings, group)
     membership = (await member.join(topic)).membership
     await vanish(member.transport)
     return membership.member_id
 
 
-def app_of(kafka: SharedKafka, topic: str, group: str, start_timeout: float | None) -> App:
-    app = quick_app(kafka, group, session_timeout=SESSION, start_timeout=start_timeout)
+def app_of(kafka: SharedKafka, topic: str, group: str, protocol: str, start_timeout: float | None) -> App:
+    app = quick_app(kafka, group, session_timeout=SESSION, start_timeout=start_timeout, group_protocol=protocol)
 
     @app.consume(topic)
     async def handle(record: Record) -> None: ...
@@ -35,11 +37,11 @@ def app_of(kafka: SharedKafka, topic: str, group: str, start_timeout: float | No
     return app
 
 
-@on_aiokafka_at_least
+@with_both_protocols
 async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
-    kafka: SharedKafka, topic: str, group: str, dead: str, caplog: pytest.LogCaptureFixture
+    kafka: SharedKafka, topic: str, group: str, protocol: str, dead: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = app_of(kafka, topic, group, start_timeout=3.0)
+    app = app_of(kafka, topic, group, protocol, start_timeout=3.0)
 
     with caplog.at_level(logging.WARNING, "aioshard"):
         async with app:
@@ -51,14 +53,15 @@ async def test_a_start_that_waits_for_the_session_of_a_dead_member_names_it(
     found = [line.getMessage() for line in caplog.records if getattr(line, "event", "") == "trouble"]
     assert len(found) == 1
     assert dead in found[0]
-    assert f"session_timeout={SESSION:g} s" in found[0]
+    session = f"session_timeout={SESSION:g} s" if protocol == "classic" else f"{BROKERS_SESSION:g} s"
+    assert session in found[0]
 
 
-@on_aiokafka_at_least
+@with_both_protocols
 async def test_without_start_timeout_the_app_is_up_and_not_ready_until_the_session_of_a_dead_member_ends(
-    kafka: SharedKafka, topic: str, group: str, dead: str
+    kafka: SharedKafka, topic: str, group: str, protocol: str, dead: str
 ) -> None:
-    app = app_of(kafka, topic, group, start_timeout=None)
+    app = app_of(kafka, topic, group, protocol, start_timeout=None)
 
     async with app:
         assert app.statistics().state == "starting"

@@ -11,7 +11,15 @@ import pytest
 
 from aioshard import App
 from aioshard.engine import late_commits
-from tests.kafka.faults.support import DEADLINE, Ledger, messages, quick_app, until
+from tests.kafka.faults.support import (
+    DEADLINE,
+    Ledger,
+    messages,
+    quick_app,
+    until,
+    with_both_protocols,
+    with_classic_at_least,
+)
 from tests.support.kafka import KafkaBroker
 from tests.support.proxies import OFFSET_COMMIT, Proxies
 
@@ -30,6 +38,7 @@ class LateCommit:
     broker: KafkaBroker
     proxies: Proxies
     group: str
+    protocol: str
     ledger: Ledger = field(default_factory=Ledger)
     sent: int = 0
 
@@ -40,7 +49,7 @@ class LateCommit:
 
     def member(self) -> App:
         """Return an app of the group."""
-        app = quick_app(f"127.0.0.1:{self.broker.ports.proxy}", self.group)
+        app = quick_app(f"127.0.0.1:{self.broker.ports.proxy}", self.group, group_protocol=self.protocol)
         app.consume(self.topic)(self.ledger.handle)
         return app
 
@@ -66,14 +75,15 @@ class LateCommit:
 
 
 @pytest.fixture
-async def late(own_kafka: KafkaBroker, group: str) -> AsyncIterator[LateCommit]:
+async def late(own_kafka: KafkaBroker, group: str, protocol: str) -> AsyncIterator[LateCommit]:
     ports = own_kafka.ports
     async with Proxies({1: (ports.proxy, ports.proxied)}) as proxies:
-        late = LateCommit(own_kafka, proxies, group)
+        late = LateCommit(own_kafka, proxies, group, protocol)
         await own_kafka.create_topic(late.topic, partitions=2)
         yield late
 
 
+@with_classic_at_least
 async def test_the_next_app_repeats_nothing_after_a_stop(late: LateCommit) -> None:
     first = late.member()
     async with first:
@@ -86,6 +96,7 @@ async def test_the_next_app_repeats_nothing_after_a_stop(late: LateCommit) -> No
     assert late.ledger.duplicates == []
 
 
+@with_both_protocols
 async def test_the_next_owner_repeats_nothing_after_a_rebalance(late: LateCommit) -> None:
     first = late.member()
     async with first:
@@ -99,6 +110,7 @@ async def test_the_next_owner_repeats_nothing_after_a_rebalance(late: LateCommit
     assert late.ledger.duplicates == []
 
 
+@with_classic_at_least
 async def test_a_crash_repeats_nothing_once_the_commit_was_repeated(
     late: LateCommit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

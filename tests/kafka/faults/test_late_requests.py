@@ -6,57 +6,64 @@ path or a paused broker does that.
 """
 
 import asyncio
-import struct
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 import pytest
 
 from aioshard import App, Context, Record
 from tests.kafka.faults.support import DEADLINE, quick_app, until
 from tests.support.kafka import KafkaBroker
+from tests.support.messages import answer_with, body, codes
 from tests.support.proxies import (
     ADD_OFFSETS_TO_TXN,
+    ADD_PARTITIONS_TO_TXN,
     END_TXN,
     INIT_PRODUCER_ID,
     PRODUCE,
     TXN_OFFSET_COMMIT,
     Proxies,
-    Request,
     Rule,
-    code_after_throttle,
 )
 
-FEW, MANY = 2, 100
-"""Transactions with a request that arrives late."""
-KINDS = ("late_commit", "late_abort", "late_offsets", "late_messages", "late_start")
-VERSIONS = [
-    pytest.param({"transaction.version": 1}, id="v1", marks=pytest.mark.chaos),
-    pytest.param({"transaction.version": 2}, id="v2"),
-]
-"""Of transactions, on the cluster."""
-RECORDS = 300
-"""In the next transaction, so that the client has sent their outputs before it sends the offsets."""
+logger = logging.getLogger("tests.late_requests")
+
+FIRST, SECOND = 1, 2
+"""The protocols of transactions, by the level of the feature `transaction.version`."""
+NAMES = {
+    PRODUCE: "Produce",
+    TXN_OFFSET_COMMIT: "TxnOffsetCommit",
+    END_TXN: "EndTxn",
+    INIT_PRODUCER_ID: "InitProducerId",
+    ADD_PARTITIONS_TO_TXN: "AddPartitionsToTxn",
+    ADD_OFFSETS_TO_TXN: "AddOffsetsToTxn",
+}
+OF_FIRST_ONLY = frozenset({ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN})
+MANY = 1_000
+"""Transactions of an app, under the mark `chaos`."""
+RECORDS = 20
+"""In the next transaction."""
 ILLEGAL_GENERATION = 22
-WRITTEN_WITHIN = 2.0
-"""Seconds until the outputs are in the log, unless the client sends them after the offsets."""
-FENCED = frozenset({47, 90})
-"""Invalid producer epoch; producer fenced."""
+OUTDATED = frozenset({47, 48, 51, 90})
+"""Invalid producer epoch; invalid transaction state; concurrent transactions; producer fenced: nothing was done."""
 
 
-def is_commit(request: Request) -> bool:
-    """Whether an EndTxn is a commit: the last field, which one empty set of tags may follow."""
-    flexible = request.api_version >= 3
-    return request.frame[-2 if flexible else -1] == 1
+class Phase(Enum):
+    """The moment in the next transaction at which a late request arrives."""
+
+    START = "before its first request"
+    ADDED = "before its first Produce"
+    WRITTEN = "after its messages"
+    STORED = "after its offsets"
+    END = "after its end"
 
 
-def refused(_: Request, answer: bytes) -> bytes:
-    """Change the answer to a TxnOffsetCommit of one partition: the group has rebalanced.
-
-    The code is followed by the empty tags of the partition, its topic and the answer.
-    """
-    return answer[:-5] + struct.pack(">h", ILLEGAL_GENERATION) + answer[-3:]
+def phases(version: int) -> list[Phase]:
+    """With the second protocol, a transaction begins with Produce."""
+    return [phase for phase in Phase if version == FIRST or phase is not Phase.ADDED]
 
 
 @dataclass
@@ -65,20 +72,20 @@ class LateRequests:
 
     Attributes:
         sent: How many records the app has to read.
-        codes: The error codes in the answers to late EndTxn requests.
+        refused: How many transactions the group has refused.
+        late: How many requests have arrived late.
+        codes: The error codes in the answers to them, by the kind of request.
     """
 
     broker: KafkaBroker
     proxies: Proxies
     app: App
+    version: int
+    ends: Rule
     sent: int = 0
-    codes: list[int] = field(default_factory=list)
-
-    async def send(self, records: int) -> None:
-        """Let the app have more records; each has the next number."""
-        numbers = range(self.sent, self.sent + records)
-        await self.broker.produce(self.topic, [(b"key-%d" % (number % 7), b"%d" % number) for number in numbers])
-        self.sent = numbers.stop
+    refused: int = 0
+    late: int = 0
+    codes: dict[int, Counter[int]] = field(default_factory=dict)
 
     @property
     def topic(self) -> str:
@@ -90,111 +97,134 @@ class LateRequests:
         """The topic of the outputs."""
         return f"{self.app.group_id}.out"
 
+    @property
+    def transactions(self) -> int:
+        """How many transactions have ended."""
+        statistics = self.app.statistics()
+        return statistics.commits + statistics.commit_failures
+
+    async def send(self, records: int) -> None:
+        """Let the app have more records; each has the next number."""
+        numbers = range(self.sent, self.sent + records)
+        await self.broker.produce(self.topic, [(b"key-%d" % (number % 7), b"%d" % number) for number in numbers])
+        self.sent = numbers.stop
+
     async def until_committed(self) -> None:
         """Wait until all records are committed."""
         await until(
-            lambda: sum(partition.committed or 0 for partition in self.app.statistics().partitions) == self.sent
+            lambda: sum(partition.committed or 0 for partition in self.app.statistics().partitions) == self.sent,
+            self.app.explain,
         )
-
-    async def written(self) -> int:
-        """Return the end of the log of the outputs, with messages of open and aborted transactions."""
-        return sum((await self.broker.end_offsets(self.outputs)).values())
 
     # Late requests -----------------------------------------------------------------------------
 
-    async def late_commit(self) -> None:
-        """Let a commit arrive during a transaction that is then refused, so that its messages are sent again."""
-        late = self.proxies.strand(api_key=END_TXN)
-        await self.send(1)
-        await self._met(late)
-        assert is_commit(late.requests[0])
-        await self._arrives_before_the_offsets_of_the_next(late, is_refused=True)
-
-    async def late_abort(self) -> None:
-        """Let an abort arrive during a transaction that is then committed."""
-        late = self.proxies.strand(api_key=END_TXN)
-        refusal = self._refuse_offsets()
-        await self.send(1)
-        await self._met(late)
-        refusal.lift()
-        assert not is_commit(late.requests[0])
-        await self._arrives_before_the_offsets_of_the_next(late, is_refused=False)
-
-    async def late_offsets(self) -> None:
-        """Let the offsets of a transaction arrive between those of the next one and its end."""
-        late = self.proxies.strand(api_key=TXN_OFFSET_COMMIT)
-        await self.send(1)
-        await self._met(late)
+    async def repeat(self, api: int, phase: Phase, *, is_refused: bool) -> None:
+        """Let a request of a transaction arrive once more in the next one, which the group may refuse then."""
+        late = await self._strand(api)
         await self.until_committed()
-        await self._arrives_before_the_end_of_the_next(late)
-        await self.broker.wait_for_lag(self.app.group_id, self.topic)
-
-    async def late_messages(self) -> None:
-        """Let the messages of a transaction arrive before the end of the next one."""
-        late = self.proxies.strand(api_key=PRODUCE)
-        await self.send(1)
-        await self._met(late)
-        await self.until_committed()
-        await self._arrives_before_the_end_of_the_next(late)
-
-    async def late_start(self) -> None:
-        """Let the start of a client arrive in a transaction of that client; the brokers then abort it."""
-        late = self.proxies.strand(api_key=INIT_PRODUCER_ID)
-        refusal = self._refuse_offsets()
-        await self.send(1)
-        await self._met(late)
-        refusal.lift()
-        await self._arrives_before_the_end_of_the_next(late)
-
-    async def _arrives_before_the_end_of_the_next(self, late: Rule) -> None:
-        held = self.proxies.hold(api_key=END_TXN)
+        stop = self._hold_back_end_of(phase, is_refused=is_refused)
+        if is_refused:
+            self._refuse_offsets()
         await self.send(RECORDS)
-        await self._met(held)
-        await late.arrive()
-        held.lift()
-        await self.until_committed()
-
-    async def _arrives_before_the_offsets_of_the_next(self, late: Rule, *, is_refused: bool) -> None:
-        before = await self.written()
-        held = [self.proxies.hold(api_key=api) for api in (ADD_OFFSETS_TO_TXN, TXN_OFFSET_COMMIT)]
-        await self.send(RECORDS)
-        await self._met(*held)
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + WRITTEN_WITHIN
-        while await self.written() < before + RECORDS and loop.time() < give_up:  # noqa: ASYNC110 - brokers send no event
-            await asyncio.sleep(0.01)
+        if stop is None:
+            await self.until_committed()
+        else:
+            await self._met(stop)
+        if stop is not None and phase is Phase.END:
+            stop = await self._hold_back_next_attempt(stop)
         answer = await late.arrive()
-        self.codes.append(code_after_throttle(late.requests[0], answer))
-        refusal = self._refuse_offsets() if is_refused else None
-        for rule in held:
-            rule.lift()
-        if refusal is not None:
-            await self._met(refusal)
-            refusal.lift()
+        if stop is not None:
+            stop.lift()
+        self.late += 1
+        self.codes.setdefault(api, Counter()).update(codes(late.requests[0], answer))
         await self.until_committed()
+
+    async def _strand(self, api: int) -> Rule:
+        """Commit one record, in a transaction of which the proxy keeps a request that the client sends again."""
+        late = self.proxies.strand(api_key=api)
+        if api == INIT_PRODUCER_ID:
+            self._refuse_offsets()  # the client sends one after a transaction that failed
+        await self.send(1)
+        await self._met(late)
+        return late
+
+    def _hold_back_end_of(self, phase: Phase, *, is_refused: bool) -> Rule | None:
+        """Hold back the request with which the next transaction leaves a phase; None if there is none."""
+        is_first = self.version == FIRST
+        abort = END_TXN if is_first else INIT_PRODUCER_ID
+        held = {
+            Phase.START: ADD_PARTITIONS_TO_TXN if is_first else PRODUCE,
+            Phase.ADDED: PRODUCE,
+            Phase.WRITTEN: ADD_OFFSETS_TO_TXN if is_first else TXN_OFFSET_COMMIT,
+            Phase.STORED: abort if is_refused else END_TXN,
+            Phase.END: abort if is_refused else None,
+        }[phase]
+        return None if held is None else self.proxies.hold(api_key=held)
+
+    async def _hold_back_next_attempt(self, end: Rule) -> Rule:
+        """Let a refused transaction end, and hold back the first request of the next one."""
+        begin = self.proxies.hold(api_key=ADD_PARTITIONS_TO_TXN if self.version == FIRST else PRODUCE)
+        end.lift()
+        await self._met(begin)
+        return begin
 
     def _refuse_offsets(self) -> Rule:
-        """Refuse the offsets of transactions, as after a rebalance."""
-        return self.proxies.answer(refused, api_key=TXN_OFFSET_COMMIT)
+        """Refuse the offsets of one transaction, as after a rebalance."""
+        self.refused += 1
+        return self.proxies.answer(answer_with(ILLEGAL_GENERATION), api_key=TXN_OFFSET_COMMIT, times=1)
 
-    async def _met(self, *rules: Rule) -> None:
-        waits = [asyncio.create_task(rule.met.wait()) for rule in rules]
-        done, pending = await asyncio.wait(waits, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED)
-        for wait in pending:
-            wait.cancel()
-        assert done, f"no such request came: {self.app.explain()}"
+    async def _met(self, rule: Rule) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await rule.met.wait()
+        except TimeoutError:
+            raise TimeoutError(f"no such request came: {self.app.explain()}") from None
+
+    # Proof -------------------------------------------------------------------------------------
+
+    async def verify(self) -> None:
+        """Compare what a `read_committed` reader and the group see with the records."""
+        outputs = Counter(int(record.value or b"") for record in await self.broker.read(self.outputs))
+        lost = self.sent - len(outputs)
+        doubled = outputs.total() - len(outputs)
+        codes = {NAMES[api]: dict(found) for api, found in self.codes.items()}
+        counts = self.app.statistics().transactions
+        assert counts is not None
+        aborted = counts.aborted - self.refused
+        figures = (
+            f"{self.transactions} transactions, {self.late} late requests, {codes}, {lost=}, {doubled=}, {aborted=}"
+        )
+        logger.info("version %d: %s", self.version, figures)
+        assert (lost, doubled) == (0, 0), figures
+        assert await self.broker.committed(self.app.group_id, self.topic) == {0: self.sent}, figures
+        for api, found in self.codes.items():
+            assert set(found) <= harmless(api, self.version), figures
+        late_starts = self.late if INIT_PRODUCER_ID in self.codes else 0  # those end an open transaction
+        assert 0 <= aborted <= late_starts, figures
+        if self.version == SECOND:
+            assert all(body(end).commit for end in self.ends.requests), "a new epoch aborts"
+
+
+def harmless(api: int, version: int) -> frozenset[int]:
+    """The codes in answers to a late request of that kind."""
+    if api == INIT_PRODUCER_ID:
+        return OUTDATED | {0}  # it gives us the epoch that we have, or ends our transaction as a time-out does
+    if api == END_TXN and version == SECOND:
+        return OUTDATED | {0}  # the brokers remember the latest end, until another transaction begins
+    return OUTDATED
 
 
 @pytest.fixture
 async def late(own_kafka: KafkaBroker, group: str) -> AsyncIterator[LateRequests]:
     """A running app behind a proxy."""
     ports = own_kafka.ports
-    settings = {"client": "confluent", "processing_guarantee": "exactly_once", "rebalance_timeout": 20}
+    settings = {"processing_guarantee": "exactly_once", "rebalance_timeout": 20, "commit_interval": 0.02}
     app = quick_app(f"127.0.0.1:{ports.proxy}", group, **settings)
     async with Proxies({1: (ports.proxy, ports.proxied)}) as proxies:
-        late = LateRequests(own_kafka, proxies, app)
-        for topic in (late.topic, late.outputs):
-            await own_kafka.create_topic(topic)
+        ends = proxies.watch(api_key=END_TXN)
+        late = LateRequests(own_kafka, proxies, app, own_kafka.features["transaction.version"], ends)
+        await own_kafka.create_topic(late.topic)
+        await own_kafka.create_topic(late.outputs, 2)
 
         @app.consume(late.topic, concurrency=128)
         async def publish(record: Record, context: Context) -> None:
@@ -204,28 +234,32 @@ async def late(own_kafka: KafkaBroker, group: str) -> AsyncIterator[LateRequests
             yield late
 
 
-async def verify(late: LateRequests) -> None:
-    """Compare what a `read_committed` reader sees with the records."""
-    outputs = Counter(int(record.value or b"") for record in await late.broker.read(late.outputs))
-    lost = late.sent - len(outputs)
-    doubled = outputs.total() - len(outputs)
-    assert (lost, doubled) == (0, 0), f"lost and doubled outputs; late requests were answered {late.codes}"
+def on_version(version: int) -> object:
+    return pytest.param({"transaction.version": version}, id=f"v{version}")
 
 
-@pytest.mark.timeout(1200)
+VERSIONS = [on_version(FIRST), on_version(SECOND)]
+
+
 @pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
-@pytest.mark.parametrize(
-    ("kinds", "times"),
-    [
-        pytest.param(KINDS, FEW, id="few"),
-        *(pytest.param((kind,), MANY, id=kind, marks=pytest.mark.chaos) for kind in KINDS),
-    ],
-)
-async def test_late_requests_of_a_transaction_do_not_change_the_next(
-    late: LateRequests, kinds: Collection[str], times: int
-) -> None:
-    for kind in kinds:
-        for _ in range(times):
-            await getattr(late, kind)()
-        await verify(late)
-        assert set(late.codes) <= FENCED
+async def test_late_requests_of_a_transaction_do_not_change_the_next(late: LateRequests) -> None:
+    for number, api in enumerate(NAMES):
+        if late.version == FIRST or api not in OF_FIRST_ONLY:
+            for is_refused in (False, True):
+                later = phases(late.version)
+                await late.repeat(api, later[(number + is_refused) % len(later)], is_refused=is_refused)
+    await late.verify()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
+@pytest.mark.parametrize("api", [pytest.param(api, id=name) for api, name in NAMES.items()])
+async def test_late_requests_of_many_transactions_do_not_change_the_next(late: LateRequests, api: int) -> None:
+    if late.version == SECOND and api in OF_FIRST_ONLY:
+        pytest.skip("the second protocol has no such request")
+    while late.transactions < MANY:
+        for phase in phases(late.version):
+            for is_refused in (False, True):
+                await late.repeat(api, phase, is_refused=is_refused)
+    await late.verify()

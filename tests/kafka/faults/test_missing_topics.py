@@ -11,8 +11,6 @@ from aioshard.observe import Finding
 from tests.kafka.faults.support import quick_app, until
 from tests.support.brokers import SharedKafka
 
-CLIENTS = pytest.mark.parametrize("client", ["aiokafka", "confluent"])
-
 
 def make_app(kafka: SharedKafka, group: str, *topics: str, **settings: Any) -> App:
     app = quick_app(kafka, group, **settings)
@@ -23,16 +21,13 @@ def make_app(kafka: SharedKafka, group: str, *topics: str, **settings: Any) -> A
     return app
 
 
-@CLIENTS
 @pytest.mark.parametrize("partly", [False, True], ids=["all", "one-of-two"])
-async def test_a_missing_topic_ends_the_start(
-    kafka: SharedKafka, group: str, topic: str, client: str, partly: bool
-) -> None:
+async def test_a_missing_topic_ends_the_start(kafka: SharedKafka, group: str, topic: str, partly: bool) -> None:
     mistyped, existing = f"{topic}-mistyped", f"{topic}-existing"
     if partly:
         await kafka.create_topic(existing)
     topics = [existing, mistyped] if partly else [mistyped]
-    app = make_app(kafka, group, *topics, client=client, start_timeout=5.0)
+    app = make_app(kafka, group, *topics, start_timeout=5.0)
 
     with pytest.raises(MissingTopicError) as error:
         async with app:
@@ -42,11 +37,8 @@ async def test_a_missing_topic_ends_the_start(
     assert repr(existing) not in str(error.value)
 
 
-@CLIENTS
-async def test_a_topic_that_is_created_during_the_start_is_consumed(
-    kafka: SharedKafka, group: str, topic: str, client: str
-) -> None:
-    app = make_app(kafka, group, topic, client=client, start_timeout=60.0)
+async def test_a_topic_that_is_created_during_the_start_is_consumed(kafka: SharedKafka, group: str, topic: str) -> None:
+    app = make_app(kafka, group, topic, start_timeout=60.0)
     entering = asyncio.create_task(app.__aenter__(), name="start")
     await until(lambda: app.diagnose().findings)
     try:
@@ -81,12 +73,11 @@ def findings_of(app: App, kind: str) -> list[Finding]:
     return [finding for finding in app.diagnose().findings if finding.kind == kind]
 
 
-@CLIENTS
 async def test_a_missing_dead_letter_topic_is_reported_until_it_exists(
-    kafka: SharedKafka, group: str, topic: str, client: str
+    kafka: SharedKafka, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic)
-    app = make_writing_app(kafka, group, topic, client=client)
+    app = make_writing_app(kafka, group, topic)
 
     async with app:
         await until(lambda: findings_of(app, "topics"), app.explain)
@@ -100,12 +91,11 @@ async def test_a_missing_dead_letter_topic_is_reported_until_it_exists(
         await kafka.wait_for_lag(group, topic)
 
 
-@CLIENTS
 async def test_a_missing_dead_letter_topic_ends_the_start_if_a_setting_says_so(
-    kafka: SharedKafka, group: str, topic: str, client: str
+    kafka: SharedKafka, group: str, topic: str
 ) -> None:
     await kafka.create_topic(topic)
-    app = make_writing_app(kafka, group, topic, client=client, missing_output_topics="fail", start_timeout=5.0)
+    app = make_writing_app(kafka, group, topic, missing_output_topics="fail", start_timeout=5.0)
 
     with pytest.raises(MissingTopicError) as error:
         async with app:

@@ -12,8 +12,6 @@ from tests.kafka.faults.support import (
     commit_from_outside,
     handler_of,
     messages,
-    on_aiokafka_at_least,
-    on_both_clients,
     partition_of,
     quick_app,
     until,
@@ -90,7 +88,6 @@ async def test_a_recreated_topic_is_read_from_the_beginning(
         assert {p.partition for p in app.statistics().partitions} == set(range(after))
 
 
-@on_aiokafka_at_least
 async def test_a_topic_recreated_between_lookups_is_read_from_the_beginning(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -120,7 +117,6 @@ def _values(sent: list[Message]) -> set[bytes | None]:
     return {value for _, value in sent}
 
 
-@on_aiokafka_at_least
 async def test_committed_transactions_are_read_and_aborted_ones_are_not(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -180,7 +176,6 @@ async def test_read_uncommitted_processes_aborted_and_open_transactions(
     assert ledger.duplicates == []
 
 
-@on_aiokafka_at_least
 async def test_an_aborted_transaction_at_the_end_leaves_no_lag(kafka: SharedKafka, topic: str, group: str) -> None:
     """Nothing comes after it that could carry the position over the hole."""
     await kafka.create_topic(topic)
@@ -215,7 +210,6 @@ async def test_until_caught_up_ends_at_the_last_stable_offset(kafka: SharedKafka
     assert await kafka.committed(group, topic) == {0: 5}
 
 
-@on_aiokafka_at_least
 async def test_compaction_ahead_of_the_position_causes_neither_loss_nor_lag(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -243,7 +237,6 @@ async def test_compaction_ahead_of_the_position_causes_neither_loss_nor_lag(
     ledger.assert_in_order()
 
 
-@on_both_clients
 @pytest.mark.parametrize("policy", ["earliest", pytest.param("latest", marks=pytest.mark.chaos)])
 async def test_retention_that_overtakes_the_position_is_skipped_and_reported(
     kafka: SharedKafka, topic: str, group: str, policy: Literal["earliest", "latest"], caplog: pytest.LogCaptureFixture

@@ -12,8 +12,6 @@ from tests.kafka.faults.support import (
     Ledger,
     commit_from_outside,
     messages,
-    on_aiokafka_at_least,
-    on_both_clients,
     partition_of,
     quick_app,
     transport_of,
@@ -80,7 +78,6 @@ async def test_earliest_starts_at_the_beginning_of_the_log(kafka: SharedKafka, t
     assert ledger.offsets(0) == [4, 5, 6, 7, 8, 9]
 
 
-@on_aiokafka_at_least
 async def test_latest_delivers_every_record_after_the_start(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic, partitions=2)
     await kafka.produce(topic, messages(10))
@@ -149,7 +146,6 @@ async def test_latest_skips_no_record_that_arrived_before_the_first_poll(
 # With one that the log does not have --------------------------------------------------------
 
 
-@on_both_clients
 @pytest.mark.parametrize(
     "policy", [*(pytest.param(policy, marks=pytest.mark.chaos) for policy in ("earliest", None)), "latest"]
 )

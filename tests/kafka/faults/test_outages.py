@@ -9,16 +9,22 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import NotDrainedError, StartError
-from tests.kafka.faults.support import DEADLINE, Ledger, messages, on_both_clients, partition_of, quick_app, until
+from tests.kafka.faults.support import (
+    DEADLINE,
+    Ledger,
+    messages,
+    partition_of,
+    quick_app,
+    until,
+    with_both_protocols,
+    with_classic_at_least,
+)
 from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker
 
 OUTAGE = 20.0
 """Seconds: longer than the session of these apps, every backoff and every commit timeout."""
 SESSION = 16.0
-RESUMES_WITHIN = 10.0
-"""Seconds after a return within which the first record is done: far less than a session, for which the group would wait
-if it still had the member that the app was before the outage. It takes 1 to 3 s, and the rest is for a busy machine."""
 
 
 def _large(count: int, *, start: int = 0) -> list[Message]:
@@ -26,7 +32,9 @@ def _large(count: int, *, start: int = 0) -> list[Message]:
     return [(key, (value or b"") + b"." * 1000) for key, value in messages(count, keys=50, start=start)]
 
 
-def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) -> tuple[App, Ledger]:
+def _loaded(
+    broker: KafkaBroker, group: str, topic: str, session: float = 10, protocol: str = "classic"
+) -> tuple[App, Ledger]:
     app = quick_app(
         broker,
         group,
@@ -35,26 +43,23 @@ def _loaded(broker: KafkaBroker, group: str, topic: str, session: float = 10) ->
         commit_timeout=2,
         session_timeout=session,
         rebalance_timeout=max(15, session),
+        group_protocol=protocol,
     )
     ledger = Ledger(pause=0.005)
     app.consume(topic, concurrency=16)(ledger.handle)
     return app, ledger
 
 
-@pytest.mark.parametrize("client", ["confluent", "aiokafka"], indirect=True)
-@pytest.mark.usefixtures("client")
+@with_both_protocols
 @pytest.mark.chaos
 async def test_a_twenty_second_outage_loses_nothing(
-    own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
+    own_kafka: KafkaBroker, topic: str, group: str, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I3 and I11: no restart, no new client needed; while it lasts, the app says so and stays ready.
-
-    The group does not wait for the member that librdkafka was: the app reports to the brokers that it has left.
-    """
+    """I3 and I11: no restart, no new client needed; while it lasts, the app says so and stays ready."""
     await own_kafka.create_topic(topic, partitions=4)
     before = _large(6000)
     await own_kafka.produce(topic, before)
-    app, ledger = _loaded(own_kafka, group, topic, SESSION)
+    app, ledger = _loaded(own_kafka, group, topic, SESSION, protocol)
     async with app:
         await ledger.until_more_than(1000)
 
@@ -72,8 +77,7 @@ async def test_a_twenty_second_outage_loses_nothing(
         at_most = len(ledger.finished)
         assert at_most < len(before), "the outage came too late to be one"
         await own_kafka.start()
-        resumes_within = RESUMES_WITHIN if app.settings.client == "confluent" else DEADLINE
-        await ledger.until(lambda: len(ledger.finished) > at_most, timeout=resumes_within)
+        await ledger.until(lambda: len(ledger.finished) > at_most)
 
         after = _large(100, start=6000)
         await own_kafka.produce(topic, after)
@@ -86,11 +90,14 @@ async def test_a_twenty_second_outage_loses_nothing(
     ledger.assert_in_order()
 
 
-async def test_killing_the_broker_under_load_loses_nothing(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+@with_classic_at_least
+async def test_killing_the_broker_under_load_loses_nothing(
+    own_kafka: KafkaBroker, topic: str, group: str, protocol: str
+) -> None:
     await own_kafka.create_topic(topic, partitions=4)
     sent = _large(3000)
     await own_kafka.produce(topic, sent)
-    app, ledger = _loaded(own_kafka, group, topic)
+    app, ledger = _loaded(own_kafka, group, topic, protocol=protocol)
     async with app:
         await ledger.until_more_than(300)
 
@@ -130,10 +137,13 @@ async def test_a_stop_during_an_outage_names_what_is_not_committed(
 
 
 @pytest.mark.chaos
-async def test_a_hanging_broker_is_reported_and_waited_for(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+@with_both_protocols
+async def test_a_hanging_broker_is_reported_and_waited_for(
+    own_kafka: KafkaBroker, topic: str, group: str, protocol: str
+) -> None:
     """Connections stay open and nothing answers: only the deadline of a commit finds out."""
     await own_kafka.create_topic(topic)
-    app, ledger = _loaded(own_kafka, group, topic)
+    app, ledger = _loaded(own_kafka, group, topic, protocol=protocol)
     async with app:
         first = messages(50)
         await own_kafka.produce(topic, first)
@@ -170,7 +180,6 @@ async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -
 
 
 @pytest.mark.chaos
-@on_both_clients
 @pytest.mark.parametrize(
     ("delay", "away"),
     [(0.3, 6.0), *((number / 5, 20.0) for number in range(10))],

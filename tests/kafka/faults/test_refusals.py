@@ -11,10 +11,12 @@ import pytest
 from aioshard import App, Record
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StartError
 from aioshard.kafka.group.classic_messages import Acknowledged, ClassicAnswer, ClassicRequest, HeartbeatRequest
+from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer
 from aioshard.records import TopicPartition
 from tests.kafka.client.members import background_tasks
 from tests.kafka.faults.intercepting import Interceptor
 from tests.kafka.faults.support import (
+    BROKERS_SESSION,
     Ledger,
     commit_from_outside,
     kick,
@@ -24,6 +26,8 @@ from tests.kafka.faults.support import (
     quick_app,
     transport_of,
     until,
+    with_both_protocols,
+    with_classic_at_least,
 )
 from tests.support.brokers import SharedKafka
 
@@ -51,12 +55,11 @@ def _assert_only_current(interceptor: Interceptor) -> None:
 # The start is refused -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("client", ["aiokafka", pytest.param("confluent", marks=pytest.mark.chaos)])
 async def test_a_session_timeout_that_the_brokers_refuse_ends_the_start_and_names_their_limits(
-    kafka: SharedKafka, topic: str, group: str, client: str
+    kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic)
-    app = quick_app(kafka, group, client=client, session_timeout=0.4, heartbeat_interval=0.1)
+    app = quick_app(kafka, group, session_timeout=0.4, heartbeat_interval=0.1)
     app.consume(topic)(Ledger().handle)
 
     with pytest.raises(StartError, match=r"session_timeout=0\.4 s: they accept 0\.5 to 1800 s"):
@@ -65,20 +68,18 @@ async def test_a_session_timeout_that_the_brokers_refuse_ends_the_start_and_name
     assert app.statistics().state == "failed"
 
 
-@pytest.mark.chaos
 async def test_an_assignor_that_the_brokers_lack_ends_the_start(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     app = App(
         group,
         bootstrap_servers=kafka.bootstrap,
         auto_offset_reset="earliest",
-        client="confluent",
         group_protocol="consumer",
-        client_options={"group.remote.assignor": "none"},
+        client_options={"group_remote_assignor": "none"},
     )
     app.consume(topic)(Ledger().handle)
 
-    with pytest.raises(StartError, match=r"group\.remote\.assignor"):
+    with pytest.raises(StartError, match="group_remote_assignor"):
         await app.serve()
 
 
@@ -140,10 +141,15 @@ async def test_a_refused_commit_is_dropped_and_the_app_rejoins(
     assert any("refused a commit" in r.getMessage() for r in caplog.records)
 
 
-async def test_a_member_with_an_expired_session_recovers(kafka: SharedKafka, topic: str, group: str) -> None:
+@with_both_protocols
+async def test_a_member_with_an_expired_session_recovers(
+    kafka: SharedKafka, topic: str, group: str, protocol: str
+) -> None:
     """It takes its heartbeats for answered, but none arrives: the group drops it and says so to the next request."""
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, interceptor = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=2)
+    app, ledger, interceptor = _watched(
+        kafka, group, topic, heartbeat_interval=0.2, session_timeout=2, group_protocol=protocol
+    )
     async with app.started(interceptor):
         first = messages(20)
         await kafka.produce(topic, first)
@@ -152,7 +158,9 @@ async def test_a_member_with_an_expired_session_recovers(kafka: SharedKafka, top
         loop = interceptor.transport._driver._members
         ask = loop._ask
 
-        async def unheard(request: ClassicRequest) -> ClassicAnswer:
+        async def unheard(request: ClassicRequest | Heartbeat) -> ClassicAnswer | HeartbeatAnswer:
+            if isinstance(request, Heartbeat):
+                return HeartbeatAnswer(0, epoch=request.epoch)
             return Acknowledged(0) if isinstance(request, HeartbeatRequest) else await ask(request)
 
         loop._ask = unheard
@@ -170,11 +178,14 @@ async def test_a_member_with_an_expired_session_recovers(kafka: SharedKafka, top
     ledger.assert_in_order()
 
 
+@with_classic_at_least
 async def test_an_event_loop_blocked_beyond_its_session_loses_nothing(
-    kafka: SharedKafka, topic: str, group: str
+    kafka: SharedKafka, topic: str, group: str, protocol: str
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=2), Ledger()
+    session = 2.0 if protocol == "classic" else BROKERS_SESSION
+    app = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=session, group_protocol=protocol)
+    ledger = Ledger()
     interceptor = Interceptor(transport_of(app))
     blocked: list[Record] = []
 
@@ -182,7 +193,7 @@ async def test_an_event_loop_blocked_beyond_its_session_loses_nothing(
     async def blocks_once(record: Record) -> None:
         if record.value == b"5" and not blocked:
             blocked.append(record)
-            time.sleep(3.5)  # noqa: ASYNC251 - the fault that is tested
+            time.sleep(session + 1.5)  # noqa: ASYNC251 - the fault that is tested
         await ledger.handle(record)
 
     async with app.started(interceptor):
@@ -281,11 +292,12 @@ async def _continues_after(
     _assert_only_current(interceptor)
 
 
+@with_classic_at_least
 async def test_a_poll_that_raises_replaces_the_client_and_loses_nothing(
-    kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
+    kafka: SharedKafka, topic: str, group: str, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, interceptor = _watched(kafka, group, topic)
+    app, ledger, interceptor = _watched(kafka, group, topic, group_protocol=protocol)
     async with app.started(interceptor):
         ledger.hold(lambda record: record.value in (b"20", b"21"))
         await kafka.produce(topic, messages(40))
@@ -300,11 +312,19 @@ async def test_a_poll_that_raises_replaces_the_client_and_loses_nothing(
     assert [r.levelno for r in errors] == [logging.ERROR]
 
 
-@pytest.mark.parametrize("task", ["fetching", "metadata", "assignments", "topics", "leadership"])
-async def test_a_dead_client_task_replaces_the_client(kafka: SharedKafka, topic: str, group: str, task: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "protocol"),
+    [
+        *((task, "classic") for task in ("fetching", "metadata", "assignments", "topics", "leadership")),
+        *(pytest.param(task, "consumer", marks=pytest.mark.chaos) for task in ("fetching", "assignments", "topics")),
+    ],
+)
+async def test_a_dead_client_task_replaces_the_client(
+    kafka: SharedKafka, topic: str, group: str, task: str, protocol: str
+) -> None:
     """I11: without these tasks the client raises nothing and delivers nothing."""
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, interceptor = _watched(kafka, group, topic)
+    app, ledger, interceptor = _watched(kafka, group, topic, group_protocol=protocol)
     async with app.started(interceptor):
         ledger.hold(lambda record: record.value in (b"20", b"21"))
         await kafka.produce(topic, messages(40))

@@ -44,9 +44,8 @@ async def protocol_of(bootstrap: str, group: str) -> str:
         ({"session_timeout": 20}, "classic", "session_timeout"),
         ({"assignor": "fair"}, "classic", "assignor"),
         ({"group_protocol": "classic"}, "classic", "group_protocol is set"),
-        ({"client": "confluent"}, "classic", "confluent"),
     ],
-    ids=["default", "session_timeout", "assignor", "classic", "confluent"],
+    ids=["default", "session_timeout", "assignor", "classic"],
 )
 async def test_the_protocol_in_use_is_named_with_its_reason(
     kafka: SharedKafka,
@@ -69,9 +68,8 @@ async def test_the_protocol_in_use_is_named_with_its_reason(
     assert statistics.group_protocol == protocol
     assert reason in (statistics.group_protocol_reason or "")
     assert f"{protocol}, because {statistics.group_protocol_reason}" in explained
-    if "client" not in settings:
-        said = [record for record in caplog.records if str(statistics.group_protocol_reason) in record.getMessage()]
-        assert [record.levelno for record in said] == [logging.INFO]
+    said = [record for record in caplog.records if str(statistics.group_protocol_reason) in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO]
 
 
 @pytest.mark.parametrize("own_kafka", [{"group.version": 0}], indirect=True)

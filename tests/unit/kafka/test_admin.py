@@ -188,7 +188,6 @@ CASES = {
         CONSUMER_GROUP_DESCRIBE, described, lambda admin: admin.has_consumer_protocol("billing"), frozenset({35, 69})
     ),
     "group": Case(CONSUMER_GROUP_DESCRIBE, described, lambda admin: admin.group("billing"), frozenset({35, 69})),
-    "members": Case(DESCRIBE_GROUPS, described, lambda admin: admin.classic_members("billing"), frozenset({69})),
     "remove": Case(
         LEAVE_GROUP,
         lambda code: {"error": code, "members": [{"member": "gone"}]},
@@ -703,7 +702,6 @@ def test_a_group_that_is_not_one_of_the_new_protocol_is_described_as_classic(cod
         assert (await brokers.admin.group("billing")).protocol == "classic"
         brokers.answer(DESCRIBE_GROUPS, described(69))
         assert (await brokers.admin.group("billing")).state == "dead"
-        assert not (await brokers.admin.classic_members("billing")).members
 
     scenario(test)
 
@@ -712,14 +710,13 @@ def test_a_group_that_is_not_one_of_the_new_protocol_is_described_as_classic(cod
     "call",
     [
         lambda admin: admin.group("billing"),
-        lambda admin: admin.classic_members("billing"),
         lambda admin: admin.remove_member("billing", "gone"),
         lambda admin: admin.topic_settings("orders", [POLICY]),
         lambda admin: admin.session_limits("billing"),
         lambda admin: admin.group_times("billing"),
         lambda admin: admin.reset_group_times("billing"),
     ],
-    ids=["group", "members", "remove", "settings", "limits", "times", "alter"],
+    ids=["group", "remove", "settings", "limits", "times", "alter"],
 )
 def test_a_request_that_the_brokers_do_not_know_is_not_retried(call: Callable[[KafkaAdmin], Awaitable[Any]]) -> None:
     async def test(brokers: Brokers) -> None:

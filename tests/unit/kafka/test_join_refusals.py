@@ -1,10 +1,8 @@
 """Refusals to let a member join: which of them end the start, and which are waited out."""
 
 import pytest
-from confluent_kafka import KafkaError
 
 from aioshard.errors import AuthorizationError, ClientLostError, SessionTimeoutRefusedError
-from aioshard.kafka.confluent import translate
 from aioshard.kafka.errors import Cause, group_error
 
 FINAL = [24, 26, 35, 42, 112, 128]
@@ -27,19 +25,6 @@ def test_a_refusal_that_ends_when_others_leave_is_retried(code: int) -> None:
 
     assert isinstance(error, ClientLostError)
     assert "stop" in str(error), "it says what to do"
-
-
-@pytest.mark.parametrize("code", [*FINAL, *WAITED_FOR])
-def test_librdkafka_is_not_left_to_try_again_in_silence(code: int) -> None:
-    assert translate.is_final(KafkaError(code))
-
-
-@pytest.mark.parametrize("code", [*FINAL, *WAITED_FOR, 30])
-def test_a_fatal_error_of_librdkafka_has_the_code_of_its_text(code: int) -> None:
-    text = f"Fatal error: {KafkaError(code).str()}: ConsumerGroupHeartbeat fatal error: {KafkaError(code).str()}"
-
-    assert translate.cause_of(KafkaError(KafkaError._FATAL, text)).code == code
-    assert translate.cause_of(KafkaError(KafkaError._FATAL, "Fatal error: of another kind")).code == KafkaError._FATAL
 
 
 def test_a_refused_session_timeout_is_named_with_the_limits() -> None:

@@ -86,7 +86,7 @@ class Engine:
 
 
 class Alone(MemberTransport):
-    """Without brokers; nobody else is in its group, unless *others* are."""
+    """Without brokers; its group does not rebalance, unless it has *others*, or an empty list of them."""
 
     def __init__(
         self,
@@ -106,11 +106,12 @@ class Alone(MemberTransport):
         """Whether another life begins before a commit is answered."""
         self.engine = Engine()
         self._listener = self.engine
-        self._is_started = True
-        self.others: list[GroupMember] = []
+        self._lifetime.is_started = True
+        self._subscription.driver = self._driver
+        self.others: list[GroupMember] | None = None
         self._tasks.append(asyncio.create_task(self._pass_on_changes(), name="assignments"))
 
-    async def _look_up_others(self) -> list[GroupMember]:
+    async def _look_up_rebalance(self) -> list[GroupMember] | None:
         return self.others
 
     async def _send_commit(self, offsets: Mapping[TopicPartition, Committed], member: Member) -> None:

@@ -1011,7 +1011,7 @@ def test_a_leader_assigns_and_watches_the_topics_of_all_members() -> None:
 def test_an_election_names_the_latest_assignment_that_has_reached_the_group() -> None:
     talk = Talk()
     election = elected(talk)
-    assert election.before is None
+    assert election.assigned_before is None
     first = {"orders": range(1), "refunds": range(1)}
     talk.member.lead(election, {"me": orders(0)}, first, talk.now)
     talk.answer(talk.request(SyncRequest), Synced(0, orders(0)))
@@ -1019,11 +1019,11 @@ def test_an_election_names_the_latest_assignment_that_has_reached_the_group() ->
 
     talk.beat(27)
     again = elected(talk, 5)
-    assert again.before == received
+    assert again.assigned_before == received
     talk.member.lead(again, {"me": orders(0, 1)}, {"orders": range(2), "refunds": range(1)}, talk.now)
     talk.answer(talk.request(SyncRequest), 27)
     talk.wait(1)
-    assert elected(talk, 6).before == received
+    assert elected(talk, 6).assigned_before == received
 
 
 def test_an_election_after_a_loss_does_not_know_the_assignment_before() -> None:
@@ -1035,7 +1035,7 @@ def test_an_election_after_a_loss_does_not_know_the_assignment_before() -> None:
     talk.beat(22)
     talk.wait(1)
 
-    assert elected(talk, 7).before is None
+    assert elected(talk, 7).assigned_before is None
 
 
 def test_partitions_that_appear_while_the_leader_assigns_are_noticed() -> None:

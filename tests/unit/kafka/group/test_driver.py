@@ -18,7 +18,7 @@ import pytest
 from aioshard.kafka.group.consumer import ConsumerMember
 from aioshard.kafka.group.consumer_driver import ConsumerDriver, ConsumerProtocol
 from aioshard.kafka.group.consumer_messages import Heartbeat, TopicIdPartition
-from aioshard.kafka.group.driver import MemberLoop
+from aioshard.kafka.group.driver import MemberLoop, boot_time
 from aioshard.kafka.group.member import Assigned, Ended, Event, Lost, Recovered, Refused, Revoked, Troubled
 from aioshard.kafka.wire.cluster import CoordinatorKind
 from aioshard.kafka.wire.requests import CONSUMER_GROUP_HEARTBEAT, DESCRIBE_CONFIGS, FIND_COORDINATOR, METADATA
@@ -398,6 +398,12 @@ def test_the_times_of_the_group_are_looked_up_again() -> None:
     scenario(test)
 
 
+async def test_partitions_of_dead_members_are_ours_a_heartbeat_after_their_session() -> None:
+    driver = away(ConsumerMember(random.Random(1), session=45.0, interval=5.0), [])
+    assert driver.inherits_within == 50.0
+    driver._loop.close()
+
+
 def test_times_that_this_user_may_not_see_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(scene: Scene) -> None:
         await scene.until(lambda: scene.owned == ALL)
@@ -474,6 +480,18 @@ def test_a_release_is_heard_at_once() -> None:
     scenario(test)
 
 
+# The clock ------------------------------------------------------------------------------------
+
+
+def test_the_clock_counts_while_the_machine_is_suspended_where_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {time.CLOCK_MONOTONIC: 10.0, -7: 9_000.0}
+    monkeypatch.setattr(time, "clock_gettime", times.__getitem__)
+    monkeypatch.setattr(time, "CLOCK_BOOTTIME", -7, raising=False)
+    assert boot_time() == 9_000.0
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    assert boot_time() == 10.0
+
+
 # In a thread ----------------------------------------------------------------------------------
 
 
@@ -493,6 +511,27 @@ async def test_a_command_before_the_start_is_not_lost() -> None:
         await closing
     assert events == [Ended(0, "left the group")]
     assert not driver.is_alive
+
+
+@pytest.mark.parametrize(
+    ("code", "asks"), [(25, True), (69, True), (82, True), (110, True), (113, True), (7, False), (16, False)]
+)
+async def test_a_commit_that_the_group_refuses_asks_for_a_heartbeat(code: int, asks: bool) -> None:
+    """It brings the newest epoch, under which the commit is repeated, or says that the membership has ended."""
+    asked: list[int] = []
+
+    class Observed(ConsumerMember):
+        def heartbeat_now(self, now: float) -> None:
+            asked.append(code)
+            super().heartbeat_now(now)
+
+    driver = away(Observed(random.Random(1), topics=["orders"]), [])
+    closing = asyncio.create_task(driver.close(60.0, "closing"))
+    await asyncio.sleep(0)
+    driver.commit_refused(driver.ownership, code)
+    driver.start()
+    await closing
+    assert bool(asked) == asks
 
 
 async def test_a_mistake_in_the_thread_ends_the_ownership() -> None:

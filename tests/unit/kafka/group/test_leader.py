@@ -306,6 +306,29 @@ async def test_without_an_answer_backlogs_count_from_our_own_positions(monkeypat
     assert group.backlogs == {ONE: 5}
 
 
+async def test_partitions_that_appear_while_backlogs_are_queried_are_reported_behind_the_assignment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The assignment sets back what the member knows; the next metadata may come minutes later."""
+    group = Group(Brokers(orders=1), assignor="lag")
+
+    async def log_ranges(*_: object) -> dict[TopicPartition, tuple[int, int, int]]:
+        group.brokers.learn({"orders": 2})
+        await until_reported([0, 1])
+        return {}
+
+    async def until_reported(numbers: list[int]) -> None:
+        while (await group.thread.reported.get()).get("orders") != numbers:
+            pass
+
+    monkeypatch.setattr(leading, "log_ranges", log_ranges)
+    async with group.running():
+        group.leader.elect(election("orders", assignor="lag"))
+        (_, _, partitions, _) = await group.thread.led.get()
+        assert partitions == {"orders": [0]}
+        await until_reported([0, 1])
+
+
 # Reasons for another assignment -----------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from aioshard.errors import (
     ClientLostError,
     CommitError,
     CommitRefusedError,
-    TransactionalIdTakenError,
     TransportError,
 )
 from aioshard.kafka.group.member import NO_PARTITIONS, Assigned, Lost, Ownership, Revoked
@@ -285,13 +284,13 @@ async def test_no_offset_is_returned_while_nobody_can_tell_how_a_transaction_has
 # The end ----------------------------------------------------------------------------------
 
 
-async def test_a_member_whose_transactional_id_is_taken_ends() -> None:
-    """Two processes have the same instance id; the older one can publish nothing any more."""
+async def test_a_client_whose_transactional_id_was_fenced_ends() -> None:
+    """It can publish nothing any more; another client begins at what the group has committed."""
     transport = Transacting()
     await transport.assign()
-    taken = TransactionalIdTakenError("billing:one")
-    transport.transactions.failure = taken
-    assert await transport.failure() is taken
+    fenced = ClientLostError("fenced")
+    transport.transactions.failure = fenced
+    assert await transport.failure() is fenced
     await transport.close()
 
 

@@ -1,19 +1,17 @@
 """The transport of group members, with a driver that only says what the test tells it."""
 
 import asyncio
-import logging
 import math
 import time
 import uuid
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from aioshard.errors import CommitError, CommitRefusedError, InstanceIdTakenError, TransportError
-from aioshard.kafka.group import transport as of_members
+from aioshard.errors import CommitError, CommitRefusedError, InstanceIdTakenError
 from aioshard.kafka.group.classic import Elected
+from aioshard.kafka.group.drivers import first_choice
 from aioshard.kafka.group.leader import Leader
 from aioshard.kafka.group.member import (
     NO_PARTITIONS,
@@ -29,6 +27,7 @@ from aioshard.kafka.group.member import (
 from aioshard.kafka.groups import GroupMember
 from aioshard.kafka.wire.codes import ERROR_CODES
 from aioshard.ports import NOT_A_MEMBER, Committed, Membership
+from aioshard.settings import Settings
 from tests.unit.kafka.group.lone_transport import BOTH, FIRST, SECOND, Alone, Driver
 
 
@@ -103,7 +102,7 @@ async def test_a_commit_of_a_life_that_has_ended_meanwhile_is_not_sent_again() -
     await transport.close()
 
 
-@pytest.mark.parametrize("code", [25, 82, 110])
+@pytest.mark.parametrize("code", [25, 69, 82, 110])
 async def test_a_commit_of_a_member_that_the_group_does_not_know_is_not_sent_again(code: int) -> None:
     transport = Alone("classic")
     membership = await transport.assign()
@@ -259,6 +258,20 @@ async def test_an_empty_assignment_counts_only_when_no_member_has_to_release_any
     await transport.close()
 
 
+async def test_an_empty_assignment_does_not_count_while_the_group_rebalances_with_us_alone() -> None:
+    """It has removed a dead member, and has its partitions for our next heartbeat."""
+    transport = Alone()
+    transport.others = []
+    nothing = Ownership(1, "one", 5, NO_PARTITIONS, 10.0)
+    transport.driver.ownership = nothing
+    await transport.tell(Assigned(1, NO_PARTITIONS, nothing))
+    assert transport.engine.told == []
+    transport.driver.ownership = Ownership(1, "one", 6, BOTH, 10.0)
+    await transport.assign()
+    assert transport.engine.told == [("assigned", BOTH)]
+    await transport.close()
+
+
 @pytest.mark.parametrize(
     ("event", "permanent"),
     [(Refused(35, "the broker does not have the protocol"), True), (Refused(25, ""), False)],
@@ -327,20 +340,17 @@ class Choosing(Alone):
         ({"heartbeat_interval": 3, "assignor": "fair"}, "classic", "assignor and heartbeat_interval"),
         ({"reassignment_delay": 0, "balance_interval": 0}, "consumer", "no setting"),
         ({"reassignment_delay": 5}, "classic", "reassignment_delay"),
-        ({"assignor": None}, "consumer", "no setting"),
     ],
 )
-async def test_settings_of_the_classic_protocol_choose_it(settings: dict[str, Any], name: str, reason: str) -> None:
-    transport = Choosing(**settings)
-    chosen = transport._first_choice()
+def test_settings_of_the_classic_protocol_choose_it(settings: dict[str, Any], name: str, reason: str) -> None:
+    chosen = first_choice(Settings(**settings))
     assert chosen.name == name
     assert reason in chosen.reason
-    await transport.close()
 
 
 async def test_a_group_that_refuses_the_consumer_protocol_gets_a_classic_member() -> None:
     transport = Choosing()
-    transport._become_member(transport._first_choice())
+    transport._become_member(first_choice(transport._settings))
     assert transport.began == ["consumer"]
     await transport.tell(Troubled(69, "not yet"))
     await transport.tell(Refused(69, "the group is classic"))
@@ -355,7 +365,7 @@ async def test_a_group_that_refuses_the_consumer_protocol_gets_a_classic_member(
 
 async def test_a_group_that_refuses_both_protocols_ends_the_client() -> None:
     transport = Choosing()
-    transport._become_member(transport._first_choice())
+    transport._become_member(first_choice(transport._settings))
     await transport.tell(Refused(35, ""))
     await transport.tell(Refused(23, "another assignor"))
     assert "another assignor" in str(await transport.failure())
@@ -364,7 +374,7 @@ async def test_a_group_that_refuses_both_protocols_ends_the_client() -> None:
 
 async def test_a_client_that_is_closed_does_not_join_with_the_other_protocol() -> None:
     transport = Choosing()
-    transport._become_member(transport._first_choice())
+    transport._become_member(first_choice(transport._settings))
     transport._on_event(Refused(35, ""))
     await transport.close()
     assert transport.began == ["consumer"]
@@ -409,35 +419,19 @@ async def test_trouble_names_a_topic_that_no_broker_names_after_a_while() -> Non
     text = str(transport._unnamed_trouble)
     assert "2 topics" in text
     assert "gAAAAAAAAAAAAAAAAAAAAA first, since 2020-09-13" in text
-    transport._is_started = False  # no broker is there, which would count more
+    transport._lifetime.is_started = False  # no broker is there, which would count more
     assert transport.trouble == text
     await transport.close()
     assert transport._unnamed_trouble is None
-
-
-async def test_a_topic_that_this_user_may_not_see_is_left_out_before_the_group_hears_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Brokers refuse the whole heartbeat of a member that names one."""
-    transport = Alone()
-    transport._topics = frozenset({"orders", "secret"})
-
-    async def look_up(topics: Collection[str]) -> None:
-        assert topics == transport._topics
-        transport._cluster.metadata._denied.add("secret")
-
-    monkeypatch.setattr(transport._cluster, "look_up", look_up)
-    assert await transport._wanted_topics() == {"orders"}
-    await transport.close()
 
 
 async def test_topics_are_looked_up_again_when_the_group_refuses_one() -> None:
     """The right to see it was withdrawn."""
     transport = Alone()
     await transport.tell(Troubled(81, ""))
-    assert not transport._subscription_changed.is_set()
+    assert not transport._subscription.changed.is_set()
     await transport.tell(Troubled(29, ""))
-    assert transport._subscription_changed.is_set()
+    assert transport._subscription.changed.is_set()
     await transport.close()
 
 
@@ -450,52 +444,4 @@ async def test_a_member_that_is_paused_names_those_that_it_waits_for() -> None:
     texts.append(transport.slow_join)
     assert texts[0] is None
     assert "late" in str(texts[1])
-    await transport.close()
-
-
-class Wanting(Alone):
-    """Its brokers list the topics in none of the next *failures* look-ups."""
-
-    failures = 0
-    found: frozenset[str] = frozenset()
-    looks = 0
-
-    async def _wanted_topics(self) -> frozenset[str]:
-        self.looks += 1
-        if self.failures:
-            self.failures -= 1
-            raise TransportError(f"no answer to look-up {self.looks}")
-        return self.found
-
-    async def look_up(self, *, failures: int) -> None:
-        """Let it look up its topics, until it succeeds."""
-        self.failures = failures
-        looks = self.looks + failures + 1
-        self._subscription_changed.set()
-        async with asyncio.timeout(10.0):
-            while self.looks < looks:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-
-async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Topics are looked up once a second then."""
-    caplog.set_level(logging.INFO, "aioshard.kafka.group")
-    monkeypatch.setattr(of_members, "_RETRY_PAUSE", 0.0)
-    transport = Wanting()
-    transport._tasks.append(asyncio.create_task(transport._watch_topics(), name="topics"))
-    logged = []
-    for failures in (0, 3, 0, 2):
-        transport.found |= {f"topic-{failures}"}
-        await transport.look_up(failures=failures)
-        logged.append([record.getMessage() for record in caplog.records])
-        caplog.clear()
-    (first, last), (again, _) = logged[1], logged[3]
-    assert logged[0] == logged[2] == []
-    assert "no answer to look-up 2" in first
-    assert "known again" in last
-    assert "no answer to look-up 7" in again
-    assert transport.driver.subscribed[-1] == transport.found
     await transport.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioshard.errors import ClientLostError, StateError, TransactionalIdTakenError
+from aioshard.errors import ClientLostError, StateError
 from aioshard.kafka.batches import Identity
 from aioshard.kafka.transactions.identity import TransactionalId, TransactionalIds, Version
 from aioshard.records import TopicPartition
@@ -140,6 +140,15 @@ def test_numbers_begin_again_after_the_last_one() -> None:
     assert transactional.sequence(OUT) == 2
 
 
+def test_a_refused_commit_is_not_repeated_before_the_next_epoch() -> None:
+    transactional = ending(FIRST)
+
+    transactional.refuse_commit()
+
+    assert transactional.is_stale
+    assert transactional.unfinished is False
+
+
 def test_no_commit_is_requested_twice_for_different_transactions() -> None:
     transactional = ending(FIRST)
 
@@ -163,21 +172,52 @@ def test_each_process_has_its_own_id_and_keeps_it() -> None:
     assert one.for_client().name.startswith("group:")
 
 
-def test_a_client_that_was_fenced_is_followed_by_one_with_another_id() -> None:
-    """Another epoch of the same id would fence whoever has it now."""
-    ids = TransactionalIds("group", None)
+@pytest.mark.parametrize("instance_id", [None, "node-1"])
+def test_a_client_that_was_fenced_is_followed_by_one_that_begins_anew(instance_id: str | None) -> None:
+    """Its epoch is worth nothing; a new client joins the group again, and reads the committed offsets again."""
+    ids = TransactionalIds("group", instance_id)
     first = fenced(ids.for_client())
 
     assert isinstance(first.end, ClientLostError)
     second = ids.for_client()
-    assert second.name != first.name
+    assert second is not first
+    assert second.known is None
     assert second.end is None
+    assert (second.name == first.name) == (instance_id is not None)
 
 
 def test_processes_with_one_instance_id_have_one_transactional_id() -> None:
-    ids = TransactionalIds("group", "node-1")
-    first = fenced(ids.for_client())
+    names = {TransactionalIds("group", "node-1").for_client().name for _ in range(2)}
 
-    assert first.name == TransactionalIds("group", "node-1").for_client().name
-    assert ids.for_client() is first
-    assert isinstance(first.end, TransactionalIdTakenError)
+    assert names == {"group:node-1"}
+
+
+def test_the_first_protocol_ends_a_transaction_before_it_requests_an_epoch() -> None:
+    """Brokers abort an open one in an epoch that they name to nobody, and then refuse the one before."""
+    opened = ready(FIRST)
+    opened.begin()
+    opened.fail()
+    in_doubt = ending(FIRST)
+    in_doubt.fail()
+
+    assert opened.unfinished is False
+    assert in_doubt.unfinished is True, "an abort would not tell whether it was committed"
+    in_doubt.finish()
+    assert in_doubt.unfinished is None
+    assert in_doubt.is_stale
+
+
+def test_an_epoch_of_the_second_protocol_ends_the_transaction() -> None:
+    for transactional in (ending(SECOND), ready(SECOND)):
+        transactional.fail()
+        assert transactional.unfinished is None
+
+
+def test_nothing_is_open_before_the_first_transaction_and_after_a_commit() -> None:
+    fresh = TransactionalId("group:1")
+    fresh.fail()
+    committed = ending(FIRST)
+    committed.commit(None, is_in_doubt=True)
+
+    assert fresh.unfinished is None
+    assert committed.unfinished is None

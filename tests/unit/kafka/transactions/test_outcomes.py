@@ -16,7 +16,7 @@ from aioshard.kafka.transactions.transactions import Transactions
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.notation import Api, Request
-from aioshard.kafka.wire.requests import ADD_OFFSETS_TO_TXN, END_TXN, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT
+from aioshard.kafka.wire.requests import END_TXN, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT
 from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.ports import Committed, TransactionCounts
 from aioshard.records import TopicPartition
@@ -55,7 +55,7 @@ class Brokers:
         return Answer(response, None, Meaning.DONE, is_in_doubt=False)
 
     async def features(self) -> Mapping[str, int]:
-        return {}
+        return {"transaction.version": 2}
 
     async def committed(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, CommittedOffset]:
         return {name: self.stored[name] for name in partitions if name in self.stored}
@@ -108,7 +108,7 @@ async def test_answers_are_counted() -> None:
         await client.commit(orders=(3, ""))
     await client.transactions.settle()
     assert client.counts == TransactionCounts(committed=2, aborted=1, epochs=2)
-    assert client.brokers.sent[:4] == [INIT_PRODUCER_ID, ADD_OFFSETS_TO_TXN, TXN_OFFSET_COMMIT, END_TXN]
+    assert client.brokers.sent[:3] == [INIT_PRODUCER_ID, TXN_OFFSET_COMMIT, END_TXN]
 
 
 async def test_offsets_that_have_changed_show_a_commit() -> None:

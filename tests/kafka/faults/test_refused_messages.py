@@ -49,7 +49,6 @@ async def test_only_the_run_fails_whose_message_is_refused(
     app = quick_app(
         kafka,
         group,
-        client="confluent",
         processing_guarantee="exactly_once",
         rebalance_timeout=30,
         transaction_timeout=20,

@@ -1,1 +1,0 @@
-"""The second client: a consumer group member on confluent-kafka, from the extra `confluent`."""
