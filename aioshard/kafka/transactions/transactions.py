@@ -77,10 +77,6 @@ _ABOUT_TOPIC: Final = frozenset({17, 29})
 """Error codes that refuse each message for a topic."""
 
 
-class _ExpiredError(CommitError):
-    """The brokers have forgotten the transactional id."""
-
-
 class Transactions:
     """Commits messages and offsets in transactions, one at a time.
 
@@ -241,9 +237,13 @@ class Transactions:
     # Epochs ---------------------------------------------------------------------------
 
     async def _settle(self, call: Call) -> None:
+        had_epoch = self._id.known is not None
         try:
             await self._prepare(call)
-        except _ExpiredError:
+        except CommitError:
+            is_forgotten = had_epoch and self._id.known is None
+            if not is_forgotten:
+                raise
             # Another process may have had the id meanwhile. The caller reads next what the group has committed.
             await self._prepare(call)
 
@@ -274,11 +274,10 @@ class Transactions:
         """Request a new epoch, and wait until the open transaction has ended, if there is one.
 
         Raises:
-            _ExpiredError: The brokers have forgotten the transactional id.
             ClientLostError: Somebody else has requested a newer epoch.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
-            CommitError: The brokers did not answer in time.
+            CommitError: The brokers did not answer in time, or have forgotten the transactional id.
         """
         await self._look_up_version(call)
         await self._finish(call)
@@ -307,7 +306,7 @@ class Transactions:
                 raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
-                raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
+                raise CommitError(f"the brokers have forgotten {self._id}, because it was not used for long")
             case _:
                 raise self._refusal(answer)
 
