@@ -48,9 +48,6 @@ ON_NEW_EPOCH: Final[Mapping[int, Meaning]] = {
     **dict.fromkeys((TIMEOUT_TOO_LONG, DENIED_ID, 31, UNSUPPORTED, 42), Meaning.REFUSED),
 }
 """InitProducerId."""
-ON_LAST_EPOCH: Final[Mapping[int, Meaning]] = {**ON_NEW_EPOCH, -1: Meaning.FENCED}
-"""InitProducerId with one of the last epochs of a producer id. Brokers up to 4.1 fail for good if that is repeated, or
-if a transaction is open; only a producer that begins anew gets another id (KAFKA-20090)."""
 ON_ADDING: Final[Mapping[int, Meaning]] = {
     **_AWAY,
     **_OVER,

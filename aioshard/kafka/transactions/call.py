@@ -55,6 +55,11 @@ class Call:
         answer = "nothing has answered" if wait.latest is None else f"the latest answer is: {wait.latest}"
         return f"waits for {wait.request} for {lasts:.0f} s; {answer}"
 
+    @property
+    def latest(self) -> WireError | None:
+        """The latest error of the request that has no final answer yet."""
+        return None if self._wait is None else self._wait.latest
+
     def expect(self, request: str) -> None:
         """Note that a request is about to be sent."""
         if self._wait is None or self._wait.request != request:

@@ -21,7 +21,6 @@ from aioshard.kafka.transactions.answers import (
     DENIED_ID,
     ON_ADDING,
     ON_COMMIT,
-    ON_LAST_EPOCH,
     ON_NEW_EPOCH,
     ON_OFFSETS,
     TIMEOUT_TOO_LONG,
@@ -68,8 +67,8 @@ _ABORT_TIMEOUT: Final = 5.0
 _CLOSE_TIMEOUT: Final = 2.0
 """Seconds to wait for a running call when the client is closed."""
 _NO_ID: Final = -1
-_LAST_EPOCH: Final = 2**15 - 3
-"""From this epoch on, brokers give the producer another id with the next one."""
+_SERVER_FAILED: Final = -1
+"""Error code of a broker that failed for a reason which only its log tells."""
 _NOT_ATTEMPTED: Final = 55
 """Error code of a partition that was not added because of another one."""
 _NO_TRANSACTION: Final = 48
@@ -291,8 +290,15 @@ class Transactions:
             epoch=_NO_ID if known is None else known.epoch,
         )
         self.counts.epochs += 1
-        codes = ON_NEW_EPOCH if known is None or known.epoch < _LAST_EPOCH else ON_LAST_EPOCH
-        answer = await self._coordinator.ask(call, request, codes, _error_of)
+        try:
+            answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
+        except CommitError:
+            # Kafka up to 4.1 fails for good at the last epochs of a producer id (KAFKA-20090). Only a producer that
+            # begins anew gets another id.
+            latest = call.latest
+            if known is not None and isinstance(latest, BrokerError) and latest.code == _SERVER_FAILED:
+                self._id.fence()
+            raise
         match answer.meaning:
             case Meaning.DONE:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)

@@ -146,6 +146,7 @@ async def test_an_offset_that_one_transaction_has_stored_does_not_show_the_next(
     answer: Callable[[], Answer] | None,
 ) -> None:
     client = Client()
+    client.transactions.learn({ORDERS: None})
     client.brokers.answers_end = answer
     await client.commit(orders=(2, "text"))
     client.brokers.answers_end, client.brokers.executes = unanswered, False

@@ -32,7 +32,6 @@ def test_a_transaction_whose_commit_is_refused_is_not_committed_later(seeds: ran
         run_history(seed, plan=REFUSED)
 
 
-@pytest.mark.xfail(strict=True, reason="a producer whose last but one epoch is repeated is stuck with -1 in Kafka 4.1")
 @with_seeds()
 def test_a_process_does_not_end_with_the_epochs_of_its_producer(seeds: range) -> None:
     for seed in seeds:
@@ -82,7 +81,6 @@ def test_a_transaction_is_not_taken_for_aborted_because_a_partition_has_moved() 
     run_on_network(live)
 
 
-@pytest.mark.xfail(strict=True, reason="only the offsets that this object has stored count as those of before")
 def test_a_transaction_that_changes_no_offset_is_not_taken_for_committed_after_a_restart() -> None:
     async def live(network: MemoryNetwork) -> None:
         brokers = ModelCluster(network)

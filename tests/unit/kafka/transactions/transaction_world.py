@@ -357,7 +357,8 @@ class World:
         """Only a rival may fence a process: another one, or a late copy of the request with which it began."""
         rivals = self._epochs_of_new_processes.count(process.transactional.name)
         is_first_version = min(self.plan.levels) < 2  # then, brokers fence a producer whose transaction they abort
-        self.check(rivals > 1 or is_first_version, f"{process.member_id} was fenced without a rival")
+        is_at_the_edge = not self.plan.repeats_last_epoch  # then, brokers fail for good
+        self.check(rivals > 1 or is_first_version or is_at_the_edge, f"{process.member_id} was fenced without a rival")
 
     # Faults of requests ---------------------------------------------------------------
 
