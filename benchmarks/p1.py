@@ -10,7 +10,7 @@ from benchmarks.tables import cpu_ratio
 from tests.support.cluster import Message
 
 TITLE = "CPU per record: no-op handler, 100 B, 8 partitions, 1,000 keys"
-OURS, PLAIN, JOURNAL, CONFLUENT = "aioshard", "plain loop", "aioshard, journal", "aioshard, confluent"
+OURS, PLAIN, JOURNAL = "aioshard", "plain loop", "aioshard, journal"
 CONCURRENCY = 64
 PARTITIONS = 8
 KEYS = 1_000
@@ -34,7 +34,6 @@ async def run(stage: Stage) -> Report:
         [
             Contestant(PLAIN),
             Contestant(OURS),
-            Contestant(CONFLUENT, package="confluent_kafka"),
             Contestant("aioshard, fixed shards"),
             Contestant(JOURNAL, package="pyarrow"),
             Contestant("fixed queues", part, rounds=3),

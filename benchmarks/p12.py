@@ -9,7 +9,7 @@ from benchmarks.stage import Contestant, ContestantFailedError, Stage
 
 TITLE = "Deploy: how long partitions stand still while three members are stopped and replaced in turn"
 OURS = "aioshard"
-CONFLUENT = ("aioshard, confluent", "aioshard, KIP-848")
+PROTOCOLS = ("aioshard, classic", "aioshard, KIP-848")
 RATE = 2_000
 SLOW_RATE = 300
 """For contestants that process one record at a time: 200 in each process."""
@@ -24,7 +24,7 @@ async def run(stage: Stage) -> Report:
         [Contestant(OURS)],
         [
             Contestant("aioshard, static"),
-            *(Contestant(name, package="confluent_kafka") for name in CONFLUENT),
+            *map(Contestant, PROTOCOLS),
             Contestant("plain loop"),
             Contestant("FastStream", package="faststream"),
             Contestant("faststream-concurrent-aiokafka", package="faststream_concurrent_aiokafka"),

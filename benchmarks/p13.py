@@ -20,7 +20,7 @@ from benchmarks.workloads import (
 )
 
 TITLE = "Side by side with Confluent Parallel Consumer: order per key; threads there, coroutines and processes here"
-OURS, CONFLUENT = "aioshard", "aioshard, confluent"
+OURS = "aioshard"
 COMPUTING = ("aioshard, processes", "aioshard, batches in processes")
 """Contestants for handlers that compute only."""
 PEER = PEERS[0]
@@ -56,7 +56,7 @@ class Outcome:
 async def run(stage: Stage) -> Report:
     """Measure each workload, with the contestants in turn."""
     report = Report("P13", TITLE)
-    others = [Contestant(CONFLUENT, package="confluent_kafka"), Contestant(PEER, peer=True)]
+    others = [Contestant(PEER, peer=True)]
     names = [contestant.name for contestant in stage.lineup([Contestant(OURS)], others)]
     easy = await fill_to_warm_up(stage, stage.size(WARM_UP, 200))
     hard = await fill_to_warm_up(stage, stage.size(WARM_UP_HASHES, 50))

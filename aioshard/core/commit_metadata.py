@@ -12,7 +12,7 @@ from aioshard.core.finished_offsets import Run, read_finished, written, written_
 
 MOST_UNITS: Final = 4095
 """Longest text that a broker stores with its default settings (`offset.metadata.max.bytes`), in UTF-16 code units: the
-broker allows 4,096, and librdkafka appends one."""
+broker allows 4,096, and programs on librdkafka append one."""
 
 _FIRST_COMMIT_LASTS = 300
 """Seconds after which every member of a group has committed on a topic that was new to the group."""

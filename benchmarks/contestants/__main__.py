@@ -17,7 +17,7 @@ WHERE = {
     "aioshard, compiled": "ours:compiled",
     "aioshard, fixed shards": "ours:fixed_shards",
     "aioshard, journal": "ours:journaling",
-    "aioshard, confluent": "ours:confluent",
+    "aioshard, classic": "ours:classic_protocol",
     "aioshard, at least once": "ours:at_least_once",
     "aioshard, exactly once": "ours:exactly_once",
     "aioshard, static": "ours:static",

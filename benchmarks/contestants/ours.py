@@ -35,14 +35,6 @@ async def fixed_shards(spec: Spec, meter: Meter) -> None:
     await _run(app, meter)
 
 
-async def confluent(spec: Spec, meter: Meter) -> None:
-    """Run the default with the client confluent-kafka."""
-    app = _app(spec)
-    app.configure(client="confluent")
-    app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
-    await _run(app, meter)
-
-
 async def at_least_once(spec: Spec, meter: Meter) -> None:
     """Run handlers that publish."""
     await _publishing(spec, meter, "at_least_once")
@@ -69,10 +61,19 @@ async def _publishing(spec: Spec, meter: Meter, guarantee: Literal["at_least_onc
     await _run(app, meter)
 
 
+async def classic_protocol(spec: Spec, meter: Meter) -> None:
+    """Run as a member of the classic group protocol, in which a member assigns."""
+    await _with_protocol(spec, meter, "classic")
+
+
 async def consumer_protocol(spec: Spec, meter: Meter) -> None:
-    """Run with confluent-kafka and the group protocol in which the broker assigns (KIP-848)."""
+    """Run as a member of the group protocol in which the broker assigns (KIP-848)."""
+    await _with_protocol(spec, meter, "consumer")
+
+
+async def _with_protocol(spec: Spec, meter: Meter, protocol: Literal["classic", "consumer"]) -> None:
     app = _app(spec)
-    app.configure(client="confluent", group_protocol="consumer")
+    app.configure(group_protocol=protocol)
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
     await _run(app, meter)
 

@@ -108,7 +108,7 @@ async def test_everything_together_publishes_every_output_exactly_once(
         frozen.send_signal(signal.SIGCONT)
 
     async def deploy() -> None:
-        await group.deploy((0, 4))  # as in a hurry
+        await group.deploy((0, 4, -signal.SIGTERM))  # as in a hurry
 
     events = (
         restart_a_broker,

@@ -10,8 +10,8 @@ CHUNK = 50
 """Seeds of one test."""
 
 
-def with_seeds(divisor: int = 1) -> pytest.MarkDecorator:
-    """Give a test its `seeds`, a range: all of them, or a fraction where one seed takes long."""
-    last = max(SEEDS // divisor, 1)
-    borders = [*range(0, last, CHUNK), last]
+def with_seeds(divisor: int = 1, *, least: int = 1, chunk: int = CHUNK) -> pytest.MarkDecorator:
+    """Give a test its `seeds`, a range: all of them, or a fraction where one takes long, but *least* at any rate."""
+    last = max(SEEDS // divisor, least)
+    borders = [*range(0, last, chunk), last]
     return pytest.mark.parametrize("seeds", [range(*border) for border in itertools.pairwise(borders)], ids=str)

@@ -93,7 +93,8 @@ class _Ghost:
     epoch: int
     """The epoch that says how it leaves."""
     until: float
-    """When its session has ended for certain."""
+    """When its session has ended for certain. A coordinator that moves or restarts begins all sessions anew, so a leave
+    without an answer proves that it may last longer, unless we end for good."""
 
 
 class _Goal(enum.Enum):
@@ -335,6 +336,7 @@ class ConsumerMember:
         else:
             return
         self._try_later(now, None, why, coordinator_moved=True)
+        self._extend_ghost()
 
     def _unknown_outcome(self, request: Heartbeat, now: float) -> None:
         if request.epoch == JOIN_EPOCH:
@@ -556,11 +558,17 @@ class ConsumerMember:
         if answer.error in _LATER:
             moved = answer.error in COORDINATOR_MOVED
             self._try_later(now, answer.error, answer.message, coordinator_moved=moved)
+            self._extend_ghost()
             return
         if answer.error == Code.FENCED_INSTANCE_ID and self._goal is not _Goal.END:
             self._goal = _Goal.END
             self._last_word = Ended(answer.error, answer.message)
         self._ghost_left(now)
+
+    def _extend_ghost(self) -> None:
+        """Let an old id leave later, because its leave was not answered."""
+        if self._ghost is not None and self._goal is not _Goal.END:
+            self._ghost.until = self._due + self._session
 
     def _ghost_left(self, now: float) -> None:
         self._ghost = None

@@ -61,12 +61,19 @@ class Call:
         """Count the time of a request without a final answer from its first attempt on, in the call before."""
         self._earlier = previous._wait or previous._earlier  # noqa: SLF001 - of the same class
 
+    @property
+    def latest(self) -> WireError | None:
+        """The latest error of the request that has no final answer yet."""
+        return None if self._wait is None else self._wait.latest
+
     def expect(self, request: str) -> None:
         """Note that a request is about to be sent."""
         if self._wait is None or self._wait.request != request:
             earlier = self._earlier
-            is_repeated = earlier is not None and earlier.request == request
-            self._wait = earlier if is_repeated else _Wait(request, time.monotonic(), None)
+            since = time.monotonic()
+            if earlier is not None and earlier.request == request:
+                since = earlier.since
+            self._wait = _Wait(request, since, None)
             self._pause = _SHORTEST_PAUSE
 
     def finish(self) -> None:

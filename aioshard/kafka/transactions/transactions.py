@@ -68,16 +68,14 @@ _ABORT_TIMEOUT: Final = 5.0
 _CLOSE_TIMEOUT: Final = 2.0
 """Seconds to wait for a running call when the client is closed."""
 _NO_ID: Final = -1
+_SERVER_FAILED: Final = -1
+"""Error code of a broker that failed for a reason which only its log tells."""
 _NOT_ATTEMPTED: Final = 55
 """Error code of a partition that was not added because of another one."""
 _NO_TRANSACTION: Final = 48
 """Error code of a commit without an open transaction, and not after one that was committed."""
 _ABOUT_TOPIC: Final = frozenset({17, 29})
 """Error codes that refuse each message for a topic."""
-
-
-class _ExpiredError(CommitError):
-    """The brokers have forgotten the transactional id."""
 
 
 class Transactions:
@@ -123,7 +121,7 @@ class Transactions:
         self._topics = OutputTopics(cluster)
         self._version = Version.FIRST
         """The protocol, according to the features of the cluster."""
-        self._stored: dict[TopicPartition, tuple[int, str]] = {}
+        self._stored: dict[TopicPartition, tuple[int, str] | None] = {}
         """The committed offsets with their texts, as far as this client knows; see `learn`."""
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
@@ -170,7 +168,8 @@ class Transactions:
 
     def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
         """Note what the group has committed: a transaction that does not change it leaves no trace of its outcome."""
-        self._stored |= {name: (stored.offset, stored.metadata) for name, stored in committed.items() if stored}
+        for name, stored in committed.items():
+            self._stored[name] = None if stored is None else (stored.offset, stored.metadata)
 
     async def close(self) -> None:
         """Wait a moment for the running call; the next epoch ends what it leaves open."""
@@ -249,9 +248,13 @@ class Transactions:
     # Epochs ---------------------------------------------------------------------------
 
     async def _settle(self, call: Call) -> None:
+        had_epoch = self._id.known is not None
         try:
             await self._prepare(call)
-        except _ExpiredError:
+        except CommitError:
+            is_forgotten = had_epoch and self._id.known is None
+            if not is_forgotten:
+                raise
             # Another process may have had the id meanwhile. The caller reads next what the group has committed.
             await self._prepare(call)
 
@@ -282,11 +285,10 @@ class Transactions:
         """Request a new epoch, and wait until the open transaction has ended, if there is one.
 
         Raises:
-            _ExpiredError: The brokers have forgotten the transactional id.
             ClientLostError: Somebody else has requested a newer epoch.
             AuthorizationError: This user may not use the id.
             SettingsError: The brokers do not allow transactions of this length.
-            CommitError: The brokers did not answer in time.
+            CommitError: The brokers did not answer in time, or have forgotten the transactional id.
         """
         await self._look_up_version(call)
         await self._finish(call)
@@ -298,7 +300,15 @@ class Transactions:
             epoch=_NO_ID if known is None else known.epoch,
         )
         self.counts.epochs += 1
-        answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
+        try:
+            answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
+        except CommitError:
+            # Kafka up to 4.1 fails for good at the last epochs of a producer id (KAFKA-20090). Only a producer that
+            # begins anew gets another id.
+            latest = call.latest
+            if known is not None and isinstance(latest, BrokerError) and latest.code == _SERVER_FAILED:
+                self._id.fence()
+            raise
         match answer.meaning:
             case Meaning.DONE:
                 self._id.renew(Identity(*new_producer_id(answer.response)), self._version)
@@ -307,7 +317,7 @@ class Transactions:
                 raise self._id.end or CommitError(f"the brokers have fenced {self._id}")
             case Meaning.EXPIRED:
                 self._id.forget()
-                raise _ExpiredError(f"the brokers have forgotten {self._id}, because it was not used for long")
+                raise CommitError(f"the brokers have forgotten {self._id}, because it was not used for long")
             case _:
                 raise self._refusal(answer)
 
@@ -594,7 +604,7 @@ class Transactions:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
         ours = {name: _comparable(offset) for name, offset in offsets.items()}
-        changes = {name for name, offset in ours.items() if self._stored.get(name) != offset}
+        changes = {name for name, offset in ours.items() if self._stored.get(name, offset) != offset}
         # 1. It was: an offset is what only this transaction has made it.
         if any(stored.get(name) == ours[name] for name in changes):
             self.counts.decided_committed += 1
@@ -605,7 +615,8 @@ class Transactions:
         if any(stored.get(name) == self._stored.get(name) for name in changes):
             self.counts.decided_aborted += 1
             raise unknown
-        # 3. It changes no offset, as with only the messages of parked records, or others have committed since.
+        # 3. As far as we know, it changes no offset, as with only the messages of parked records. Or others have
+        # committed since.
         self.counts.undecided += 1
         raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
 

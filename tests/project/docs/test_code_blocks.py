@@ -209,8 +209,8 @@ def test_a_command_knows_its_documented_options(block: Block) -> None:
             assert words[0] in OTHERS, f"nothing checks {words[0]!r}"
 
 
-NO_SETTINGS = {TOKEN_VARIABLE, WORKER_VARIABLE, "AIOSHARD_COMPILE"}
-"""Variables that are described and not set, or that are options of a command or of the build."""
+NO_SETTINGS = {TOKEN_VARIABLE, WORKER_VARIABLE, "AIOSHARD_CLIENT", "AIOSHARD_COMPILE"}
+"""Variables that are described and not set, that were removed, or that are options of a command or of the build."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

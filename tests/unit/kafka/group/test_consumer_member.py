@@ -337,13 +337,34 @@ def test_a_refused_join_is_not_left() -> None:
     assert bench.taken()[-1] == Ended(0, "left the group")
 
 
-def test_an_old_id_that_cannot_leave_is_given_up_after_its_session() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("code", [None, 14])
+def test_an_old_id_leaves_also_after_a_long_outage(code: int | None) -> None:
+    """The coordinator begins its session anew when it restarts, so all others would wait for that."""
+    bench = Bench().join()
+    own = bench.member.ownership
     bench.fail(bench.request())
-    while (request := bench.request()).epoch == -1:
+    while bench.now < 5 * SESSION:
+        request = bench.request()
+        if code is None or request.epoch != -1:
+            bench.fail(request)
+        else:
+            bench.refuse(request, code)
+    leave = bench.request()
+    assert (leave.member_id, leave.epoch) == (own.member_id, -1)
+    bench.answer(leave, epoch=-1, assignment=None)
+    assert bench.request().epoch == 0
+
+
+def test_a_member_that_ends_gives_up_an_old_id_that_cannot_leave() -> None:
+    bench = Bench().join()
+    bench.member.leave(bench.now, "closing")
+    while (leaves := bench.poll()) or bench.member.deadline is not None:
         assert bench.now < SESSION + 2.0
-        bench.fail(request)
-    assert request.epoch == 0
+        for leave in leaves:
+            assert leave.epoch == -1
+            bench.fail(leave)
+        bench.now = bench.member.deadline or bench.now
+    assert isinstance(bench.taken()[-1], Ended)
 
 
 # What ends a member ---------------------------------------------------------------------------

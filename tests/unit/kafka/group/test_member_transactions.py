@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -96,9 +97,7 @@ class Transacting(Alone):
         assert self._transactions is not None
         self.transactions = FakeTransactions()
         self._transactions = cast("Transactions", self.transactions)
-
-    def _newest_epoch(self, topic_partition: TopicPartition) -> int:  # noqa: ARG002 - the same for all
-        return EPOCH_OF_ALL
+        mock.patch.object(self._fetcher, "newest_epoch", return_value=EPOCH_OF_ALL).start()
 
     async def begin_to_commit(self, membership: Membership) -> "asyncio.Task[None]":
         """Begin a commit, and let it do only what it does without waiting."""
@@ -107,7 +106,7 @@ class Transacting(Alone):
         return committing
 
     def stores(self, *answers: CommittedOffset | WireError) -> None:
-        self._offsets = cast("GroupOffsets", FakeOffsets(self.transactions, *answers))
+        self._queries._offsets = cast("GroupOffsets", FakeOffsets(self.transactions, *answers))
 
     async def close(self) -> None:
         self.engine.drained.set()

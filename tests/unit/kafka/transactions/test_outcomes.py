@@ -146,12 +146,24 @@ async def test_an_offset_that_one_transaction_has_stored_does_not_show_the_next(
     answer: Callable[[], Answer] | None,
 ) -> None:
     client = Client()
+    client.transactions.learn({ORDERS: None})
     client.brokers.answers_end = answer
     await client.commit(orders=(2, "text"))
     client.brokers.answers_end, client.brokers.executes = unanswered, False
     with pytest.raises(CommitError, match="nobody can tell"):
         await client.commit(orders=(2, "text"))
     assert client.counts.undecided == 1
+
+
+async def test_the_first_offset_of_a_partition_shows_a_commit_or_an_abort() -> None:
+    client = Client()
+    client.transactions.learn({ORDERS: None})
+    client.brokers.answers_end, client.brokers.executes = unanswered, False
+    with pytest.raises(CommitError, match="no answer in time"):
+        await client.commit(orders=(1, ""))
+    client.brokers.executes = True
+    await client.commit(orders=(1, ""))
+    assert client.counts == TransactionCounts(decided_aborted=1, decided_committed=1, epochs=3)
 
 
 async def test_a_transaction_without_offsets_leaves_its_outcome_unknown() -> None:

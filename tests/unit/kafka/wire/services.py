@@ -27,6 +27,10 @@ KAFKA_2_8: Final[Ranges] = {
     "IncrementalAlterConfigs": (0, 1),
     "Produce": (0, 9),
     "InitProducerId": (0, 4),
+    "AddPartitionsToTxn": (0, 3),
+    "AddOffsetsToTxn": (0, 3),
+    "TxnOffsetCommit": (0, 3),
+    "EndTxn": (0, 3),
 }
 KAFKA_3_9: Final[Ranges] = {
     **KAFKA_2_8,
@@ -41,6 +45,10 @@ KAFKA_3_9: Final[Ranges] = {
     "ConsumerGroupDescribe": (0, 0),
     "Produce": (0, 11),
     "InitProducerId": (0, 5),
+    "AddPartitionsToTxn": (0, 5),
+    "AddOffsetsToTxn": (0, 4),
+    "TxnOffsetCommit": (0, 4),
+    "EndTxn": (0, 4),
 }
 KAFKA_4_1: Final[Ranges] = {
     **KAFKA_3_9,
@@ -55,6 +63,8 @@ KAFKA_4_1: Final[Ranges] = {
     "DescribeConfigs": (1, 4),
     "ConsumerGroupDescribe": (0, 1),
     "Produce": (0, 13),
+    "TxnOffsetCommit": (0, 5),
+    "EndTxn": (0, 5),
 }
 KAFKA_4_4: Final[Ranges] = {
     **KAFKA_4_1,
