@@ -1,6 +1,7 @@
 """Watch that notices a blocked event loop, and finds out why."""
 
 import asyncio
+import dataclasses
 import sys
 import threading
 import time
@@ -211,6 +212,10 @@ class LoopWatch:
             return observed
         interval = sys.getswitchinterval()
         block = judge(tick, now, looks, unwatched=observed.unwatched, switch_interval=interval)
+        known = observed.block
+        if block.code is None and known is not None and known.code is not None:
+            # The latest looks have seen nothing, perhaps because the code has just ended: it blocked all the same.
+            block = dataclasses.replace(known, seconds=block.seconds)
         return observed._replace(block=block)
 
     def _should_log(self, block: LoopBlock) -> bool:

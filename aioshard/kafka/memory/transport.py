@@ -565,13 +565,15 @@ class InMemoryTransport:
         await self._pass_time("commit")
         if self._crashed:
             raise CommitError("the commit was not acknowledged: the client has crashed")
+        earlier = len(self._broker.commits)
         try:
             self._broker.commit(self._group.group_id, offsets, membership, messages or ())
         except ConnectError as error:
             self._count(messages, is_committed=False)
             raise CommitError(f"the commit was not acknowledged: {error}") from error
         except TransportError:
-            self._count(messages, is_committed=self._broker.commits[-1].applied, is_answered=False)
+            is_committed = any(commit.applied for commit in self._broker.commits[earlier:])
+            self._count(messages, is_committed=is_committed, is_answered=False)
             raise
         self._count(messages, is_committed=True)
         self._group.epochs |= {name: self._known(name).epoch for name in offsets}
