@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
-from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StartError
+from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError, StartError
 from aioshard.kafka.group.classic_messages import Acknowledged, ClassicAnswer, ClassicRequest, HeartbeatRequest
 from aioshard.kafka.group.consumer_messages import Heartbeat, HeartbeatAnswer
 from aioshard.records import TopicPartition
@@ -63,6 +63,19 @@ async def test_a_session_timeout_that_the_brokers_refuse_ends_the_start_and_name
     app.consume(topic)(Ledger().handle)
 
     with pytest.raises(StartError, match=r"session_timeout=0\.4 s: they accept 0\.5 to 1800 s"):
+        await app.serve()
+
+    assert app.statistics().state == "failed"
+
+
+async def test_a_transaction_timeout_that_the_brokers_refuse_ends_the_app_and_names_their_limit(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    await kafka.create_topic(topic)
+    app = quick_app(kafka, group, processing_guarantee="exactly_once", transaction_timeout=1_000)
+    app.consume(topic)(Ledger().handle)
+
+    with pytest.raises(AioshardError, match=r"transaction_timeout=1000 s is longer .*transaction\.max\.timeout\.ms"):
         await app.serve()
 
     assert app.statistics().state == "failed"
