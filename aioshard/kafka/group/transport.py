@@ -88,6 +88,9 @@ _REBALANCING: Final = frozenset({"preparingrebalance", "assigning", "reconciling
 """States of a group that does not answer joins yet, or in which members have partitions that others will get."""
 _LEAST_PATIENCE: Final = 2.0
 """Minimum seconds to wait for a response that brokers send without delay, even if the session is short."""
+_OTHERS_PATIENCE: Final = 60.0
+"""Seconds for which a classic member without partitions waits while the group moves some: a member of the consumer
+protocol may have died, which has the brokers' session, 45 s by default."""
 _STATE_INTERVAL: Final = 0.5
 """Seconds between two looks at the state of the group while others have our partitions."""
 _UNNAMED_PATIENCE: Final = 10.0
@@ -655,7 +658,7 @@ class MemberTransport:
         until then, and when it was removed, the group rebalances without others.
         """
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self.inherits_within
+        give_up = loop.time() + (self.inherits_within or _OTHERS_PATIENCE)
         while self._changes.empty() and loop.time() < give_up:
             others = await self._look_up_rebalance()
             if others is None:

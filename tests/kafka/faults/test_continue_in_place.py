@@ -51,12 +51,14 @@ async def test_kept_partitions_continue_in_place_while_members_join_and_leave(
     async with staying.started(interceptor):
         epochs = {p.partition: p.epoch for p in staying.statistics().partitions}
         for turn in range(ROUNDS):
-            sent += (more := messages(2000, keys=40, start=2000 * turn))
-            await kafka.produce(topic, more)
+            before, beside = (messages(1000, keys=40, start=2000 * turn + start) for start in (0, 1000))
+            sent += before + beside
+            await kafka.produce(topic, before)
             await ledger.until_more_than(2000 * turn + 100)
             async with coming:
                 await until(lambda: len(coming.statistics().partitions) == 2, coming.explain)
                 kept &= {p.partition for p in staying.statistics().partitions}
+                await kafka.produce(topic, beside)
                 await ledger.until_more_than(len(ledger.finished) + 100)
             await until(lambda: len(staying.statistics().partitions) == 4, staying.explain)
         await ledger.until_finished(sent)

@@ -40,7 +40,7 @@ class World:
         ownership = Ownership(0, US.member_id, US.generation, frozenset({ORDERS}), 1e9)
         transport._driver = SimpleNamespace(ownership=ownership, clock=lambda: 0.0, is_alive=False)
         transport._membership = US
-        transport._is_started = True
+        transport._lifetime.is_started = True
         self.transport = transport
 
     def answer(self, request: Received) -> None:
