@@ -195,8 +195,10 @@ class Group:
         for tries in itertools.count(1):
             self._signal(signal.SIGSTOP)
             await asyncio.sleep(SETTLED)
-            if await self.kafka.end_offsets(out) != await self.kafka.end_offsets(out, "read_committed"):
-                break
+            if await self._has_open_transaction(out):
+                await asyncio.sleep(SETTLED)  # a commit that was on its way has been executed by now
+                if await self._has_open_transaction(out):
+                    break
             await self.produce(100)
             self._signal(signal.SIGCONT)
             await asyncio.sleep(random.random() * POLL_INTERVAL * tries)
@@ -204,6 +206,9 @@ class Group:
             yield
         finally:
             self._signal(signal.SIGCONT)
+
+    async def _has_open_transaction(self, topic: str) -> bool:
+        return await self.kafka.end_offsets(topic) != await self.kafka.end_offsets(topic, "read_committed")
 
     async def kill_in_a_transaction(self) -> None:
         """Kill all processes at a moment at which one has an open transaction, and start as many others."""

@@ -57,9 +57,14 @@ class Call:
         answer = "nothing has answered" if wait.latest is None else f"the latest answer is: {wait.latest}"
         return f"waits for {wait.request} for {lasts:.0f} s; {answer}"
 
+    @property
+    def unanswered(self) -> _Wait | None:
+        """The request without a final answer, of this call or of one before."""
+        return self._wait or self._earlier
+
     def follow(self, previous: "Call") -> None:
         """Count the time of a request without a final answer from its first attempt on, in the call before."""
-        self._earlier = previous._wait or previous._earlier  # noqa: SLF001 - of the same class
+        self._earlier = previous.unanswered
 
     @property
     def latest(self) -> WireError | None:

@@ -210,11 +210,14 @@ async def harness(unprepared: Harness) -> AsyncIterator[Harness]:
 
 
 async def started(harness: Harness, *, opening: bool = True) -> tuple[Transport, RecordingListener, Membership]:
-    """A client with its first assignment."""
+    """A client with its first partitions; a group of the consumer protocol may not know a new topic yet."""
     client = harness.client()
     listener = RecordingListener(client, opening=opening)
     await client.start([harness.one.topic], None, listener)
     assigned = await listener.assignments.get()
+    while not assigned.partitions:
+        listener.events.remove(assigned)
+        assigned = await listener.assignments.get()
     return client, listener, assigned.membership
 
 
