@@ -213,7 +213,7 @@ class Transport(Protocol):
 
     @property
     def hang(self) -> str | None:
-        """What the transaction in progress has waited for too long, as a sentence; None if it has not.
+        """The request that the transaction in progress has waited for too long, as a sentence; None without one.
 
         Brokers that answer everything else may let a transaction wait. It ends by itself, at the latest after
         `transaction_timeout`.

@@ -371,7 +371,7 @@ class Engine:
 
     @property
     def hang(self) -> str | None:
-        """What the transaction in progress has waited for too long; None if it has not."""
+        """The request that the transaction in progress has waited for too long; None without one."""
         return None if self.client.transport is None else self.client.transport.hang
 
     @property

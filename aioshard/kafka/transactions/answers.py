@@ -71,9 +71,6 @@ ON_COMMIT: Final[Mapping[int, Meaning]] = {
     **_AWAY,
     **_OVER,
     51: Meaning.BUSY,
-    47: Meaning.FENCED,
-    49: Meaning.FENCED,
-    90: Meaning.FENCED,
 }
 """EndTxn. After an attempt in doubt, a newer epoch proves nothing: it may have begun after the commit."""
 

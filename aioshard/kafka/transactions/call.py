@@ -50,7 +50,7 @@ class Call:
 
     @property
     def delay(self) -> str | None:
-        """What it has waited for too long, as the rest of a sentence; None if it has not."""
+        """The request that has taken too long, as the rest of a sentence; None without one."""
         wait = self._wait
         if wait is None or (lasts := time.monotonic() - wait.since) < _LATE:
             return None

@@ -34,7 +34,7 @@ class _Phase(enum.Enum):
 
 
 class TransactionalId:
-    """Whom the brokers see behind a transactional id. It outlives the clients of a process.
+    """The producer behind a transactional id, as the brokers see it. It outlives the clients of a process.
 
     Invariants:
         * A transaction begins only in an epoch in which no request of an earlier transaction can still arrive.

@@ -605,16 +605,16 @@ class Transactions:
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
         ours = {name: _comparable(offset) for name, offset in offsets.items()}
         changes = {name for name, offset in ours.items() if self._stored.get(name, offset) != offset}
-        # 1. It was: an offset is what only this transaction has made it.
-        if any(stored.get(name) == ours[name] for name in changes):
+        # 1. It was not: an offset is what it was before.
+        if any(stored.get(name) == self._stored.get(name) for name in changes):
+            self.counts.decided_aborted += 1
+            raise unknown
+        # 2. It was: each offset is what it has made it. One alone may also be what another owner has made it.
+        if changes and all(stored.get(name) == ours[name] for name in changes):
             self.counts.decided_committed += 1
             self._note_stored(offsets)
             logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
             return
-        # 2. It was not: an offset is what it was before.
-        if any(stored.get(name) == self._stored.get(name) for name in changes):
-            self.counts.decided_aborted += 1
-            raise unknown
         # 3. As far as we know, it changes no offset, as with only the messages of parked records. Or others have
         # committed since.
         self.counts.undecided += 1

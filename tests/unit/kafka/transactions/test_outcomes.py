@@ -166,6 +166,26 @@ async def test_the_first_offset_of_a_partition_shows_a_commit_or_an_abort() -> N
     assert client.counts == TransactionCounts(decided_aborted=1, decided_committed=1, epochs=3)
 
 
+async def test_an_offset_that_another_owner_has_made_the_same_does_not_show_a_commit() -> None:
+    """It owns one of the partitions by now; the outputs of the other one are still to be published."""
+    client = Client()
+    client.transactions.learn({ORDERS: None, PAYMENTS: None})
+    client.brokers.answers_end, client.brokers.executes = unanswered, False
+    client.brokers.stored[ORDERS] = CommittedOffset(2, -1, "")
+    with pytest.raises(CommitError):
+        await client.commit(orders=(2, ""), payments=(3, ""))
+    assert client.counts.decided_committed == 0
+
+
+async def test_an_offset_that_moved_on_and_one_as_we_made_it_leave_the_outcome_unknown() -> None:
+    client = Client()
+    client.transactions.learn({ORDERS: None, PAYMENTS: None})
+    client.brokers.answers_end, client.brokers.executes = unanswered, False
+    client.brokers.stored |= {ORDERS: CommittedOffset(2, -1, ""), PAYMENTS: CommittedOffset(9, -1, "")}
+    with pytest.raises(CommitError, match="nobody can tell"):
+        await client.commit(orders=(2, ""), payments=(3, ""))
+
+
 async def test_a_transaction_without_offsets_leaves_its_outcome_unknown() -> None:
     """Those of deleted topics are left out."""
     client = Client()

@@ -313,7 +313,7 @@ class World:
         self._epochs_of_new_processes: list[str] = []
         self._watch_new_processes()
 
-    # What is tested -------------------------------------------------------------------
+    # The clients under test -------------------------------------------------------------------
 
     def new_id(self, name: str) -> TransactionalId:
         """Makes the transactional id of a process."""
