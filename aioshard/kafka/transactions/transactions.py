@@ -394,11 +394,24 @@ class Transactions:
             is_in_doubt |= answer.is_in_doubt
             if answer.error is None:
                 break
-            # A deleted topic must not hold back the others.
-            for name in refused_offsets(answer.response, stored):
+            # A deleted topic must not hold back the others. One that the coordinator only does not know yet must: its
+            # outputs would be visible without its offset.
+            unknown = refused_offsets(answer.response, stored)
+            if not await self._are_deleted({name.topic for name in unknown}):
+                raise self._failed("a coordinator does not know topics that exist", answer.error)
+            for name in unknown:
                 logger.warning("the offset of %s is not committed: the brokers do not know its topic any more", name)
                 del stored[name]
         return is_in_doubt, stored
+
+    async def _are_deleted(self, topics: Collection[str]) -> bool:
+        """Whether the brokers say that none of the topics exists: two answers count, because one broker may lag."""
+        try:
+            for _ in range(2):
+                await self._cluster.look_up(topics)
+        except WireError:
+            return False
+        return self._cluster.metadata.missing.issuperset(topics)
 
     def _request(self, api: Api, **values: Any) -> Request:
         """Return a request of the current epoch, in the versions of its protocol."""

@@ -35,7 +35,17 @@ class Brokers:
         """The answer to the next commits; None if they are executed and answered."""
         self.executes = True
         self.epoch = 0
+        self.deleted: frozenset[str] = frozenset()
+        self.unknown: frozenset[str] = frozenset()
+        """Topics that the coordinator of the group does not know."""
         self._pending: dict[TopicPartition, CommittedOffset] = {}
+
+    @property
+    def metadata(self) -> SimpleNamespace:
+        return SimpleNamespace(missing=self.deleted)
+
+    async def look_up(self, topics: Collection[str]) -> None:
+        assert topics
 
     def offers(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
         """Remember the offsets of the next transaction, which are stored with its commit."""
@@ -51,6 +61,14 @@ class Brokers:
                 self.stored |= self._pending
             if self.answers_end is not None:
                 return self.answers_end()
+        named = {topic["topic"] for topic in request.values.get("topics", ())}
+        if request.api is TXN_OFFSET_COMMIT and named & self.unknown:
+            codes = {name: 3 if name in self.unknown else 0 for name in named}
+            parts = [
+                SimpleNamespace(topic=name, partitions=[SimpleNamespace(partition=0, error=code)])
+                for name, code in codes.items()
+            ]
+            return Answer(SimpleNamespace(topics=parts), error_for(3), Meaning.UNKNOWN_TOPIC, is_in_doubt=False)
         response = SimpleNamespace(producer_id=7, epoch=self.epoch, error=0)
         return Answer(response, None, Meaning.DONE, is_in_doubt=False)
 
@@ -184,6 +202,23 @@ async def test_an_offset_that_moved_on_and_one_as_we_made_it_leave_the_outcome_u
     client.brokers.stored |= {ORDERS: CommittedOffset(2, -1, ""), PAYMENTS: CommittedOffset(9, -1, "")}
     with pytest.raises(CommitError, match="nobody can tell"):
         await client.commit(orders=(2, ""), payments=(3, ""))
+
+
+async def test_a_deleted_topic_does_not_hold_back_the_others() -> None:
+    client = Client()
+    client.brokers.unknown = client.brokers.deleted = frozenset({"orders"})
+    await client.commit(orders=(2, ""), payments=(3, ""))
+    assert client.counts.committed == 1
+
+
+async def test_nothing_is_committed_while_a_coordinator_does_not_know_a_topic_that_exists() -> None:
+    """Its outputs would be visible without its offset, and again after a crash."""
+    client = Client()
+    client.brokers.unknown = frozenset({"orders"})
+    with pytest.raises(CommitError):
+        await client.commit(orders=(2, ""), payments=(3, ""))
+    assert client.counts.committed == 0
+    assert client.counts.aborted == 1
 
 
 async def test_a_transaction_without_offsets_leaves_its_outcome_unknown() -> None:
