@@ -115,8 +115,8 @@ class LoopWatch:
         observed = self._observed
         if observed.ticked != before.at:
             observed = _Observed(before.at)
-        unwatched = observed.unwatched + max(now.at - max(self._wakes_at, before.at), 0.0)
-        block = judge(before, now, observed.looks, unwatched=unwatched, switch_interval=sys.getswitchinterval())
+        late = max(now.at - max(self._wakes_at, before.at), 0.0)
+        block = _judged(before, now, observed._replace(unwatched=observed.unwatched + late))
         if observed.is_logged:
             _log("loop_resumed", "the event loop runs again after %.1f s: %s", block)
         elif not observed.is_reported and self._should_log(block):
@@ -210,13 +210,7 @@ class LoopWatch:
         observed = observed._replace(looks=looks)
         if now.at - tick.at < BLOCKED_AFTER or len(looks) < _LOOKS:
             return observed
-        interval = sys.getswitchinterval()
-        block = judge(tick, now, looks, unwatched=observed.unwatched, switch_interval=interval)
-        known = observed.block
-        if block.code is None and known is not None and known.code is not None:
-            # The latest looks have seen nothing, perhaps because the code has just ended: it blocked all the same.
-            block = dataclasses.replace(known, seconds=block.seconds)
-        return observed._replace(block=block)
+        return observed._replace(block=_judged(tick, now, observed))
 
     def _should_log(self, block: LoopBlock) -> bool:
         now = time.monotonic()
@@ -225,6 +219,17 @@ class LoopWatch:
             return False
         self._logged[block.cause, place] = now
         return True
+
+
+def _judged(before: LoopFigures, now: LoopFigures, observed: _Observed) -> LoopBlock:
+    """Judge a block by its observations so far; the code that was known to cause it stays known."""
+    interval = sys.getswitchinterval()
+    block = judge(before, now, observed.looks, unwatched=observed.unwatched, switch_interval=interval)
+    known = observed.block
+    if block.code is None and known is not None and known.code is not None:
+        # The latest looks have seen nothing, perhaps because the code has just ended: it blocked all the same.
+        return dataclasses.replace(known, seconds=block.seconds)
+    return block
 
 
 def _records(worker: Worker) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from aioshard import App, Batch, Record
 from aioshard.core import loop_block
+from aioshard.core.loop_block import ExecutedCode
 from aioshard.engine import loop_watch
 from aioshard.engine.loop_watch import LoopWatch
 from aioshard.testing import TestClient, run
@@ -114,6 +115,35 @@ def test_a_blocking_handler_is_named_with_its_line(
         assert "alice" not in "".join(text for _, text in logged())
 
     run_on(new_loop, main())
+
+
+async def test_the_end_of_a_block_names_the_code_that_later_looks_miss(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app()
+    blocks = Blocking(app)
+    find_code = LoopWatch.find_code
+    missed = threading.Event()
+
+    def find_until_seen(watch: LoopWatch) -> ExecutedCode | None:
+        if blocks.seen is None:
+            return find_code(watch)
+        missed.set()
+        return None
+
+    monkeypatch.setattr(LoopWatch, "find_code", find_until_seen)
+
+    @app.consume("orders")
+    async def on_order(_: Record) -> None:
+        blocks()
+        missed.wait(20.0)
+
+    async with TestClient(app) as client:
+        await client.publish("orders", "x", key="alice", partition=2)
+        await until(lambda: len(logged()) == 2, 20.0)
+
+    for _, text in logged():
+        assert "handler on_order blocks without an await, with record orders/2/0, at" in text
 
 
 @LOOPS
