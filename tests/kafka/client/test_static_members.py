@@ -25,7 +25,7 @@ from tests.support.paths import PROJECT
 
 Join = Callable[..., Member]
 
-QUICK: dict[str, Any] = {"session_timeout": 20, "heartbeat_interval": 0.5}
+QUICK: dict[str, Any] = {"session_timeout": 60, "heartbeat_interval": 0.5}
 OPTIONS = pytest.mark.parametrize(
     "options",
     [
@@ -103,7 +103,7 @@ def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterato
         process.kill()
 
 
-async def until(condition: Callable[[], object], timeout: float = 30.0) -> None:
+async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110 - processes tell nobody
             await asyncio.sleep(0.05)
