@@ -210,6 +210,7 @@ async def test_partitions_added_after_a_restart_of_the_leader_are_assigned(
         member(group_instance_id=name, assignor=assignor, session_timeout=20) for name in ("a", "b", "a")
     )
     await start_all([leader, follower], [topic], partitions=2)
+    await until_assigned(leader, follower, partitions=2)
     before = leader.assignments[-1], list(follower.events)
 
     await restart(leader, again, [topic])
