@@ -60,7 +60,7 @@ async def on_batch(records: list[Record]) -> None:
     if errors:
         raise BatchError(errors)
 
-@app.consume("SOURCE-plain", retry=Retry(attempts=1), on_failure="skip")
+@app.consume("SOURCE-plain", retry=Retry(attempts=1), on_failure="skip", max_age=60.0, keep="latest")
 def on_plain(record: Record) -> None:
     sys.stdout.write(f"plain {record.value.decode()}\\n")  # one write: two threads may be here
     if record.value.decode() in BAD:
