@@ -502,6 +502,7 @@ class App(Router, Generic[State]):
         adapt: Adapt | None = None,
         observe: Observe | None = None,
         replay: bool = False,
+        now: Callable[[], float] = time.time,
     ) -> AsyncIterator[Self]:
         """Run like `async with app:`, but with another client: of the in-memory broker, or of a backfill.
 
@@ -512,8 +513,9 @@ class App(Router, Generic[State]):
             adapt: Replaces each handler for this run.
             observe: Receives the outcome of each record.
             replay: Value of `Context.replay`.
+            now: Returns the time on the clock of the records' timestamps, in seconds since the Unix epoch.
         """
-        clients = Clients(make_transport, make_producer or _NoProducer, make_side_topics or _no_side_topics)
+        clients = Clients(make_transport, make_producer or _NoProducer, make_side_topics or _no_side_topics, now=now)
         await self._start(clients, adapt=adapt, observe=observe, replay=replay)
         self._run_by_started = True
         try:
@@ -544,6 +546,8 @@ class App(Router, Generic[State]):
             exactly_once = self.settings.processing_guarantee == "exactly_once" and not replay
             provided = Provided(lambda: self._state, producer.publish, replay, exactly_once, clients.around)
             handlers = self._runnable_handlers(provided, runs)
+            if replay:
+                handlers = [handler.for_history() for handler in handlers]
             self._engine = Engine(
                 self.group_id,
                 self.settings,

@@ -493,6 +493,13 @@ class AttemptTimeoutError(AioshardError, TimeoutError):
         super().__init__(f"the attempt took longer than timeout={timeout:g} s and was cancelled")
 
 
+class RecordExpiredError(AioshardError):
+    """A record was older than the handler's `max_age` when it would have started: its handler did not run."""
+
+    def __init__(self, age: float, max_age: float) -> None:
+        super().__init__(f"the record was {age:.3g} s old when it would have started, and max_age={max_age:g} s")
+
+
 class ProcessError(AioshardError):
     """A worker process ended during a run, or the result or exception of the run cannot be sent to the app."""
 

@@ -65,6 +65,10 @@ class TopicStatistics:
     """Seconds per attempt, including failed ones; for a handler that takes batches, per attempt of a batch."""
     waits: HistogramCounts
     """Seconds from the arrival of records to their first attempt; sampled while attempts are quick."""
+    superseded: int = 0
+    """Records that a newer one of their key replaced; see `keep`."""
+    expired: int = 0
+    """Records that were too old to start; see `max_age`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class HandlerStatistics:
     """Records that no worker has picked up yet."""
     on_failure: str = "halt"
     """`halt`, `skip`, `dead letters to TOPIC` or `parks in TOPIC`."""
+    superseded: int = 0
+    expired: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

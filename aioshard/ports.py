@@ -5,6 +5,7 @@ groups, `aioshard.kafka.memory.transport` in memory. All methods are called from
 """
 
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, Literal, NamedTuple, Protocol
@@ -537,3 +538,5 @@ class Clients(NamedTuple):
     side_topics: SideTopicsFactory
     around: Callable[[Publish], Publish] = lambda publish: publish
     """Wraps a function that publishes for a run, as tracing does."""
+    now: Callable[[], float] = time.time
+    """The time on the clock of the records' timestamps, in seconds since the Unix epoch."""

@@ -7,13 +7,13 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Concatenate, Never, TypeVar
+from typing import Any, Concatenate, Never, TypeVar, get_args
 
 from aioshard.attempts import Middleware, call_in_process
 from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry, is_positive, is_topic, is_whole
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.dependencies import Overrides, dependencies_of, injected_names
-from aioshard.engine.handler import Handler, RunIn
+from aioshard.engine.handler import Handler, Keep, RunIn
 from aioshard.errors import HandlerError
 from aioshard.functions import Signature, check_arguments, is_async, name_of, parameters_of, payload_type, signature_of
 from aioshard.records import Record
@@ -60,6 +60,8 @@ class Router:
         decode: Callable[[Record], object] | None = None,
         run_in: RunIn | None = None,
         publish_to: str | None = None,
+        keep: Keep = "all",
+        max_age: float | None = None,
         **unknown: Never,
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
@@ -101,6 +103,11 @@ class Router:
             publish_to: Topic for the function's return value, which is published with the key of the record before the
                 record is complete; see `App.publish` for the types. None publishes nothing; of a list of
                 `aioshard.message`, each goes to its own topic, with its own key. Not allowed with *batch*.
+            keep: `"latest"` runs only the newest of the waiting records of a key; the others of its partition are
+                complete as superseded. For states and prices: a record says all that matters about its key. Records
+                without a key all run. Not allowed with *shards*.
+            max_age: Seconds since its timestamp after which a record does not start any more: it is complete as
+                expired or, with `on_failure=DeadLetter(...)`, becomes a dead letter.
             unknown: Refused.
 
         Returns:
@@ -123,6 +130,8 @@ class Router:
             rate_limit=rate_limit,
             decode=decode,
             publish_to=publish_to,
+            keep=keep,
+            max_age=max_age,
         )
         workers = shards or concurrency or _CONCURRENCY
         _check_source(topics, pattern)
@@ -167,6 +176,8 @@ class Router:
                 decode=decode,
                 publish_to=publish_to,
                 middleware=(self._middleware,),
+                keep=keep,
+                max_age=None if max_age is None else float(max_age),
             )
             if run_in == "process":
                 _check_not_injected(handler)
@@ -253,6 +264,8 @@ def _check_options(
     rate_limit: RateLimit | None,
     decode: Callable[[Record], object] | None,
     publish_to: str | None,
+    keep: Keep,
+    max_age: float | None,
 ) -> None:
     """Refuse options that are invalid or contradict each other; None leaves an option out."""
     expected = "Batch(max_records=…, linger=…, max_bytes=…), or None"
@@ -272,6 +285,13 @@ def _check_options(
     )
     _check_option("publish_to", publish_to, is_other_topic, expected)
     shard_key_of(shard_by, one_topic=True)
+    _check_option("keep", keep, keep in get_args(Keep), "'all' or 'latest'")
+    _check_option("max_age", max_age, is_positive(max_age), "a number of seconds above 0, or None")
+    if shards is not None and keep == "latest":
+        raise HandlerError(
+            f"shards={shards} and keep='latest' were both given: a fixed shard has records of several keys, so leave "
+            "shards out for shards on demand"
+        )
     if shards is not None and concurrency is not None:
         raise HandlerError(
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "

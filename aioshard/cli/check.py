@@ -99,6 +99,8 @@ def _handler(registration: Handler) -> dict[str, Any]:
         "batch": registration.batch,
         "retry": registration.retry.attempts,
         "on_failure": _failure(registration.on_failure),
+        "keep": registration.keep,
+        "max_age": registration.max_age,
         "runs_in": {"loop": "event loop", "thread": "threads", "process": "processes"}[registration.run_in],
     }
 

@@ -452,7 +452,7 @@ class ThroughHandlers:
             functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed"),
             lambda: KafkaProducer(app.settings),
             lambda: InMemorySideTopics(broker),
-            adapt=lambda handler: handler._replace(on_failure="halt", shards=None),
+            adapt=lambda handler: handler.for_history()._replace(on_failure="halt", shards=None),
             observe=lambda _: completed,
         ):
             try:

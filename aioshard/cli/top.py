@@ -28,7 +28,7 @@ from aioshard.cli.health import (
 from aioshard.cli.output import UNHEALTHY, as_text, print_json
 from aioshard.records import age
 
-_OUTCOMES = ("processed", "skipped", "dead_lettered", "parked")
+_OUTCOMES = ("processed", "skipped", "dead_lettered", "parked", "superseded", "expired")
 _SUMMED = ("busy", "concurrency", "shards", *_OUTCOMES, "retried", "halted")
 _PARTITION_FIELDS = (
     "topic",
@@ -127,6 +127,7 @@ class Frames:
         )
 
     def _handler(self, snapshot: Snapshot, handler: Row) -> dict[str, Any]:
+        handler = {**dict.fromkeys(_OUTCOMES, 0), **handler}  # an older process does not know all of them
         done = sum(handler[outcome] for outcome in _OUTCOMES)
         return {
             **handler,

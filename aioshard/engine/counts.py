@@ -17,11 +17,13 @@ class TopicCounts:
     __slots__ = (
         "dead_lettered",
         "durations",
+        "expired",
         "parked",
         "processed",
         "replayed",
         "retried",
         "skipped",
+        "superseded",
         "timed",
         "waited",
         "waits",
@@ -32,6 +34,8 @@ class TopicCounts:
         self.skipped = 0
         self.dead_lettered = 0
         self.parked = 0
+        self.superseded = 0
+        self.expired = 0
         self.retried = 0
         self.replayed = 0
         """Runs of records that this process had started before: they were cancelled, or their epoch had ended."""
@@ -55,6 +59,10 @@ class TopicCounts:
                 self.dead_lettered += 1
             case Outcome.PARKED:
                 self.parked += 1
+            case Outcome.SUPERSEDED:
+                self.superseded += 1
+            case Outcome.EXPIRED:
+                self.expired += 1
 
     def statistics(self, topic: str) -> TopicStatistics:
         """Return the counts as those of *topic*. Safe from any thread."""
@@ -67,6 +75,8 @@ class TopicCounts:
             parked=self.parked,
             durations=self.durations.counts(),
             waits=self.waits.counts(),
+            superseded=self.superseded,
+            expired=self.expired,
         )
 
 

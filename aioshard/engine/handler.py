@@ -1,6 +1,7 @@
 """A handler, and the parts that serve it in a running app."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,8 +12,10 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import FailureHandler
+from aioshard.engine.freshness import Expiry, Latest, combined
 from aioshard.engine.lease import Lease
 from aioshard.engine.log_fields import record_fields
+from aioshard.engine.outcomes import Recovery
 from aioshard.engine.pacing import LimitedBatchShards, LimitedShards, Pace, ProcessSlots, StartLimits
 from aioshard.engine.parking import Parking
 from aioshard.engine.partition import ObservedPartition, Partition
@@ -21,7 +24,7 @@ from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.timing import precise
-from aioshard.engine.worker import BatchWorker, RecordWorker, Worker
+from aioshard.engine.worker import BatchWorker, Divert, RecordWorker, Worker
 from aioshard.log_fields import get_logger
 from aioshard.observe import HandlerStatistics
 from aioshard.ports import Publish, SideTopicsFactory
@@ -39,6 +42,9 @@ _GRACE = 1.0
 
 
 RunIn = Literal["loop", "thread", "process"]
+
+Keep = Literal["all", "latest"]
+"""Which of the waiting records of a key run: all of them, or only the newest."""
 
 Kind = Literal["async", "plain", "async generator", "generator"]
 """How the function of a dependency is declared."""
@@ -114,6 +120,10 @@ class Handler(NamedTuple):
     """Limits its runs in worker processes, if more records than that may be in flight."""
     publish_dead_letter: Send | None = None
     """Publishes dead letters, if they do not go to the brokers."""
+    keep: Keep = "all"
+    """Which of the waiting records of a key run."""
+    max_age: float | None = None
+    """Age in seconds from which a record does not start any more."""
 
     @property
     def shard_key(self) -> Callable[[Record], ShardKey]:
@@ -136,6 +146,10 @@ class Handler(NamedTuple):
     def through(self, wrap: "Callable[[Attempt], Attempt]") -> "Handler":
         """The same handler, with *wrap* around each of its attempts."""
         return self._replace(call=None, invoke=wrap(self.attempt))
+
+    def for_history(self) -> "Handler":
+        """The same handler for records of the past, each of which runs: all of them are old."""
+        return self._replace(keep="all", max_age=None)
 
     def takes(self, topic: str) -> bool:
         """Whether the handler takes the records of *topic*."""
@@ -183,6 +197,8 @@ class Resources(NamedTuple):
     """Observes how deliveries end; None if nobody does."""
     run_ahead: float = 0.0
     """Seconds for which workers may run ahead without yielding to the event loop; see `Worker`."""
+    now: Callable[[], float] = time.time
+    """The time on the clock of the records' timestamps, in seconds since the Unix epoch."""
 
 
 class ActiveHandler:
@@ -201,6 +217,12 @@ class ActiveHandler:
         self.shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
         """One that serves all keys on demand, or the fixed ones."""
         self.failures = failures = self._make_failure_handler(resources)
+        latest = Latest() if spec.keep == "latest" else None
+        divert = combined(
+            None if latest is None else latest.divert,
+            self._expiring(),
+            None if self.parking is None else self.parking.divert,
+        )
         kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
         self.workers = [
             kind(
@@ -212,7 +234,7 @@ class ActiveHandler:
                 lease=resources.lease,
                 clock=precise(resources.clock),
                 timeout=spec.timeout,
-                divert=None if self.parking is None else self.parking.divert,
+                divert=divert,
                 read=spec.read,
                 is_observed=resources.observe is not None,
                 run_ahead=resources.run_ahead,
@@ -229,6 +251,7 @@ class ActiveHandler:
             ahead=None if self.pace is None else self.pace.ahead,
             builtin_key=not callable(spec.shard_by),
             parking=self.parking,
+            latest=latest,
         )
 
     def _make_shards(self, resources: Resources) -> Shards:
@@ -250,8 +273,7 @@ class ActiveHandler:
             case "skip":
                 recovery = skipping("on_failure='skip'")
             case DeadLetter(topic):
-                send = spec.publish_dead_letter or resources.send
-                recovery = dead_lettering(topic, send, group=resources.group_id, handler=spec.name)
+                recovery = self._dead_lettering(topic)
             case Park() as policy:
                 self.parking = Parking(
                     policy,
@@ -281,6 +303,21 @@ class ActiveHandler:
             handler=spec.name,
             group=resources.group_id,
         )
+
+    def _dead_lettering(self, topic: str) -> Recovery:
+        spec, resources = self.spec, self._resources
+        send = spec.publish_dead_letter or resources.send
+        return dead_lettering(topic, send, group=resources.group_id, handler=spec.name)
+
+    def _expiring(self) -> Divert | None:
+        """Return what gives up the records that are too old; None if none ever is."""
+        spec = self.spec
+        if spec.max_age is None:
+            return None
+        dead_letters = None
+        if isinstance(spec.on_failure, DeadLetter):
+            dead_letters = self._dead_lettering(spec.on_failure.topic)
+        return Expiry(spec.max_age, self._resources.now, dead_letters=dead_letters, parking=self.parking).divert
 
     def make_partition(self, name: TopicPartition, number: int, start: int) -> Partition:
         """Make a partition of one of its topics, with its gate closed.
@@ -345,6 +382,8 @@ class ActiveHandler:
             shard_depth=max(part.depth for part in self.shards),
             queued=sum(part.unseen for part in self.shards),
             on_failure=_describe_policy(spec.on_failure),
+            superseded=sum(topic.superseded for topic in by_topic),
+            expired=sum(topic.expired for topic in by_topic),
         )
 
 

@@ -22,6 +22,10 @@ class Outcome(enum.Enum):
     SKIPPED = "skipped"
     DEAD_LETTERED = "dead_lettered"
     PARKED = "parked"
+    SUPERSEDED = "superseded"
+    """A newer record of its key was waiting, and the handler keeps only the latest."""
+    EXPIRED = "expired"
+    """It was older than the handler's `max_age`."""
     RETURNED = "returned"
     """A parked record ran again and is parked again: it has not ended yet."""
 

@@ -148,6 +148,7 @@ class Engine:
                 exactly_once=exactly_once,
                 observe=observe,
                 run_ahead=run_ahead,
+                now=clients.now,
             ),
         )
         self.pauses = Pauses(self.handlers)

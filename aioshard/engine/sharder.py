@@ -8,6 +8,7 @@ from aioshard.core.text import message_of
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.failures import FailureHandler
+from aioshard.engine.freshness import Latest
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.parking import Parking
 from aioshard.engine.shards import Shards
@@ -37,6 +38,7 @@ class Sharder:
         ahead: int | None = None,
         builtin_key: bool = False,
         parking: Parking | None = None,
+        latest: Latest | None = None,
     ) -> None:
         """Make a sharder.
 
@@ -50,9 +52,11 @@ class Sharder:
             ahead: How many runs may start soon, if there is a rate limit.
             builtin_key: Whether the sharding function is built in: it neither raises nor returns an unhashable key.
             parking: Parked records of the handler; None if its failure policy does not park.
+            latest: Told which deliveries are queued, if only the newest of each key runs.
         """
         self.shards = shards
         self.parking = parking
+        self._latest = latest
         self._shard_key = shard_key
         self._fixed = fixed
         self._failures = failures
@@ -98,7 +102,7 @@ class Sharder:
         if self._builtin_key and not self._fixed:
             for delivery in deliveries:
                 delivery.key = shard_key(delivery.record)
-            await self.shards[0].put(deliveries)
+            await self._queue(deliveries)
             return
         unkeyed: list[tuple[Delivery, Exception]] = []
         for delivery in deliveries:
@@ -111,7 +115,7 @@ class Sharder:
         if unkeyed:
             deliveries = self._fail_unkeyed(deliveries, unkeyed)
         if not self._fixed:
-            await self.shards[0].put(deliveries)
+            await self._queue(deliveries)
             return
         waiting.extend(deliveries)
         while waiting:
@@ -123,6 +127,11 @@ class Sharder:
                 waiting.popleft()
             else:  # evicted while it waited for room: it must not start before the ones evicted with it
                 self.shards[number].evict(delivery.epoch, delivery.offset)
+
+    async def _queue(self, deliveries: list[Delivery]) -> None:
+        if self._latest is not None:
+            self._latest.add(deliveries)
+        await self.shards[0].put(deliveries)
 
     def number_of(self, key: ShardKey) -> ShardKey:
         """The key of a delivery with this shard key: the number of its fixed shard, or the shard key itself."""
@@ -160,6 +169,8 @@ class Sharder:
         """Forget the deliveries of an epoch that ended."""
         if self.parking is not None:
             self.parking.forget(epoch)
+        if self._latest is not None:
+            self._latest.forget(epoch)
         for part in epoch.epochs:
             for shards in self.shards:
                 shards.purge(part)

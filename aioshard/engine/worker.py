@@ -517,6 +517,11 @@ class RecordWorker(Worker):
             if delivery.aside:
                 due = times.close(epoch, self.started, clock())
                 await self._run(DeliveryBatch.of_one(delivery))
+                ahead += 1
+                if ahead >= RUN_AHEAD:
+                    ahead = 0
+                    await self._yield_to_loop()
+                    yielded = clock()
                 delivery = take()
                 continue
             now = clock()

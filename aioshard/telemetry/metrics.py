@@ -36,13 +36,15 @@ class MetricInfo(NamedTuple):
 
 _PARTITION = ("topic", "partition")
 _HANDLED = ("topic", "handler")
+_LEFT_OUT = ("skipped", "dead_lettered", "parked", "superseded", "expired")
+"""Outcomes other than success, and their counts."""
 
 
 def _rows(app: Statistics) -> dict[tuple[str, ...], Sequence[tuple[Labels, Any]]]:
     """Return the series for each set of labels: their label values and the statistics to read."""
     group = app.group_id
     topics = [((group, row.topic, handler.name), row) for handler in app.handlers for row in handler.by_topic]
-    outcomes = {"success": "processed", "skipped": "skipped", "dead_lettered": "dead_lettered", "parked": "parked"}
+    outcomes = {"success": "processed"} | {name: name for name in _LEFT_OUT}
     return {
         (): [((group,), app)],
         ("version",): [((group, version()), app)],
@@ -262,7 +264,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_records_processed": MetricInfo(
         "counter",
-        "Completed records, by outcome: success, skipped, dead_lettered, parked.",
+        f"Completed records, by outcome: success, {', '.join(_LEFT_OUT)}.",
         float,
         (*_HANDLED, "outcome"),
     ),

@@ -114,6 +114,7 @@ class TestClient:
                     lambda: InMemoryProducer(self.broker),
                     lambda: InMemorySideTopics(self.broker),
                     adapt=self._adapted,
+                    now=self.broker.now,
                 )
             )
             self._exit = stack.pop_all()

@@ -204,7 +204,9 @@ class Process:
 
     async def _run(self) -> None:
         try:
-            async with self.app.started(self._make_transport, self._make_producer, self._make_side_topics):
+            async with self.app.started(
+                self._make_transport, self._make_producer, self._make_side_topics, now=self.world.broker.now
+            ):
                 await self.finish.wait()
         except AioshardError as error:
             if self.alive and not isinstance(error, AioshardError):

@@ -378,7 +378,8 @@ class InMemoryBroker:
         self.commits: list[CommitRequest] = []
         """Every commit request that reached the broker, in order."""
         self._default_partitions = partitions
-        self._clock = clock
+        self.now = clock
+        """Returns the time of new records, in seconds since the Unix epoch."""
         self._topics: dict[str, list[PartitionLog]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._groups: dict[str, ConsumerGroup] = {}
@@ -527,7 +528,7 @@ class InMemoryBroker:
             key,
             value,
             tuple(headers),
-            self._clock() if timestamp is None else timestamp,
+            self.now() if timestamp is None else timestamp,
         )
         log.append(record)
         return record

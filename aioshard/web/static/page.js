@@ -490,6 +490,7 @@
         { label: "Skipped", num: true, by: (row) => row.skipped, text: (row) => count(row.skipped) },
         { label: "Dead letters", num: true, by: (row) => row.dead_lettered, text: (row) => count(row.dead_lettered) },
         { label: "Parked", num: true, by: (row) => row.parked, text: (row) => count(row.parked) },
+        { label: "Left out", num: true, by: (row) => row.superseded + row.expired, text: (row) => count(row.superseded + row.expired) },
       ],
     }),
     failed: new Table($("failed"), {

@@ -39,7 +39,8 @@ async def resources(app):
 
 app = App("billing", auto_offset_reset="error", resources=resources)
 
-@app.consume("SOURCE", retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter("elsewhere"), timeout=0.5)
+@app.consume("SOURCE", retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter("elsewhere"), timeout=0.5,
+             max_age=60.0, keep="latest")
 async def on_order(record: Record, context: Context) -> None:
     name = record.value.decode()
     print("run", record.partition, record.offset, name, context.attempt, flush=True)
