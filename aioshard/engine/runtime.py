@@ -20,6 +20,7 @@ from aioshard.engine.handler_set import HandlerSet
 from aioshard.engine.intake import Intake
 from aioshard.engine.lease import Lease
 from aioshard.engine.lifecycle import Lifecycle
+from aioshard.engine.limits import Limits
 from aioshard.engine.outgoing import add_message
 from aioshard.engine.partition import Partition
 from aioshard.engine.pauses import Pauses
@@ -135,6 +136,7 @@ class Engine:
         self.lifecycle = Lifecycle()
         self.client = CurrentClient()
         self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self.client)
+        self.limits = Limits(clock)
         self.handlers = HandlerSet(
             specs,
             Resources(
@@ -144,6 +146,7 @@ class Engine:
                 make_side_topics=clients.side_topics,
                 buffer=self.buffer,
                 lease=Lease(self.client, precise(clock)),
+                limits=self.limits,
                 clock=clock,
                 exactly_once=exactly_once,
                 observe=observe,

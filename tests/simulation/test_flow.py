@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from aioshard import RateLimit
+from aioshard import Limit
 from tests.simulation.seeds import with_seeds
 from tests.simulation.world import World, live
 
@@ -17,7 +17,7 @@ class FlowWorld(World):
     def consume_options(self) -> dict[str, Any]:
         options = super().consume_options()
         if self.kind in (1, 2, 3, 5):
-            options["rate_limit"] = RateLimit(100.0 if self.kind == 2 else 400.0, burst=5)
+            options["limit"] = Limit("pace", 100.0 if self.kind == 2 else 400.0, burst=5)
         if self.kind < 5:
             options["concurrency"] = self.rng.choice([1, 1, 2, 3, 8, 30])
         return options

@@ -4,7 +4,7 @@ import asyncio
 import bisect
 from collections.abc import Sequence
 
-from aioshard import RateLimit, Record
+from aioshard import Limit, Record
 from tests.kafka.faults.support import Ledger, messages, quick_app
 from tests.support.brokers import SharedKafka
 
@@ -22,7 +22,7 @@ class Timed(Ledger):
         await super().handle(record)
 
 
-def assert_keeps(limit: RateLimit, times: Sequence[float]) -> None:
+def assert_keeps(limit: Limit, times: Sequence[float]) -> None:
     """No window of a tenth of a second to two seconds has more starts than the limit allows."""
     for window in (0.0, 0.1, 0.5, 2.0):
         for first, start in enumerate(times):
@@ -34,8 +34,8 @@ async def test_ten_thousand_records_are_processed_at_a_limited_rate(kafka: Share
     await kafka.create_topic(topic, partitions=4)
     sent = messages(10_000, keys=500)
     await kafka.produce(topic, sent)
-    app, ledger, limit = quick_app(kafka, group), Timed(), RateLimit(5_000, burst=100)
-    app.consume(topic, concurrency=32, rate_limit=limit)(ledger.handle)
+    app, ledger, limit = quick_app(kafka, group), Timed(), Limit("pace", 5_000, burst=100)
+    app.consume(topic, concurrency=32, limit=limit)(ledger.handle)
     async with app:
         await ledger.until_finished(sent)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import App, Batch, RateLimit, Record, Retry
+from aioshard import App, Batch, Limit, Record, Retry
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.live_apps import publish
@@ -27,7 +27,7 @@ class Starts:
         self.offsets[record.key].append(record.offset)
 
 
-def keeps(limit: RateLimit, times: list[float]) -> bool:
+def keeps(limit: Limit, times: list[float]) -> bool:
     """Whether no window of time has more of *times* than the limit allows."""
     return all(
         last - first + 1 <= limit.at_once + limit.per_second * (times[last] - times[first]) + 1e-6
@@ -38,9 +38,9 @@ def keeps(limit: RateLimit, times: list[float]) -> bool:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.003, 0.5])
 def test_a_handler_starts_exactly_as_many_runs_as_its_limit_allows(seconds: float) -> None:
-    app, starts, limit = App("paced"), Starts(), RateLimit(200.0, burst=10)
+    app, starts, limit = App("paced"), Starts(), Limit("pace", 200.0, burst=10)
 
-    @app.consume("orders", concurrency=128, rate_limit=limit)
+    @app.consume("orders", concurrency=128, limit=limit)
     async def handle(record: Record) -> None:
         starts.note(record)
         if seconds:
@@ -57,9 +57,9 @@ def test_a_handler_starts_exactly_as_many_runs_as_its_limit_allows(seconds: floa
 
 
 def test_retries_count_against_the_rate_limit() -> None:
-    app, starts, limit = App("paced"), Starts(), RateLimit(10.0)
+    app, starts, limit = App("paced"), Starts(), Limit("pace", 10.0)
 
-    @app.consume("orders", rate_limit=limit, retry=Retry(attempts=3, initial=0.0), on_failure="skip")
+    @app.consume("orders", limit=limit, retry=Retry(attempts=3, initial=0.0), on_failure="skip")
     async def handle(record: Record) -> None:
         starts.note(record)
         raise ValueError
@@ -75,9 +75,9 @@ def test_retries_count_against_the_rate_limit() -> None:
 
 
 def test_fixed_shards_share_the_limit_and_none_starves() -> None:
-    app, starts, limit = App("paced"), Starts(), RateLimit(100.0, burst=1)
+    app, starts, limit = App("paced"), Starts(), Limit("pace", 100.0, burst=1)
 
-    @app.consume("orders", shards=20, rate_limit=limit)
+    @app.consume("orders", shards=20, limit=limit)
     async def handle(record: Record) -> None:
         starts.note(record)
 
@@ -95,10 +95,10 @@ def test_fixed_shards_share_the_limit_and_none_starves() -> None:
 
 
 def test_batches_are_counted_as_runs() -> None:
-    app, starts, limit = App("paced"), Starts(), RateLimit(5.0, burst=1)
+    app, starts, limit = App("paced"), Starts(), Limit("pace", 5.0, burst=1)
     sizes: list[int] = []
 
-    @app.consume("orders", concurrency=8, batch=Batch(max_records=10, linger=0.01), rate_limit=limit)
+    @app.consume("orders", concurrency=8, batch=Batch(max_records=10, linger=0.01), limit=limit)
     async def handle(records: list[Record]) -> None:
         starts.note(records[0])
         sizes.append(len(records))
@@ -117,7 +117,7 @@ def test_batches_are_counted_as_runs() -> None:
 def test_intake_is_limited_to_records_that_can_start_soon() -> None:
     app = App("paced")
 
-    @app.consume("orders", rate_limit=RateLimit(2.0))
+    @app.consume("orders", limit=Limit("pace", 2.0))
     async def handle(record: Record) -> None: ...
 
     async def test() -> None:
@@ -136,17 +136,19 @@ def test_intake_is_limited_to_records_that_can_start_soon() -> None:
 def test_a_record_waiting_for_the_rate_limit_is_explained() -> None:
     app = App("paced")
 
-    @app.consume("orders", rate_limit=RateLimit(0.2, burst=1))
+    @app.consume("orders", limit=Limit("pace", 0.2, burst=1))
     async def handle(record: Record) -> None: ...
 
     async def test() -> None:
         async with TestClient(app) as client:
             await publish(client, 3)
             await asyncio.sleep(2.0)
-            assert (
-                "waits for the rate limit of its handler, rate_limit=RateLimit(per_second=0.2, burst=1)"
-                in app.explain()
-            )
+            heads = [partition.head for partition in app.diagnose().partitions]
+            (head,) = [head for head in heads if head is not None]
+            assert head.state == "limited"
+            assert "'pace'" in head.reason
+            assert "0.2 per second" in head.reason
+            assert "in 3 s" in head.reason
             await client.settle(timeout=60.0)
 
     run(test())
@@ -159,10 +161,10 @@ def test_a_record_waiting_for_the_rate_limit_is_explained() -> None:
 def test_limits_and_order_hold_and_nothing_is_lost_or_repeated_across_rebalances(seed: int) -> None:
     app, starts = App("paced"), Starts()
     chance = random.Random(seed)
-    limit = RateLimit(300.0, burst=5)
+    limit = Limit("pace", 300.0, burst=5)
     options = {"shards": 10} if seed % 4 == 0 else {"concurrency": chance.choice([1, 5, 12, 20])}
 
-    @app.consume("orders", rate_limit=limit, **options)  # type: ignore[arg-type]
+    @app.consume("orders", limit=limit, **options)  # type: ignore[arg-type]
     async def handle(record: Record) -> None:
         starts.note(record)
         await asyncio.sleep(chance.choice([0.0, 0.02]))
@@ -189,7 +191,14 @@ def test_limits_and_order_hold_and_nothing_is_lost_or_repeated_across_rebalances
 def test_an_impossible_rate_limit_is_refused() -> None:
     app = App("paced")
 
-    with pytest.raises(HandlerError, match=r"rate_limit=100 was refused: expected RateLimit"):
+    with pytest.raises(HandlerError, match=r"limit=100 was refused: expected Limit"):
+        app.consume("orders", limit=100)  # type: ignore[arg-type]
+
+
+def test_the_option_of_earlier_versions_says_what_to_write_instead() -> None:
+    app = App("paced")
+
+    with pytest.raises(HandlerError, match=r"rate_limit.*write limit=Limit\('name', per_second=100"):
         app.consume("orders", rate_limit=100)  # type: ignore[arg-type]
 
 
@@ -198,7 +207,7 @@ def test_recoveries_spend_no_tokens(batch: Batch | None) -> None:
     app = App("paced", auto_offset_reset="earliest")
     starts: list[float] = []
 
-    @app.consume("orders", batch=batch, rate_limit=RateLimit(0.1, burst=2), retry=Retry(attempts=1), on_failure="skip")
+    @app.consume("orders", batch=batch, limit=Limit("pace", 0.1, burst=2), retry=Retry(attempts=1), on_failure="skip")
     async def handle(_: Any) -> None:
         starts.append(asyncio.get_running_loop().time())
         if len(starts) == 1:

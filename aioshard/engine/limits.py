@@ -1,0 +1,234 @@
+"""The rate limits of a running app: one object for each limit, shared by the handlers that name it."""
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable
+
+from aioshard.core.limits import KeyBuckets, TokenBucket
+from aioshard.core.options import Limit
+from aioshard.core.sharding import record_key
+from aioshard.engine.epoch import Delivery
+from aioshard.observe import LimitStatistics
+
+_AHEAD = 10.0
+"""Seconds of work that a rate-limited handler may queue: more would only wait in memory and grow old."""
+
+
+class WaitingTime:
+    """How long at least one run has waited for a limit."""
+
+    __slots__ = ("_ended", "_since")
+
+    def __init__(self) -> None:
+        """Start with no time and nothing that waits."""
+        self._ended = 0.0
+        """Seconds of the waits that have ended."""
+        self._since: float | None = None
+        """When the present wait began."""
+
+    def update(self, now: float, *, waits: bool) -> None:
+        """Record whether something waits from *now* on."""
+        since = self._since
+        if waits and since is None:
+            self._since = now
+        elif not waits and since is not None:
+            self._ended += now - since
+            self._since = None
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds so far. Safe from any thread."""
+        since = self._since
+        return self._ended if since is None else self._ended + max(now - since, 0.0)
+
+
+class SharedLimit:
+    """A limit with one token bucket for all runs of the handlers that share it.
+
+    Shards that find no token are called back when there is one, the longest waiting first. A single timer serves all
+    of them.
+    """
+
+    def __init__(self, limit: Limit, clock: Callable[[], float]) -> None:
+        """Start with all tokens available; a limit of the group starts without a share, and so without any.
+
+        Args:
+            limit: The limit; not one for each key.
+            clock: Returns the loop time.
+        """
+        self.limit = limit
+        self.handlers: list[str] = []
+        """Names of the handlers that share it."""
+        self.share: float | None = None if limit.per == "process" else 0.0
+        """The part of the group's limit that this process may use; None if it is not a limit of the group."""
+        self._clock = clock
+        self._bucket = TokenBucket(0.0, 0.0) if self.share is not None else TokenBucket(limit.per_second, limit.at_once)
+        self._starts = 0
+        self._refused: dict[Callable[[], None], None] = {}
+        """Callbacks of waiting shards, in order."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting = WaitingTime()
+
+    @property
+    def ahead(self) -> int:
+        """Number of runs that the handlers can start soon."""
+        return max(int(self.limit.per_second * _AHEAD), self.limit.at_once)
+
+    def due(self) -> float:
+        """Return the seconds until the limit allows a run: 0 if it does now, infinity without a share.
+
+        Safe from any thread.
+        """
+        return self._bucket.due(self._clock())
+
+    def allows(self, otherwise: Callable[[], None]) -> bool:
+        """Return whether the limit allows a run now; if not, *otherwise* is called when it does."""
+        due = self.due()
+        if due:
+            self._refused[otherwise] = None
+            self._wait(due)
+            self._update_waiting()
+        return not due
+
+    def take(self) -> None:
+        """Spend the token of a run that starts now."""
+        self._starts += self._bucket.take(self._clock())
+
+    def put_back(self) -> None:
+        """Return the token of a run that does not start."""
+        self._bucket.put_back()
+        self._starts -= 1
+
+    def use_share(self, share: float) -> None:
+        """Use another part of the group's limit from now on.
+
+        Tokens never come with a share: those of a partition that moves are lost. The burst is divided as well, but
+        each member with a share can start at least one run at once.
+        """
+        if share == self.share:
+            return
+        self.share = share
+        capacity = max(self.limit.at_once * share, 1.0) if share else 0.0
+        self._bucket.resize(self.limit.per_second * share, capacity, self._clock())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._refused:
+            self._wait(self.due())
+        self._update_waiting()
+
+    def _wait(self, seconds: float) -> None:
+        if self._timer is None and seconds < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._call_next)
+
+    def _call_next(self) -> None:
+        self._timer = None
+        due = self.due()
+        if not due and self._refused:
+            callback = next(iter(self._refused))
+            del self._refused[callback]
+            callback()
+        if self._refused:
+            self._wait(due)  # right away if a token was due: the first may have nothing left to start
+        self._update_waiting()
+
+    def _update_waiting(self) -> None:
+        # Without a share, the member owns no partition and has nothing to start.
+        self._waiting.update(self._clock(), waits=bool(self._refused) and self.share != 0.0)
+
+    def statistics(self) -> LimitStatistics:
+        """Return its figures. Safe from any thread."""
+        now = self._clock()
+        due = self._bucket.due(now)
+        return LimitStatistics(
+            name=self.limit.name,
+            per=self.limit.per,
+            per_second=self.limit.per_second,
+            burst=self.limit.at_once,
+            handlers=tuple(self.handlers),
+            starts=self._starts,
+            waiting=len(self._refused) if self.share != 0.0 else 0,
+            waiting_seconds=self._waiting.seconds(now),
+            tokens=max(self._bucket.level(now), 0.0),
+            due=due if due < math.inf else None,
+            share=self.share,
+        )
+
+
+class KeyLimit:
+    """A limit with a token bucket for each key, shared by the handlers that name it.
+
+    A key is the value of the sharding function, or the key of the record with `shard_by="key"`: so handlers of
+    different topics share the bucket of a key.
+    """
+
+    def __init__(self, limit: Limit, clock: Callable[[], float]) -> None:
+        """Start with all tokens available for every key; *clock* returns the loop time."""
+        self.limit = limit
+        self.handlers: list[str] = []
+        """Names of the handlers that share it."""
+        self._clock = clock
+        self._buckets = KeyBuckets(limit.per_second, limit.at_once)
+        self._starts = 0
+        self._keys_waiting = 0
+        self._waiting = WaitingTime()
+
+    def take(self, delivery: Delivery) -> float:
+        """Spend a token of the key of a delivery; return 0, or without a token the seconds until there is one."""
+        due = self._buckets.take(_key_of(delivery), self._clock())
+        if not due:
+            self._starts += 1
+        return due
+
+    def put_back(self, delivery: Delivery) -> None:
+        """Return the token of a run that does not start."""
+        self._buckets.put_back(_key_of(delivery))
+        self._starts -= 1
+
+    def add_waiting(self, keys: int) -> None:
+        """Count keys that wait from now on; a negative number no longer does."""
+        self._keys_waiting += keys
+        self._waiting.update(self._clock(), waits=self._keys_waiting > 0)
+
+    def statistics(self) -> LimitStatistics:
+        """Return its figures. Safe from any thread."""
+        return LimitStatistics(
+            name=self.limit.name,
+            per=self.limit.per,
+            per_second=self.limit.per_second,
+            burst=self.limit.at_once,
+            handlers=tuple(self.handlers),
+            starts=self._starts,
+            waiting=self._keys_waiting,
+            waiting_seconds=self._waiting.seconds(self._clock()),
+            keys=len(self._buckets),
+        )
+
+
+def _key_of(delivery: Delivery) -> Hashable:
+    return record_key(delivery.key, delivery.record.topic)
+
+
+class Limits:
+    """The limits of the handlers of one app.
+
+    Each app has its own, even if several apps of a process have equal limits: an app has its own event loop, and
+    starts and ends by itself.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start without any limit; *clock* returns the loop time."""
+        self._clock = clock
+        self._by_name: dict[str, SharedLimit | KeyLimit] = {}
+
+    def use(self, limit: Limit, handler: str) -> SharedLimit | KeyLimit:
+        """Return what keeps a limit, for one more handler; equal limits are one."""
+        active = self._by_name.get(limit.name)
+        if active is None:
+            kind = KeyLimit if limit.per == "key" else SharedLimit
+            active = self._by_name[limit.name] = kind(limit, self._clock)
+        active.handlers.append(handler)
+        return active
+
+    def statistics(self) -> tuple[LimitStatistics, ...]:
+        """Return the figures of all limits, by name. Safe from any thread."""
+        return tuple(active.statistics() for _, active in sorted(self._by_name.items()))
