@@ -32,8 +32,8 @@ class TokenBucket:
         """Make a full bucket.
 
         Args:
-            per_second: Tokens per second; 0 if none ever returns.
-            capacity: Maximum number of tokens: at least 1, or 0 with a rate of 0.
+            per_second: Tokens per second; 0 if none ever returns, and none may be taken.
+            capacity: Maximum number of tokens; at least 1, unless the rate is 0.
         """
         self._rate = per_second
         self._capacity = capacity
@@ -60,7 +60,7 @@ class TokenBucket:
         self._taken -= 1
 
     def due(self, now: float) -> float:
-        """Return the seconds until a token is available: 0 if there is one now, infinity if none ever returns."""
+        """Return the seconds until a token is available: 0 if there is one now, infinity with a rate of 0."""
         if not self._rate:
             return math.inf
         if self.is_full(now):
@@ -72,13 +72,15 @@ class TokenBucket:
         """Return the number of tokens, with the fraction that has returned of the next one."""
         if self.is_full(now):
             return self._capacity
-        return self._level - self._taken + (now - self._since) * self._rate
+        level = self._level - self._taken
+        return level + (now - self._since) * self._rate if self._rate else level
 
     def is_full(self, now: float) -> bool:
         """Return whether it has all its tokens; then it is as good as a new one."""
+        missing = self._capacity - self._level + self._taken
         if not self._rate:
-            return True
-        return now >= self._since + (self._capacity - self._level + self._taken) / self._rate
+            return missing <= 0
+        return now >= self._since + missing / self._rate
 
     def resize(self, per_second: float, capacity: float, now: float) -> None:
         """Change the rate and the capacity from *now* on; see the invariants."""

@@ -22,7 +22,7 @@ from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.timing import precise
-from aioshard.engine.worker import BatchWorker, RecordWorker, Worker
+from aioshard.engine.worker import BatchWorker, Divert, RecordWorker, Worker
 from aioshard.log_fields import get_logger
 from aioshard.observe import HandlerStatistics
 from aioshard.ports import Publish, SideTopicsFactory
@@ -215,7 +215,7 @@ class ActiveHandler:
                 lease=resources.lease,
                 clock=precise(resources.clock),
                 timeout=spec.timeout,
-                divert=None if self.parking is None else self.parking.divert,
+                divert=self._divert,
                 read=spec.read,
                 is_observed=resources.observe is not None,
                 run_ahead=resources.run_ahead,
@@ -233,6 +233,24 @@ class ActiveHandler:
             builtin_key=not callable(spec.shard_by),
             parking=self.parking,
         )
+
+    @property
+    def _divert(self) -> Divert | None:
+        """What inspects each delivery before it starts; None if nothing can be diverted before it has failed."""
+        if self.parking is None:
+            return None
+        divert = self.parking.divert
+        limit = self.limit
+        if limit is None or self.spec.batch is not None:
+            return divert
+
+        def divert_for_free(delivery: Delivery) -> None:
+            was_attempt = delivery.recovery is None
+            divert(delivery)
+            if was_attempt and delivery.recovery is not None:
+                limit.put_back(delivery)
+
+        return divert_for_free
 
     def _make_shards(self, resources: Resources) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""

@@ -10,6 +10,8 @@ from aioshard.core.sharding import record_key
 from aioshard.engine.epoch import Delivery
 from aioshard.observe import LimitStatistics
 
+_PATIENCE = 0.005
+"""Seconds after which a token that shards were called for, and did not take, goes to the next ones that wait."""
 _AHEAD = 10.0
 """Seconds of work that a rate-limited handler may queue: more would only wait in memory and grow old."""
 
@@ -41,11 +43,49 @@ class WaitingTime:
         return self._ended if since is None else self._ended + max(now - since, 0.0)
 
 
+class Alarm:
+    """A timer that calls a function at the earliest of the moments that were asked for."""
+
+    __slots__ = ("_call", "_timer", "_when")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        """Make an alarm that is not set."""
+        self._call = call
+        self._timer: asyncio.Handle | None = None
+        """None while it is not set. It is not asked for its time: uvloop's handle of a delay of 0 ms has none."""
+        self._when = math.inf
+
+    def ring_at(self, when: float) -> None:
+        """Call the function at loop time *when*, unless it is called earlier anyway."""
+        if self._when <= when:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._when = when
+        self._timer = asyncio.get_running_loop().call_at(when, self._ring)
+
+    def cancel(self) -> None:
+        """Call nothing until the next `ring_at`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._when = math.inf
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._when = math.inf
+        self._call()
+
+
 class SharedLimit:
     """A limit with one token bucket for all runs of the handlers that share it.
 
     Shards that find no token are called back when there is one, the longest waiting first. A single timer serves all
     of them.
+
+    Invariants:
+        * Shards that never stop asking take no token for which others have waited longer.
+        * No token is kept for shards that start nothing with it, for longer than a few milliseconds.
     """
 
     def __init__(self, limit: Limit, clock: Callable[[], float]) -> None:
@@ -63,9 +103,11 @@ class SharedLimit:
         self._clock = clock
         self._bucket = TokenBucket(0.0, 0.0) if self.share is not None else TokenBucket(limit.per_second, limit.at_once)
         self._starts = 0
-        self._refused: dict[Callable[[], None], None] = {}
+        self._refused: dict[Callable[[], bool], None] = {}
         """Callbacks of waiting shards, in order."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._called: Callable[[], bool] | None = None
+        """The callback of the shards that were called last, until a token is taken: the next one is theirs."""
+        self._timer = Alarm(self._call_next)
         self._waiting = WaitingTime()
 
     @property
@@ -80,20 +122,33 @@ class SharedLimit:
         """
         return self._bucket.due(self._clock())
 
-    def allows(self, otherwise: Callable[[], None]) -> bool:
-        """Return whether the limit allows a run now; if not, *otherwise* is called when it does."""
+    def allows(self, otherwise: Callable[[], bool]) -> bool:
+        """Return whether the limit allows a run now; if not, *otherwise* is called when it does.
+
+        It returns whether it makes use of that.
+        """
         due = self.due()
-        if due:
-            self._refused[otherwise] = None
-            self._wait(due)
-            self._update_waiting()
-        return not due
+        if not due and (not self._refused or self._is_next(otherwise)):
+            return True
+        self._refused[otherwise] = None
+        self._wait(due)
+        self._update_waiting()
+        return False
+
+    def _is_next(self, callback: Callable[[], bool]) -> bool:
+        """Return whether a token that is available may be taken although others wait."""
+        if callback == self._called or callback == next(iter(self._refused)):
+            return True
+        return self._bucket.level(self._clock()) >= len(self._refused) + 1
 
     def take(self) -> None:
         """Spend the token of a run that starts now."""
         self._starts += self._bucket.take(self._clock())
+        self._called = None
+        if self._refused:
+            self._wait(self.due())
 
-    def put_back(self) -> None:
+    def put_back(self, delivery: Delivery) -> None:  # noqa: ARG002 - as for `KeyLimit`
         """Return the token of a run that does not start."""
         self._bucket.put_back()
         self._starts -= 1
@@ -101,34 +156,36 @@ class SharedLimit:
     def use_share(self, share: float) -> None:
         """Use another part of the group's limit from now on.
 
-        Tokens never come with a share: those of a partition that moves are lost. The burst is divided as well, but
-        each member with a share can start at least one run at once.
+        The burst is divided as well, but a member has room for at least one token, which it keeps without a share.
+        Tokens never come with a share: those of a partition that moves are lost. So the starts of all members in any
+        *t* seconds are at most `at_once + per_second * t`, and one more for each member but the first.
         """
         if share == self.share:
             return
         self.share = share
-        capacity = max(self.limit.at_once * share, 1.0) if share else 0.0
+        capacity = max(self.limit.at_once * share, 1.0)
         self._bucket.resize(self.limit.per_second * share, capacity, self._clock())
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
         if self._refused:
             self._wait(self.due())
         self._update_waiting()
 
     def _wait(self, seconds: float) -> None:
-        if self._timer is None and seconds < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._call_next)
+        if seconds < math.inf:
+            self._timer.ring_at(asyncio.get_running_loop().time() + seconds)
 
     def _call_next(self) -> None:
-        self._timer = None
+        """Call the shards that have waited longest, until some make use of the token."""
+        self._called = None
         due = self.due()
-        if not due and self._refused:
+        while not due and self._refused and self._called is None:
             callback = next(iter(self._refused))
             del self._refused[callback]
-            callback()
+            self._called = callback
+            if not callback():
+                self._called = None
         if self._refused:
-            self._wait(due)  # right away if a token was due: the first may have nothing left to start
+            self._wait(due or _PATIENCE)
         self._update_waiting()
 
     def _update_waiting(self) -> None:
@@ -173,7 +230,12 @@ class KeyLimit:
         self._waiting = WaitingTime()
 
     def take(self, delivery: Delivery) -> float:
-        """Spend a token of the key of a delivery; return 0, or without a token the seconds until there is one."""
+        """Spend a token of the key of a delivery; return 0, or without a token the seconds until there is one.
+
+        A delivery without a key is not limited.
+        """
+        if delivery.key is None:
+            return 0.0
         due = self._buckets.take(_key_of(delivery), self._clock())
         if not due:
             self._starts += 1
@@ -181,8 +243,9 @@ class KeyLimit:
 
     def put_back(self, delivery: Delivery) -> None:
         """Return the token of a run that does not start."""
-        self._buckets.put_back(_key_of(delivery))
-        self._starts -= 1
+        if delivery.key is not None:
+            self._buckets.put_back(_key_of(delivery))
+            self._starts -= 1
 
     def add_waiting(self, keys: int) -> None:
         """Count keys that wait from now on; a negative number no longer does."""

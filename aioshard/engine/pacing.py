@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.limits import KeyLimit, SharedLimit
+from aioshard.engine.limits import Alarm, KeyLimit, SharedLimit
 from aioshard.engine.shards import DeliveryBatch, Shards
 
 
@@ -25,7 +25,7 @@ class ProcessSlots:
     def __init__(self, number: int) -> None:
         self.number = number
         self._holders: set[Hashable] = set()
-        self._refused: Callable[[], None] | None = None
+        self._refused: Callable[[], bool] | None = None
         """Called when a slot becomes free."""
 
     @property
@@ -33,7 +33,7 @@ class ProcessSlots:
         """The workers that hold a slot. Safe from any thread."""
         return tuple(self._holders)
 
-    def allows(self, otherwise: Callable[[], None]) -> bool:
+    def allows(self, otherwise: Callable[[], bool]) -> bool:
         """Return whether a slot is free; if not, *otherwise* is called when one is."""
         is_free = len(self._holders) < self.number
         if not is_free:
@@ -64,7 +64,7 @@ class StartLimits:
         self._rate = rate
         self._slots = slots
 
-    def allow(self, otherwise: Callable[[], None]) -> bool:
+    def allow(self, otherwise: Callable[[], bool]) -> bool:
         """Return whether a run may start now; if not, *otherwise* is called when it may."""
         slots, rate = self._slots, self._rate
         if slots is not None and not slots.allows(otherwise):
@@ -76,10 +76,10 @@ class StartLimits:
         if self._rate is not None:
             self._rate.take()
 
-    def put_back(self) -> None:
+    def put_back(self, delivery: Delivery) -> None:
         """Return the token of a run that does not start."""
         if self._rate is not None:
-            self._rate.put_back()
+            self._rate.put_back(delivery)
 
 
 class LimitedShards(Shards):
@@ -110,7 +110,7 @@ class LimitedShards(Shards):
     def defer(self, batch: DeliveryBatch) -> None:
         """See `Shards.defer`."""
         if batch.deliveries[0].recovery is None:
-            self._limits.put_back()
+            self._limits.put_back(batch.deliveries[0])
         super().defer(batch)
 
 
@@ -135,7 +135,7 @@ class LimitedBatchShards(BatchShards):
     def defer(self, batch: DeliveryBatch) -> None:
         """See `Shards.defer`."""
         if batch.deliveries[0].recovery is None:
-            self._limits.put_back()
+            self._limits.put_back(batch.deliveries[0])
         super().defer(batch)
 
 
@@ -155,9 +155,9 @@ class KeyLimitedShards(Shards):
         self._limited: dict[Delivery, float] = {}
         """The deliveries that wait for a token, each with the loop time at which there should be one."""
         self._schedule: list[tuple[float, int, Delivery]] = []
-        """The same as a heap; it may also have deliveries that wait no longer."""
+        """The same as a heap; it may also have deliveries that wait no longer, until they would have been due."""
         self._order = itertools.count()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._resume_due)
 
     def take(self) -> Delivery | None:
         """See `Shards.take`."""
@@ -165,9 +165,7 @@ class KeyLimitedShards(Shards):
         if slots is not None and not (self._has_work and slots.allows(self.notify)):
             return None
         while (delivery := super().take()) is not None:
-            if not _is_limited(delivery):
-                return delivery
-            due = self._limit.take(delivery)
+            due = 0.0 if delivery.recovery is not None else self._limit.take(delivery)
             if not due:
                 return delivery
             self._wait_for_token(delivery, due)
@@ -180,9 +178,9 @@ class KeyLimitedShards(Shards):
 
     def defer(self, batch: DeliveryBatch) -> None:
         """See `Shards.defer`."""
-        for delivery in batch.deliveries:
-            if _is_limited(delivery):
-                self._limit.put_back(delivery)
+        delivery = batch.deliveries[0]
+        if delivery.recovery is None:
+            self._limit.put_back(delivery)
         super().defer(batch)
 
     # Waiting --------------------------------------------------------------------
@@ -192,26 +190,10 @@ class KeyLimitedShards(Shards):
         self._limited[delivery] = due
         heapq.heappush(self._schedule, (due, next(self._order), delivery))
         self._limit.add_waiting(1)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        """Set the timer for the delivery that is due first."""
-        schedule = self._schedule
-        while schedule and self._limited.get(schedule[0][2]) != schedule[0][0]:
-            heapq.heappop(schedule)
-        timer = self._timer
-        if not schedule:
-            return
-        due = schedule[0][0]
-        if timer is not None:
-            if timer.when() <= due:
-                return
-            timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(due, self._resume_due)
+        self._alarm.ring_at(due)
 
     def _resume_due(self) -> None:
         """Let the deliveries whose tokens are due start."""
-        self._timer = None
         now = asyncio.get_running_loop().time()
         schedule = self._schedule
         while schedule and schedule[0][0] <= now:
@@ -219,7 +201,8 @@ class KeyLimitedShards(Shards):
             if self._limited.get(delivery) == due:
                 self._stop_waiting(delivery)
                 self._return(delivery)
-        self._set_timer()
+        if schedule:
+            self._alarm.ring_at(schedule[0][0])
 
     def _stop_waiting(self, delivery: Delivery) -> None:
         del self._limited[delivery]
@@ -259,8 +242,3 @@ class KeyLimitedShards(Shards):
     def owning(self) -> list[Delivery]:
         """See `Shards.owning`; includes deliveries that wait for a token of their key."""
         return super().owning + list(self._limited)
-
-
-def _is_limited(delivery: Delivery) -> bool:
-    """Whether the run of a delivery that was just taken costs a token of its key."""
-    return delivery.key is not None and delivery.recovery is None

@@ -14,6 +14,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.epoch import Delivery, Gate
+from aioshard.engine.group_shares import GroupShares
 from aioshard.engine.guard import Guard
 from aioshard.engine.handler import Handler, Observe, Resources
 from aioshard.engine.handler_set import HandlerSet
@@ -153,6 +154,7 @@ class Engine:
                 run_ahead=run_ahead,
             ),
         )
+        self.shares = GroupShares(self.handlers)
         self.pauses = Pauses(self.handlers)
         self.committer = Committer(
             self.buffer,
@@ -166,6 +168,7 @@ class Engine:
             group_id,
             settings,
             handlers=self.handlers,
+            shares=self.shares,
             pauses=self.pauses,
             client=self.client,
             committer=self.committer,
@@ -233,6 +236,19 @@ class Engine:
             with guard.watching("the ends of the logs"):
                 await _update_log_ends(transport, partitions)
 
+    async def _follow_topics(self) -> None:
+        """Divide the limits of the group again when its topics have grown, until cancelled."""
+        while True:
+            await asyncio.sleep(self.settings.metadata_max_age)
+            transport = self.client.transport
+            if transport is None:
+                continue
+            try:
+                await self.shares.look_up(transport, self.settings.commit_timeout)
+            except (TransportError, TimeoutError) as error:
+                logger.debug("the brokers did not report the partitions: %s", str(error) or "no answer in time")
+            self.shares.divide(self.rebalance.partitions)
+
     # Start ----------------------------------------------------------------------------------
 
     async def start(self, watching: Coroutine[Any, Any, None]) -> None:
@@ -246,6 +262,8 @@ class Engine:
         """
         self._tasks.start(watching, "watch")
         self._tasks.start(self._query_log_ends(), "log ends")
+        if self.shares.are_needed:
+            self._tasks.start(self._follow_topics(), "shares of rate limits")
         for handler in self.handlers:
             handler.start(self._tasks, self.clock)
         if not self.handlers:

@@ -1,39 +1,16 @@
 """Rate limits of handlers."""
 
 import asyncio
-import itertools
 import random
-from collections import defaultdict
 from typing import Any
 
 import pytest
 
-from aioshard import App, Batch, Limit, Record, Retry
+from aioshard import App, Batch, Limit, Record, Retry, Router
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.live_apps import publish
-
-
-class Starts:
-    """When runs began."""
-
-    def __init__(self) -> None:
-        self.all: list[float] = []
-        self.offsets: dict[bytes | None, list[int]] = defaultdict(list)
-
-    def note(self, record: Record) -> None:
-        now = asyncio.get_running_loop().time()
-        self.all.append(now)
-        self.offsets[record.key].append(record.offset)
-
-
-def keeps(limit: Limit, times: list[float]) -> bool:
-    """Whether no window of time has more of *times* than the limit allows."""
-    return all(
-        last - first + 1 <= limit.at_once + limit.per_second * (times[last] - times[first]) + 1e-6
-        for first, last in itertools.combinations(range(len(times)), 2)
-        if last - first < 300
-    )
+from tests.engine.starts import Starts, keeps
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.003, 0.5])
@@ -130,9 +107,6 @@ def test_intake_is_limited_to_records_that_can_start_soon() -> None:
     run(test())
 
 
-# Limits per key ---------------------------------------------------------------------
-
-
 def test_a_record_waiting_for_the_rate_limit_is_explained() -> None:
     app = App("paced")
 
@@ -150,6 +124,127 @@ def test_a_record_waiting_for_the_rate_limit_is_explained() -> None:
             assert "0.2 per second" in head.reason
             assert "in 3 s" in head.reason
             await client.settle(timeout=60.0)
+
+    run(test())
+
+
+# Shared limits ------------------------------------------------------------------------
+
+
+def test_handlers_with_an_equal_limit_share_it_fairly() -> None:
+    app = App("paced")
+    orders, refunds = Starts(), Starts()
+
+    @app.consume("orders", limit=Limit("stripe", 20.0, burst=4))
+    async def on_order(record: Record) -> None:
+        orders.note(record)
+
+    @app.consume("refunds", concurrency=2, limit=Limit("stripe", 20.0, burst=4))
+    async def on_refund(record: Record) -> None:
+        refunds.note(record)
+        await asyncio.sleep(0.01)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for topic in ("orders", "refunds"):
+                for number in range(2_000):
+                    await client.publish(topic, b"", key=b"%d" % (number % 50))
+            await asyncio.sleep(60.0)
+
+    run(test())
+    together = sorted(orders.all + refunds.all)
+    assert keeps(Limit("stripe", 20.0, burst=4), together)
+    assert len(together) == pytest.approx(4 + 60 * 20, abs=25)
+    assert len(orders.all) == pytest.approx(len(refunds.all), rel=0.1)
+
+
+def test_a_quiet_handler_leaves_a_shared_limit_to_the_other() -> None:
+    app, starts = App("paced"), Starts()
+
+    @app.consume("orders", limit=Limit("stripe", 20.0, burst=1))
+    async def on_order(record: Record) -> None:
+        starts.note(record)
+
+    @app.consume("refunds", limit=Limit("stripe", 20.0, burst=1))
+    async def on_refund(record: Record) -> None:
+        starts.note(record)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish(client, 1_200, keys=50)
+            await client.settle(timeout=70.0)
+
+    run(test())
+    assert starts.all[-1] - starts.all[0] == pytest.approx(1_199 / 20, rel=0.02)
+
+
+def test_each_app_has_its_own_tokens() -> None:
+    starts = {"one": Starts(), "two": Starts()}
+
+    def make(group: str) -> App:
+        app = App(group)
+
+        @app.consume("orders", limit=Limit("stripe", 10.0, burst=1))
+        async def handle(record: Record) -> None:
+            starts[group].note(record)
+
+        return app
+
+    async def test() -> None:
+        broker = InMemoryBroker()
+        async with TestClient(make("one"), broker=broker) as client, TestClient(make("two"), broker=broker):
+            await publish(client, 100)
+            await asyncio.sleep(12.0)
+
+    run(test())
+    for times in starts.values():
+        assert len(times.all) == 100
+        assert keeps(Limit("stripe", 10.0, burst=1), times.all)
+
+
+def test_two_limits_with_one_name_are_refused_when_they_are_registered() -> None:
+    app, router = App("paced"), Router()
+    app.consume("orders", limit=Limit("stripe", 10.0))(_handle)
+    router.consume("refunds", limit=Limit("stripe", 20.0))(_handle)
+
+    with pytest.raises(HandlerError, match=r"share a limit by its name"):
+        app.consume("payments", limit=Limit("stripe", 10.0, per="group"))(_handle)
+    with pytest.raises(HandlerError, match=r"share a limit by its name"):
+        app.include_router(router)
+    app.consume("payments", limit=Limit("stripe", 10.0))(_handle)
+    assert [handler.topics for handler in app.handlers] == [("orders",), ("payments",)]
+
+
+async def _handle(record: Record) -> None: ...
+
+
+def test_statistics_show_tokens_and_waits_of_a_limit() -> None:
+    app = App("paced")
+
+    @app.consume("orders", limit=Limit("stripe", 2.0, burst=3))
+    async def on_order(record: Record) -> None: ...
+
+    @app.consume("refunds", limit=Limit("stripe", 2.0, burst=3))
+    async def on_refund(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            (limit,) = app.statistics().limits
+            assert (limit.name, limit.per, limit.per_second, limit.burst) == ("stripe", "process", 2.0, 3)
+            assert limit.handlers == ("on_order", "on_refund")
+            assert (limit.tokens, limit.due, limit.starts, limit.waiting) == (3.0, 0.0, 0, 0)
+            await publish(client, 20, keys=20)
+            await asyncio.sleep(2.25)
+            (limit,) = app.statistics().limits
+            assert limit.tokens == pytest.approx(0.5, abs=0.01)
+            assert limit.due == pytest.approx(0.25, abs=0.01)
+            assert (limit.starts, limit.waiting) == (7, 1)
+            assert limit.waiting_seconds == pytest.approx(2.25, abs=0.02)
+            await client.settle(timeout=30.0)
+            await asyncio.sleep(60.0)
+            (limit,) = app.statistics().limits
+            assert (limit.tokens, limit.starts, limit.waiting) == (3.0, 20, 0)
+            assert limit.waiting_seconds == pytest.approx(17 / 2, abs=0.02)
 
     run(test())
 
