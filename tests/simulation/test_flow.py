@@ -1,12 +1,11 @@
 """The engine with rate limits and few or many workers, under seeded interleavings."""
 
-import asyncio
-from collections import defaultdict
 from typing import Any
 
 from aioshard import Context, Limit, Record
+from tests.simulation.limits import StartLedger
 from tests.simulation.seeds import with_seeds
-from tests.simulation.world import GROUP, Process, World, live
+from tests.simulation.world import Process, World, live
 
 KINDS = 8
 
@@ -16,9 +15,8 @@ class FlowWorld(World):
 
     def __init__(self, seed: int, *, clean: bool) -> None:
         self.kind = seed % KINDS
-        self.limit = self._limit()
-        self.starts: dict[object, list[float]] = defaultdict(list)
-        """When runs began, of each process, key or group that has a limit of its own."""
+        limit = self._limit()
+        self.ledger = None if limit is None else StartLedger(limit)
         super().__init__(seed, shard_by="key", fixed_shards=self.kind == 5, clean=clean)
 
     def _limit(self) -> Limit | None:
@@ -35,45 +33,16 @@ class FlowWorld(World):
 
     def consume_options(self) -> dict[str, Any]:
         options = super().consume_options()
-        if self.limit is not None:
-            options["limit"] = self.limit
+        if self.ledger is not None:
+            options["limit"] = self.ledger.limit
         if self.kind != 5:
             options["concurrency"] = self.rng.choice([1, 1, 2, 3, 8, 30])
         return options
 
     async def handle(self, process: Process, record: Record, context: Context) -> None:
-        if self.limit is not None:
-            self._note_start(self.limit, process, record)
+        if self.ledger is not None:
+            self.ledger.note(self, process, record)
         await super().handle(process, record, context)
-
-    def _note_start(self, limit: Limit, process: Process, record: Record) -> None:
-        now = asyncio.get_running_loop().time()
-        match limit.per:
-            case "process":
-                self.starts[process.number].append(now)
-            case "key" if record.key is not None:
-                self.starts[process.number, record.key].append(now)
-            case "group" if self._is_owner(process, record):
-                self.starts[GROUP].append(now)
-
-    def _is_owner(self, process: Process, record: Record) -> bool:
-        """Whether the group says so; a member that it has dropped by force learns of it later."""
-        return self.broker.group(GROUP).owner(record.topic_partition) == process.member_id
-
-    def check_limit(self) -> None:
-        """Check that no window of time has more starts than the limit allows."""
-        if self.limit is None:
-            return
-        burst, rate = self.limit.at_once, self.limit.per_second
-        if self.limit.per == "group":
-            burst += len(self.processes) - 1
-        for who, times in self.starts.items():
-            # Of all windows that end with a start, the worst one begins where the most tokens were left.
-            most_left = -float("inf")
-            for number, time in enumerate(times):
-                most_left = max(most_left, time * rate - number)
-                excess = number + 1 - time * rate + most_left - burst
-                assert excess <= 1e-6, f"{who} started {excess} runs too many by {time}"
 
 
 def simulate(seed: int, *, clean: bool) -> FlowWorld:
@@ -85,7 +54,8 @@ def simulate(seed: int, *, clean: bool) -> FlowWorld:
         await world.live_through(30, [0.0, 0.01, 0.1, 1.0])
 
     live(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
-    worlds[0].check_limit()
+    if worlds[0].ledger is not None:
+        worlds[0].ledger.check(len(worlds[0].processes))
     return worlds[0]
 
 
