@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, DeadLetter, Limit, Park, Record, Retry
+from aioshard.engine.control import caught_up
 from aioshard.engine.pacing import KeyLimitedShards
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
@@ -222,6 +223,24 @@ def test_a_record_that_waits_for_its_key_is_explained() -> None:
 def test_a_limit_of_keys_is_refused_where_other_keys_would_wait(options: dict[str, Any], found: str) -> None:
     with pytest.raises(HandlerError, match=f"per='key'.*{found}.* were both given"):
         App("paced").consume("orders", limit=Limit("tenant", 1.0, per="key"), **options)
+
+
+def test_an_app_that_ends_when_it_has_caught_up_waits_for_its_keys() -> None:
+    app, starts = App("paced", auto_offset_reset="earliest"), Starts()
+
+    @app.consume("orders", limit=Limit("tenant", 0.1, burst=1, per="key"))
+    async def handle(record: Record) -> None:
+        starts.note(record)
+
+    async def test() -> None:
+        client = TestClient(app)
+        client.broker.create_topic("orders", 1)
+        await publish(client, 3, keys=1)
+        async with client:
+            await caught_up(engine_of(app))
+
+    run(test())
+    assert len(starts.all) == 3
 
 
 # While partitions come and go ------------------------------------------------------------

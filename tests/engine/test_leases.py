@@ -70,6 +70,7 @@ HANDLERS: dict[str, dict[str, Any]] = {
     "any order": {"concurrency": 8, "shard_by": "record"},
     "fixed shards": {"shards": 3},
     "limited": {"concurrency": 8, "limit": Limit("pace", 1_000.0, burst=50)},
+    "limited keys": {"concurrency": 8, "limit": Limit("tenant", 20.0, burst=2, per="key")},
     "batches": {"concurrency": 4, "batch": Batch(max_records=5, linger=0.01)},
     "limited batches": {"batch": Batch(max_records=5, linger=0.01), "limit": Limit("pace", 1_000.0, burst=50)},
     "batches of fixed shards": {"shards": 3, "batch": Batch(max_records=5, linger=0.01)},
@@ -293,7 +294,11 @@ def test_a_plain_function_does_not_begin_in_its_thread_before_the_ownership_is_r
     assert owned == [True]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": Batch(max_records=1)}], ids=["records", "batches"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch": Batch(max_records=1)}, {"limit": Limit("tenant", 0.01, burst=2, per="key")}],
+    ids=["records", "batches", "keys"],
+)
 def test_a_run_that_waits_for_the_ownership_costs_no_token_of_the_rate_limit(options: dict[str, Any]) -> None:
     bench = Bench()
 
@@ -306,7 +311,7 @@ def test_a_run_that_waits_for_the_ownership_costs_no_token_of_the_rate_limit(opt
 
     async def test() -> None:
         async with bench.client as client:
-            await publish(client, 2)
+            await publish(client, 2, keys=1)
             await client.settle(timeout=300.0)
 
     run(test())
@@ -349,7 +354,7 @@ def test_the_wait_for_the_ownership_is_not_the_time_of_a_run() -> None:
 
     async def test() -> None:
         async with bench.client as client:
-            await publish(client, 2)
+            await publish(client, 2, keys=1)
             await client.settle(timeout=300.0)
             (counts,) = engine_of(bench.app).handlers[0].counters.topics.values()
             assert counts.durations.total == pytest.approx(1.0, abs=0.1)
