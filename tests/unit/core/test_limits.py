@@ -6,6 +6,7 @@ import pytest
 
 from aioshard.core.limits import KeyBuckets, TokenBucket, share_of
 from aioshard.core.options import Limit
+from aioshard.engine.limits import SharedLimit
 from aioshard.errors import HandlerError
 from aioshard.records import TopicPartition
 
@@ -144,6 +145,40 @@ def test_a_token_that_is_put_back_after_a_change_fits_the_new_capacity() -> None
     bucket.put_back()
 
     assert [bucket.take(0.0) for _ in range(3)] == [True, True, False]
+
+
+def drawn(member: SharedLimit) -> int:
+    """How many runs a member may start now; it starts them."""
+    runs = 0
+    while not member.due():
+        member.take()
+        runs += 1
+    return runs
+
+
+def test_members_divide_the_burst_but_each_has_room_for_a_run() -> None:
+    now = 0.0
+    limit = Limit("stripe", 1.0, burst=12, per="group")
+    members = [SharedLimit(limit, lambda: now) for _ in range(4)]
+    for member, share in zip(members, (0.75, 0.25, 0.05, 0.0), strict=True):
+        member.use_share(share)
+
+    assert [drawn(member) for member in members] == [0, 0, 0, 0]
+    now = 1_000.0
+    assert [drawn(member) for member in members] == [9, 3, 1, 0]
+
+
+def test_a_member_keeps_up_to_one_token_while_it_has_no_partition() -> None:
+    now = 0.0
+    member = SharedLimit(Limit("stripe", 1.0, burst=12, per="group"), lambda: now)
+    member.use_share(1.0)
+    now = 100.0
+
+    member.use_share(0.0)
+    assert (member.due(), member.statistics().due) == (math.inf, None)
+    now = 200.0
+    member.use_share(1.0)
+    assert drawn(member) == 1
 
 
 # Keys ---------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_taking_every_due_token_gets_all_of_them(limit: Limit, start: float, tok
 
 PARTITIONS = 6
 MOVES = st.lists(
-    st.tuples(st.floats(0.0, 2.0), st.integers(0, PARTITIONS - 1), st.integers(0, 3)), min_size=1, max_size=40
+    st.tuples(st.floats(0.0, 30.0), st.integers(0, PARTITIONS - 1), st.integers(0, 3)), min_size=1, max_size=40
 )
 """Seconds until the next move, in tokens; the partition that moves; and its new owner, 3 for nobody."""
 
