@@ -60,7 +60,7 @@ app = App(
     shard_by="record",
     concurrency=CONCURRENCY,
     timeout=60,  # of an attempt
-    limit=Limit("pace", PER_SECOND, burst=5),  # every attempt counts, including retries
+    limit=Limit("llm", PER_SECOND, burst=5),  # every attempt counts, including retries
     retry=Retry(attempts=6, initial=1, maximum=30, give_up_on=(RefusedError,)),
     on_failure=DeadLetter("reviews.dlt", breaker=CircuitBreaker(window=50)),
 )

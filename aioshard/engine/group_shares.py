@@ -80,3 +80,5 @@ class GroupShares:
                 if any(handler.spec.takes(topic) for handler in handlers)
             }
             limit.use_share(share_of(ours, sizes))
+            for handler in handlers:
+                handler.sharder.queue_ahead(limit.ahead)

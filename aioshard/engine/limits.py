@@ -112,8 +112,9 @@ class SharedLimit:
 
     @property
     def ahead(self) -> int:
-        """Number of runs that the handlers can start soon."""
-        return max(int(self.limit.per_second * _AHEAD), self.limit.at_once)
+        """Number of runs that the handlers can start soon, at least 1; it changes with the share."""
+        soon = max(self.limit.per_second * _AHEAD, self.limit.at_once)
+        return max(int(soon if self.share is None else soon * self.share), 1)
 
     def due(self) -> float:
         """Return the seconds until the limit allows a run: 0 if it does now, infinity without a share.

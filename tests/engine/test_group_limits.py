@@ -7,7 +7,7 @@ import pytest
 
 from aioshard import App, Limit, Record, TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.live_apps import publish, until
+from tests.engine.live_apps import engine_of, publish, until
 from tests.engine.starts import Starts, keeps
 
 LIMIT = Limit("stripe", 10.0, burst=4, per="group")
@@ -147,6 +147,39 @@ def test_a_partition_counts_until_it_is_drained() -> None:
 
     run(test())
     assert shares == [1.0]
+
+
+def test_a_member_takes_in_only_what_its_share_lets_start_soon() -> None:
+    async def test() -> None:
+        broker = InMemoryBroker()
+        broker.create_topic("orders", 10)
+        publish_all(broker, 2_000, partitions=10)
+        app = make(Starts(), "orders")
+        app.configure(assign={"orders": [0]})
+        async with TestClient(app, broker=broker):
+            await asyncio.sleep(5.0)
+            assert app.statistics().buffered_records <= 2 * 10
+
+    run(test())
+
+
+@pytest.mark.parametrize("event", ["revoked", "lost"])
+def test_a_share_ends_before_the_group_may_give_the_partitions_to_others(event: str) -> None:
+    async def test() -> None:
+        broker = InMemoryBroker()
+        broker.create_topic("orders", 4)
+        app = make(Starts(), "orders")
+        async with TestClient(app, broker=broker):
+            rebalance = engine_of(app).rebalance
+            names = [TopicPartition("orders", number) for number in range(3)]
+            if event == "revoked":
+                await rebalance.revoked([*names, TopicPartition("orders", 3)])
+                assert share_of(app) == 0.0
+            else:
+                rebalance.lost(names)
+                assert share_of(app) == 1 / 4
+
+    run(test())
 
 
 def test_a_manual_assignment_has_the_share_of_its_partitions_also_when_the_topic_grows() -> None:
