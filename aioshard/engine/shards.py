@@ -548,12 +548,11 @@ class Shards:
         Returns:
             Whether a worker is being woken.
         """
-        if self._waking:
-            return True
-        allows = self._allows
-        if self._idle and (allows is None or (self._has_work and allows(self.notify))):
-            self._waking = True
-            asyncio.get_running_loop().call_soon(self._wake_workers)
+        if self._idle and not self._waking:
+            allows = self._allows
+            if allows is None or (self._has_work and allows(self.notify)):
+                self._waking = True
+                asyncio.get_running_loop().call_soon(self._wake_workers)
         return self._waking
 
     def _wake_workers(self) -> None:

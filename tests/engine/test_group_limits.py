@@ -2,10 +2,13 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import cast
 
 import pytest
 
-from aioshard import App, Limit, Record, TopicPartition
+from aioshard import App, Limit, PartitionInfo, Record, TopicPartition
+from aioshard.errors import AuthorizationError
+from aioshard.ports import Transport
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.live_apps import engine_of, publish, until
 from tests.engine.starts import Starts, keeps
@@ -147,6 +150,32 @@ def test_a_partition_counts_until_it_is_drained() -> None:
 
     run(test())
     assert shares == [1.0]
+
+
+def test_a_topic_that_is_denied_holds_back_no_other() -> None:
+    async def test() -> None:
+        broker = InMemoryBroker()
+        broker.create_topic("orders", 4)
+        broker.create_topic("refunds", 4)
+        app = make(Starts(), "orders", "refunds")
+        async with TestClient(app, broker=broker) as client:
+            await client.revoke("orders", 0)
+            await until(lambda: share_of(app) == 7 / 8)
+            engine = engine_of(app)
+            await engine.shares.look_up(cast("Transport", _DeniesRefunds()), 1.0)
+            engine.shares.divide(engine.rebalance.partitions)
+            assert share_of(app) == 7 / 10
+
+    run(test())
+
+
+class _DeniesRefunds:
+    """A client whose user may not see topic refunds, and to which orders seems to have six partitions."""
+
+    async def partitions(self, topic: str) -> dict[int, PartitionInfo]:
+        if topic == "refunds":
+            raise AuthorizationError("not allowed")
+        return {number: PartitionInfo(number) for number in range(6)}
 
 
 def test_a_member_takes_in_only_what_its_share_lets_start_soon() -> None:
