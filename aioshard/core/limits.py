@@ -68,6 +68,10 @@ class TokenBucket:
         due_at = self._since + (self._taken + 1 - self._level) / self._rate
         return max(due_at - now, 0.0)
 
+    def tokens(self, now: float) -> int:
+        """Return how many tokens may be taken now."""
+        return 0 if self.due(now) else max(int(self.level(now)), 1)
+
     def level(self, now: float) -> float:
         """Return the number of tokens, with the fraction that has returned of the next one."""
         if self.is_full(now):

@@ -105,8 +105,8 @@ class SharedLimit:
         self._starts = 0
         self._refused: dict[Callable[[], bool], None] = {}
         """Callbacks of waiting shards, in order."""
-        self._called: Callable[[], bool] | None = None
-        """The callback of the shards that were called last, until a token is taken: the next one is theirs."""
+        self._called: dict[Callable[[], bool], float] = {}
+        """Callbacks of shards that a token is kept for until they take it, each with the time of its call."""
         self._timer = Alarm(self._call_next)
         self._waiting = WaitingTime()
 
@@ -129,7 +129,7 @@ class SharedLimit:
         It returns whether it makes use of that.
         """
         due = self.due()
-        if not due and (not self._refused or self._is_next(otherwise)):
+        if not due and self._is_next(otherwise):
             return True
         self._refused[otherwise] = None
         self._wait(due)
@@ -137,15 +137,25 @@ class SharedLimit:
         return False
 
     def _is_next(self, callback: Callable[[], bool]) -> bool:
-        """Return whether a token that is available may be taken although others wait."""
-        if callback == self._called or callback == next(iter(self._refused)):
+        """Return whether shards may take one of the tokens that are available, although others may wait."""
+        called = self._called
+        refused = self._refused
+        if callback in called or not (called or refused):
             return True
-        return self._bucket.level(self._clock()) >= len(self._refused) + 1
+        now = self._clock()
+        is_first = callback == next(iter(refused), None)
+        ahead = len(called) if is_first else len(called) + len(refused)
+        if self._bucket.tokens(now) <= ahead:
+            return False
+        if callback in refused:
+            del refused[callback]
+            called[callback] = now
+        return True
 
-    def take(self) -> None:
-        """Spend the token of a run that starts now."""
+    def take(self, shards: Callable[[], bool]) -> None:
+        """Spend the token of a run that starts now; *shards* is what they have passed to `allows`."""
         self._starts += self._bucket.take(self._clock())
-        self._called = None
+        self._called.pop(shards, None)
         if self._refused:
             self._wait(self.due())
 
@@ -176,17 +186,17 @@ class SharedLimit:
             self._timer.ring_at(asyncio.get_running_loop().time() + seconds)
 
     def _call_next(self) -> None:
-        """Call the shards that have waited longest, until some make use of the token."""
-        self._called = None
-        due = self.due()
-        while not due and self._refused and self._called is None:
+        """Call the shards that have waited longest, one for each token that is not kept for others."""
+        now = self._clock()
+        self._called = {callback: since for callback, since in self._called.items() if now < since + _PATIENCE}
+        while self._refused and self._bucket.tokens(now) > len(self._called):
             callback = next(iter(self._refused))
             del self._refused[callback]
-            self._called = callback
+            self._called[callback] = now
             if not callback():
-                self._called = None
+                self._called.pop(callback, None)
         if self._refused:
-            self._wait(due or _PATIENCE)
+            self._wait(self.due() or _PATIENCE)
         self._update_waiting()
 
     def _update_waiting(self) -> None:

@@ -71,10 +71,10 @@ class StartLimits:
             return False
         return rate is None or rate.allows(otherwise)
 
-    def spend(self) -> None:
-        """Spend the token of a run that starts now."""
+    def spend(self, shards: Callable[[], bool]) -> None:
+        """Spend the token of a run that starts now; *shards* is what they have passed to `allow`."""
         if self._rate is not None:
-            self._rate.take()
+            self._rate.take(shards)
 
     def put_back(self, delivery: Delivery) -> None:
         """Return the token of a run that does not start."""
@@ -99,7 +99,7 @@ class LimitedShards(Shards):
             return None
         delivery = super().take()
         if delivery is not None and delivery.recovery is None:
-            self._limits.spend()
+            self._limits.spend(self.notify)
         return delivery
 
     def next_after(self, delivery: Delivery) -> Delivery | None:
@@ -129,7 +129,7 @@ class LimitedBatchShards(BatchShards):
             return None
         batch = super().take_batch()
         if batch is not None and batch.deliveries[0].recovery is None:
-            self._limits.spend()
+            self._limits.spend(self.notify)
         return batch
 
     def defer(self, batch: DeliveryBatch) -> None:

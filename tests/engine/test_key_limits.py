@@ -9,7 +9,7 @@ import pytest
 from aioshard import App, Batch, DeadLetter, Limit, Park, Record, Retry
 from aioshard.engine.control import caught_up
 from aioshard.engine.pacing import KeyLimitedShards
-from aioshard.errors import HandlerError
+from aioshard.errors import HaltedError, HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.live_apps import engine_of, publish, until
 from tests.engine.starts import Starts, keeps
@@ -243,6 +243,28 @@ def test_an_app_that_ends_when_it_has_caught_up_waits_for_its_keys() -> None:
     assert len(starts.all) == 3
 
 
+def test_a_halted_key_ends_such_an_app_only_after_the_keys_that_wait() -> None:
+    app, starts = App("paced", auto_offset_reset="earliest"), Starts()
+
+    @app.consume("orders", limit=Limit("tenant", 0.1, burst=1, per="key"), retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:
+        starts.note(record)
+        if record.key == b"bad":
+            raise ValueError
+
+    async def test() -> None:
+        client = TestClient(app)
+        client.broker.create_topic("orders", 1)
+        for key in (b"bad", b"slow", b"slow"):
+            await client.publish("orders", b"", key=key)
+        async with client:
+            with pytest.raises(HaltedError):
+                await caught_up(engine_of(app))
+
+    run(test())
+    assert len(starts.of_key[b"slow"]) == 2
+
+
 # While partitions come and go ------------------------------------------------------------
 
 
@@ -316,6 +338,6 @@ def test_keys_that_wait_leave_room_for_other_partitions() -> None:
                 await client.publish("orders", b"", key=b"other-%d" % number, partition=1)
             await until(lambda: client.committed("orders", 1) == 150, timeout=20.0)
             waiting = app.statistics().partitions[0]
-            assert waiting.buffered_records <= 100
+            assert waiting.buffered_records <= 5
 
     run(test())

@@ -26,7 +26,7 @@ class FlowWorld(World):
             case 2:
                 return Limit("stripe", 100.0, burst=5)
             case 6:
-                return Limit("stripe", 200.0, burst=5, per="group")
+                return Limit("stripe", 30.0, burst=2, per="group")
             case 7:
                 return Limit("stripe", 40.0, burst=2, per="key")
         return None

@@ -107,7 +107,7 @@ class IncrementalWorld(World):
     """How many partitions have moved."""
 
     def __init__(self, seed: int, *, fixed_shards: bool, clean: bool) -> None:
-        self.ledger = StartLedger(Limit("stripe", 200.0, burst=5, per="group")) if seed % 4 == 1 else None
+        self.ledger = StartLedger(Limit("stripe", 30.0, burst=2, per="group")) if seed % 4 == 1 else None
         super().__init__(seed, fixed_shards=fixed_shards, clean=clean)
 
     def consume_options(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_members_together_keep_the_limit_of_a_group_while_partitions_move(
         for number_of_member, member in enumerate(members):
             if greed >> (number + number_of_member) % 32 & 1:
                 while not member.due():
-                    member.take()
+                    member.take(lambda: True)
                     starts.append(now)
         before = owners[partition]
         owners[partition] = owner
