@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.attempts import BatchContext, CallNext, Context
-from aioshard.core.options import Batch, CircuitBreaker, DeadLetter, Park, RateLimit, Retry
+from aioshard.core.options import Batch, CircuitBreaker, DeadLetter, Limit, Park, Retry
 from aioshard.errors import AioshardError, BatchError, RetryLater
-from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
+from aioshard.observe import HandlerStatistics, JournalStatistics, LimitStatistics, PartitionStatistics, Statistics
 from aioshard.ports import Message
 from aioshard.records import PartitionInfo, Record, TopicPartition
 from aioshard.router import Router
@@ -40,11 +40,12 @@ __all__ = [
     "DeadLetter",
     "HandlerStatistics",
     "JournalStatistics",
+    "Limit",
+    "LimitStatistics",
     "Message",
     "Park",
     "PartitionInfo",
     "PartitionStatistics",
-    "RateLimit",
     "Record",
     "Retry",
     "RetryLater",

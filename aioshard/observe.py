@@ -106,6 +106,35 @@ class HandlerStatistics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LimitStatistics:
+    """One rate limit, for all handlers of the app that share it; the counters continue across rebalances."""
+
+    name: str
+    per: str
+    """`process`, `group` or `key`."""
+    per_second: float
+    """Runs per second, as configured."""
+    burst: int
+    """Runs that may start together, as configured or by default."""
+    handlers: tuple[str, ...]
+    """Names of the handlers that share it."""
+    starts: int
+    """Runs that started under it."""
+    waiting: int
+    """Keys that wait for a token; without a limit per key, the handlers that do, and with fixed shards each shard."""
+    waiting_seconds: float
+    """Seconds during which at least one run waited for a token."""
+    tokens: float | None = None
+    """Runs that may start now, with the fraction of the next one; None with a limit per key."""
+    due: float | None = None
+    """Seconds until a run may start, 0 if one may now; None with a limit per key, and without a share."""
+    share: float | None = None
+    """The part of a limit of the group that this process may use, from 0 to 1; None for other limits."""
+    keys: int | None = None
+    """Keys that have not all their tokens, and some that have; None without a limit per key."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class JournalStatistics:
     """The journal of one run of an app, counted in rows: one per completed record."""
 
@@ -269,6 +298,8 @@ class Statistics:
     """Seconds until a commit request was known to have failed."""
     transactions: TransactionStatistics | None = None
     """None unless `processing_guarantee` is `exactly_once`."""
+    limits: tuple[LimitStatistics, ...] = ()
+    """The rate limits of the handlers, by name."""
 
     def asdict(self) -> dict[str, Any]:
         """Return the same as plain dictionaries and tuples, ready for JSON."""
@@ -341,7 +372,7 @@ RecordState = Literal[
 `in_flight`: its handler. `outliving`: a run that was cancelled but has not ended. `recovery`: the work that replaces
 its handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: an operator who releases it.
 `evicted`: another fetch, because it was evicted to make room for others. `held`: its partition, which is paused or not
-certainly ours. `collecting`: other records of its batch. `limited`: its rate limit. `behind`: another record of its
+certainly ours. `collecting`: other records of its batch. `limited`: a rate limit. `behind`: another record of its
 shard. `queued`: a worker.
 """
 

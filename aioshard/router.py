@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Never, TypeVar, get_args
 
 from aioshard.attempts import Middleware, call_in_process
-from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry, is_positive, is_topic, is_whole
+from aioshard.core.options import Batch, DeadLetter, Limit, OnFailure, Park, Retry, is_positive, is_topic, is_whole
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.dependencies import Overrides, dependencies_of, injected_names
 from aioshard.engine.handler import Handler, Keep, RunIn
@@ -56,7 +56,7 @@ class Router:
         retry: Retry | None = None,
         on_failure: OnFailure = "halt",
         batch: Batch | None = None,
-        rate_limit: RateLimit | None = None,
+        limit: Limit | None = None,
         decode: Callable[[Record], object] | None = None,
         run_in: RunIn | None = None,
         publish_to: str | None = None,
@@ -91,7 +91,8 @@ class Router:
                 nothing is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
                 and counted. `DeadLetter(...)`, `Park(...)`: it goes to another topic; see there.
             batch: Passes lists of records to the handler; *concurrency* is then the number of concurrent batches.
-            rate_limit: Limits the starts of the handler per second, in this process; a batch is one start.
+            limit: Limits how many runs start per second; every handler with an equal `Limit` shares it. A batch is one
+                run. A record that waits for it holds no worker.
             decode: Converts a `Record` into the handler's argument, regardless of annotations: a function, or without
                 *batch* an async function. Its exceptions become `DecodeError`, except `OSError`, which may be
                 transient.
@@ -127,7 +128,7 @@ class Router:
             timeout=timeout,
             retry=retry,
             batch=batch,
-            rate_limit=rate_limit,
+            limit=limit,
             decode=decode,
             publish_to=publish_to,
             keep=keep,
@@ -167,7 +168,7 @@ class Router:
                 retry=Retry() if retry is None else retry,
                 on_failure=on_failure,
                 batch=batch,
-                rate_limit=rate_limit,
+                limit=limit,
                 function=function,
                 takes_context=signature.context is not None,
                 dependencies=dependencies,
@@ -243,6 +244,11 @@ class Router:
 
 
 def _unknown_option(name: str, options: Collection[str]) -> str:
+    if name == "rate_limit":
+        return (
+            "consume() has no option 'rate_limit' any more: instead of rate_limit=RateLimit(100, burst=10), write "
+            "limit=Limit('name', per_second=100, burst=10), with a name that no other limit of the app has"
+        )
     close = difflib.get_close_matches(name, options, n=1)
     advice = f"did you mean {close[0]!r}? The options are" if close else "the options are"
     return f"consume() has no option {name!r}: {advice} {', '.join(options)}"
@@ -261,7 +267,7 @@ def _check_options(
     timeout: float | None,
     retry: Retry | None,
     batch: Batch | None,
-    rate_limit: RateLimit | None,
+    limit: Limit | None,
     decode: Callable[[Record], object] | None,
     publish_to: str | None,
     keep: Keep,
@@ -270,7 +276,7 @@ def _check_options(
     """Refuse options that are invalid or contradict each other; None leaves an option out."""
     expected = "Batch(max_records=…, linger=…, max_bytes=…), or None"
     _check_option("batch", batch, isinstance(batch, Batch), expected)
-    _check_option("rate_limit", rate_limit, isinstance(rate_limit, RateLimit), "RateLimit(per_second, burst), or None")
+    _check_option("limit", limit, isinstance(limit, Limit), "Limit('name', per_second=…, burst=…), or None")
     _check_option("retry", retry, isinstance(retry, Retry), "Retry(attempts=…), or None for Retry()")
     _check_option("timeout", timeout, is_positive(timeout), "a number of seconds above 0, or None")
     _check_option("shards", shards, is_whole(shards), "a whole number of at least 1")
@@ -296,6 +302,28 @@ def _check_options(
         raise HandlerError(
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
+        )
+    if limit is not None and limit.per == "key":
+        _check_key_limit(limit, shard_by, shards, batch)
+
+
+def _check_key_limit(limit: Limit, shard_by: ShardBy, shards: int | None, batch: Batch | None) -> None:
+    """Refuse a limit for each key where a run that waits for its key would hold back other keys."""
+    refused = f"limit=Limit({limit.name!r}, …, per='key')"
+    if shards is not None:
+        raise HandlerError(
+            f"{refused} and shards={shards} were both given: a fixed shard has many keys in order, so a key that waits "
+            "for its limit would hold back the others; leave shards out, or use per='process' or per='group'"
+        )
+    if shard_by in ("partition", "record"):
+        raise HandlerError(
+            f"{refused} and shard_by={shard_by!r} were both given: the limit counts the runs of each shard key, so use "
+            "shard_by='key' or a function of the record; or use per='process' or per='group'"
+        )
+    if batch is not None:
+        raise HandlerError(
+            f"{refused} and batch=… were both given: a batch is one run with records of many keys; leave batch out, or "
+            "use per='process' or per='group'"
         )
 
 
@@ -452,6 +480,7 @@ def _check_conflicts(handler: Handler, others: Iterable[Handler]) -> None:
     """Refuse a handler that conflicts with others."""
     for other in others:
         _check_overlap(other, handler)
+        _check_same_limit(other, handler)
         _check_parking(other, handler)
         _check_parking(handler, other)
 
@@ -469,6 +498,17 @@ def _check_overlap(first: Handler, other: Handler) -> None:
         f"{shared} belongs to handler {first.name!r} and was given to {other.name!r} too: a topic has one handler; "
         "call both functions in it, or give one of them to an app with another group id"
     )
+
+
+def _check_same_limit(first: Handler, other: Handler) -> None:
+    """Refuse two limits with one name."""
+    if first.limit is None or other.limit is None or first.limit.name != other.limit.name:
+        return
+    if first.limit != other.limit:
+        raise HandlerError(
+            f"handler {other.name!r} has limit={other.limit!r}, and handler {first.name!r} has limit={first.limit!r}: "
+            "handlers share a limit by its name, so give both the same Limit, or two different names"
+        )
 
 
 def _check_parking(handler: Handler, other: Handler) -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import httpx
 from pydantic import BaseModel
 
-from aioshard import App, CircuitBreaker, Context, DeadLetter, RateLimit, Retry
+from aioshard import App, CircuitBreaker, Context, DeadLetter, Limit, Retry
 
 API = os.environ.get("LLM_API", "http://localhost:11434/v1")
 TOKEN = os.environ.get("LLM_TOKEN", "")
@@ -60,7 +60,7 @@ app = App(
     shard_by="record",
     concurrency=CONCURRENCY,
     timeout=60,  # of an attempt
-    rate_limit=RateLimit(PER_SECOND, burst=5),  # every attempt counts, including retries
+    limit=Limit("llm", PER_SECOND, burst=5),  # every attempt counts, including retries
     retry=Retry(attempts=6, initial=1, maximum=30, give_up_on=(RefusedError,)),
     on_failure=DeadLetter("reviews.dlt", breaker=CircuitBreaker(window=50)),
 )

@@ -94,7 +94,7 @@ def _handler(registration: Handler) -> dict[str, Any]:
         "shards": registration.shards,
         "shard_queue_size": registration.shard_queue_size,
         "concurrency": registration.concurrency,
-        "rate_limit": registration.rate_limit,
+        "limit": registration.limit,
         "timeout": registration.timeout,
         "batch": registration.batch,
         "retry": registration.retry.attempts,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from aioshard.errors import DecodeError, HandlerError, MessageRefusedError, RetryLater
 from aioshard.records import TOPIC_NAME
@@ -11,6 +11,8 @@ _SHRINKS = 3
 """Bits by which each failure shrinks the next batch: 500 records, then 62, then 7, then 1."""
 _DEFAULT_BURST = 0.05
 """The default burst of a rate limit, in seconds of its rate."""
+_LONGEST_NAME = 100
+"""Characters in the name of a limit, which labels metrics."""
 _TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
@@ -38,6 +40,10 @@ def is_number(value: object) -> bool:
 def is_positive(value: Any) -> bool:
     """Whether a value is a finite number above 0; a bool is not."""
     return is_number(value) and 0 < value < math.inf
+
+
+def _is_limit_name(value: object) -> bool:
+    return isinstance(value, str) and value.strip() == value and 1 <= len(value) <= _LONGEST_NAME
 
 
 def is_topic(value: object) -> bool:
@@ -160,34 +166,54 @@ class Batch:
         return max(self.max_records >> (_SHRINKS * failures), 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RateLimit:
-    """A limit on how many runs of a handler may start: at most `at_once + per_second * t` in any *t* seconds.
+LimitScope = Literal["process", "group", "key"]
+"""Who shares the tokens of a limit."""
 
-    Every attempt counts as a run, including retries. The limit applies per process.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limit:
+    """A rate limit: at most `at_once + per_second * t` runs start in any *t* seconds.
+
+    All handlers of an app that are given an equal limit share it. Every attempt counts as a run, including retries; a
+    batch is one run.
 
     Attributes:
+        name: Name of the limit in explanations, statistics and metrics, such as that of the service that it protects.
+            An app has one limit of each name.
         per_second: Runs per second in the long run; 0.1 is one in ten seconds.
         burst: Runs that may start together after a quiet period; unused runs beyond that are lost. By default, the
             runs of a twentieth of a second, at least one: timers fire up to a millisecond late, so a smaller burst
             could not keep up with a high rate.
+        per: `"process"`: the limit holds for each process. `"group"`: it holds for all members of the consumer group
+            together; each has the share of the partitions that it owns. `"key"`: each shard key has a limit of its
+            own; needs a handler with one shard for each key, and no batches.
 
     Raises:
         HandlerError: If a value is outside its range.
 
     Example:
-        >>> RateLimit(100).at_once
+        >>> Limit("stripe", per_second=100).at_once
         5
-        >>> RateLimit(per_second=0.5, burst=10).at_once
+        >>> Limit("stripe", per_second=0.5, burst=10, per="group").at_once
         10
     """
 
+    name: str
     per_second: float
     burst: int | None = None
+    per: LimitScope = "process"
 
     def __post_init__(self) -> None:
+        check(
+            self,
+            "name",
+            _is_limit_name(self.name),
+            f"a name of 1 to {_LONGEST_NAME} characters, as in Limit('stripe', per_second=50)",
+        )
         check(self, "per_second", is_positive(self.per_second), "a number of runs greater than 0")
         check(self, "burst", self.burst is None or is_whole(self.burst), "a whole number of at least 1")
+        scopes = get_args(LimitScope)
+        check(self, "per", self.per in scopes, " or ".join(map(repr, scopes)))
 
     @property
     def at_once(self) -> int:
@@ -196,15 +222,19 @@ class RateLimit:
             return self.burst
         return max(int(self.per_second * _DEFAULT_BURST), 1)
 
-    def shared_by(self, members: int) -> "RateLimit":
-        """Return the limit for each of *members* that together keep this one in the long run.
+    def divided_among(self, tasks: int) -> "Limit":
+        """Return the limit for each of the *tasks* of a backfill that together keep this one in the long run.
+
+        The limit of a key stays as it is: one task has all records of a partition, and usually of a key.
 
         Example:
-            >>> RateLimit(100, burst=10).shared_by(4)
-            RateLimit(per_second=25.0, burst=2)
+            >>> Limit("stripe", 100, burst=10, per="group").divided_among(4)
+            Limit(name='stripe', per_second=25.0, burst=2, per='process')
         """
-        burst = None if self.burst is None else max(self.burst // members, 1)
-        return RateLimit(self.per_second / members, burst)
+        if self.per == "key":
+            return self
+        burst = None if self.burst is None else max(self.burst // tasks, 1)
+        return Limit(self.name, self.per_second / tasks, burst)
 
 
 # When retries are exhausted -----------------------------------------------------------

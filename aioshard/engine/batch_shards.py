@@ -37,7 +37,7 @@ class BatchShards(Shards):
         batch: Batch,
         attempts: int,
         bound: int | None = None,
-        allows: Callable[[Callable[[], None]], bool] | None = None,
+        allows: Callable[[Callable[[], bool]], bool] | None = None,
         *,
         per_epoch: bool = False,
     ) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry
+from aioshard.core.options import Batch, DeadLetter, Limit, OnFailure, Park, Retry
 from aioshard.core.sharding import ShardBy, ShardKey, shard_key_of
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
@@ -14,9 +14,10 @@ from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import FailureHandler
 from aioshard.engine.freshness import Expiry, Latest, combined
 from aioshard.engine.lease import Lease
+from aioshard.engine.limits import KeyLimit, Limits, SharedLimit
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.outcomes import Recovery
-from aioshard.engine.pacing import LimitedBatchShards, LimitedShards, Pace, ProcessSlots, StartLimits
+from aioshard.engine.pacing import KeyLimitedShards, LimitedBatchShards, LimitedShards, ProcessSlots, StartLimits
 from aioshard.engine.parking import Parking
 from aioshard.engine.partition import ObservedPartition, Partition
 from aioshard.engine.recoveries import Send, dead_lettering, skipping
@@ -95,7 +96,7 @@ class Handler(NamedTuple):
     retry: Retry
     on_failure: OnFailure
     batch: Batch | None
-    rate_limit: RateLimit | None
+    limit: Limit | None
     function: Callable[..., Any]
     takes_context: bool
     dependencies: Dependencies | None
@@ -189,6 +190,8 @@ class Resources(NamedTuple):
     make_side_topics: SideTopicsFactory
     buffer: Buffer
     lease: Lease
+    limits: Limits
+    """The rate limits of the handlers."""
     clock: Callable[[], float]
     """Loop time."""
     exactly_once: bool = False
@@ -211,18 +214,13 @@ class ActiveHandler:
         """Create the parts; nothing runs before `start`."""
         self.spec = spec
         self._resources = resources
-        self.pace = None if spec.rate_limit is None else Pace(spec.rate_limit, resources.clock)
-        """Set if the handler has a rate limit."""
+        self.limit = None if spec.limit is None else resources.limits.use(spec.limit, spec.name)
+        """Set if the handler has a rate limit; other handlers may share it."""
         self.counters = Counters()
         self.shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
         """One that serves all keys on demand, or the fixed ones."""
         self.failures = failures = self._make_failure_handler(resources)
-        latest = Latest() if spec.keep == "latest" else None
-        divert = combined(
-            None if latest is None else latest.divert,
-            self._expiring(),
-            None if self.parking is None else self.parking.divert,
-        )
+        self._latest = Latest() if spec.keep == "latest" else None
         kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
         self.workers = [
             kind(
@@ -234,7 +232,7 @@ class ActiveHandler:
                 lease=resources.lease,
                 clock=precise(resources.clock),
                 timeout=spec.timeout,
-                divert=divert,
+                divert=self._divert,
                 read=spec.read,
                 is_observed=resources.observe is not None,
                 run_ahead=resources.run_ahead,
@@ -248,18 +246,40 @@ class ActiveHandler:
             workers=len(self.workers),
             at_once=1 if spec.batch is None else spec.batch.max_records,
             failures=failures,
-            ahead=None if self.pace is None else self.pace.ahead,
+            ahead=self.limit.ahead if isinstance(self.limit, SharedLimit) else None,
             builtin_key=not callable(spec.shard_by),
             parking=self.parking,
-            latest=latest,
+            latest=self._latest,
         )
+
+    @property
+    def _divert(self) -> Divert | None:
+        """What inspects each delivery before it starts; None if nothing can be diverted before it has failed."""
+        divert = combined(
+            None if self._latest is None else self._latest.divert,
+            self._expiring(),
+            None if self.parking is None else self.parking.divert,
+        )
+        limit = self.limit
+        if divert is None or limit is None or self.spec.batch is not None:
+            return divert
+
+        def divert_for_free(delivery: Delivery) -> None:
+            was_attempt = delivery.recovery is None
+            divert(delivery)
+            if was_attempt and delivery.recovery is not None:
+                limit.put_back(delivery)
+
+        return divert_for_free
 
     def _make_shards(self, resources: Resources) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""
-        spec, pace = self.spec, self.pace
+        spec, limit = self.spec, self.limit
+        if isinstance(limit, KeyLimit):
+            return KeyLimitedShards(limit, spec.slots)
         bound = spec.queue_size(resources.buffer.bounds.records)
         batch, attempts = spec.batch, spec.retry.attempts
-        limits = None if pace is None and spec.slots is None else StartLimits(pace, spec.slots)
+        limits = None if limit is None and spec.slots is None else StartLimits(limit, spec.slots)
         if batch is None:
             return Shards(bound) if limits is None else LimitedShards(limits, bound)
         if limits is None:

@@ -1,120 +1,15 @@
 """Shards that start runs only as a limit allows: a rate limit, or the number of worker processes."""
 
 import asyncio
-import math
+import heapq
+import itertools
 from collections.abc import Callable, Hashable
 
-from aioshard.core.options import Batch, RateLimit
+from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.epoch import Delivery
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.limits import Alarm, KeyLimit, SharedLimit
 from aioshard.engine.shards import DeliveryBatch, Shards
-
-_AHEAD = 10.0
-"""Seconds of work that a rate-limited handler may queue: more would only wait in memory and grow old."""
-
-
-class TokenBucket:
-    """The tokens of one rate limit: each start takes one, and tokens return at the limit's rate.
-
-    It counts tokens since it was last full instead of adding fractions to a level, so it never drifts, however long
-    it is used. It has no clock: times are seconds on a monotonic clock of the caller.
-
-    Invariants:
-        * In any t seconds at most `at_once + per_second * t` calls of `take` return true.
-        * No token is lost: a caller that takes each one as soon as it is due gets exactly `per_second` tokens.
-        * `take(now)` returns true if and only if `due(now)` is 0.
-    """
-
-    __slots__ = ("_burst", "_full_at", "_rate", "_taken")
-
-    def __init__(self, limit: RateLimit) -> None:
-        self._rate = limit.per_second
-        self._burst = limit.at_once
-        self._full_at = -math.inf
-        """When the bucket was last observed full."""
-        self._taken = 0
-        """Number of tokens taken since then."""
-
-    def take(self, now: float) -> bool:
-        """Take a token if one is available; return whether it was."""
-        if self._full(now):
-            self._full_at = now
-            self._taken = 1
-            return True
-        if now < self._due_at():
-            return False
-        self._taken += 1
-        return True
-
-    def put_back(self) -> None:
-        """Return the token that `take` has just taken, which was not needed."""
-        self._taken -= 1
-
-    def due(self, now: float) -> float:
-        """Return the seconds until a token is available; 0 if there is one now."""
-        return 0.0 if self._full(now) else max(self._due_at() - now, 0.0)
-
-    def _full(self, now: float) -> bool:
-        return now >= self._full_at + self._taken / self._rate
-
-    def _due_at(self) -> float:
-        return self._full_at + (self._taken + 1 - self._burst) / self._rate
-
-
-class Pace:
-    """The rate limit of one handler, shared by all its shards.
-
-    Shards that find no token are called back when there is one, the longest waiting first. A single timer serves all
-    of them.
-    """
-
-    def __init__(self, limit: RateLimit, clock: Callable[[], float]) -> None:
-        """Start with all tokens available; *clock* returns the loop time."""
-        self.limit = limit
-        self._clock = clock
-        self._bucket = TokenBucket(limit)
-        self._refused: dict[Callable[[], None], None] = {}
-        """Callbacks of waiting shards, in order."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def ahead(self) -> int:
-        """Number of runs that the handler can start soon."""
-        return max(int(self.limit.per_second * _AHEAD), self.limit.at_once)
-
-    def due(self) -> float:
-        """Return the seconds until the limit allows a run, or 0 if it does now. Safe from any thread."""
-        return self._bucket.due(self._clock())
-
-    def allows(self, otherwise: Callable[[], None]) -> bool:
-        """Return whether the limit allows a run now; if not, *otherwise* is called when it does."""
-        due = self.due()
-        if due:
-            self._refused[otherwise] = None
-            self._wait(due)
-        return not due
-
-    def take(self) -> None:
-        """Spend the token of a run that starts now."""
-        self._bucket.take(self._clock())
-
-    def put_back(self) -> None:
-        """Return the token of a run that does not start."""
-        self._bucket.put_back()
-
-    def _wait(self, seconds: float) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._call_next)
-
-    def _call_next(self) -> None:
-        self._timer = None
-        due = self.due()
-        if not due and self._refused:
-            callback = next(iter(self._refused))
-            del self._refused[callback]
-            callback()
-        if self._refused:
-            self._wait(due)  # right away if a token was due: the first may have nothing left to start
 
 
 class ProcessSlots:
@@ -130,7 +25,7 @@ class ProcessSlots:
     def __init__(self, number: int) -> None:
         self.number = number
         self._holders: set[Hashable] = set()
-        self._refused: Callable[[], None] | None = None
+        self._refused: Callable[[], bool] | None = None
         """Called when a slot becomes free."""
 
     @property
@@ -138,7 +33,7 @@ class ProcessSlots:
         """The workers that hold a slot. Safe from any thread."""
         return tuple(self._holders)
 
-    def allows(self, otherwise: Callable[[], None]) -> bool:
+    def allows(self, otherwise: Callable[[], bool]) -> bool:
         """Return whether a slot is free; if not, *otherwise* is called when one is."""
         is_free = len(self._holders) < self.number
         if not is_free:
@@ -164,27 +59,27 @@ class StartLimits:
     A recovery waits for them too, but uses up nothing.
     """
 
-    def __init__(self, pace: Pace | None, slots: ProcessSlots | None) -> None:
+    def __init__(self, rate: SharedLimit | None, slots: ProcessSlots | None) -> None:
         """Combine the limits; the attempts themselves take and release the slots."""
-        self._pace = pace
+        self._rate = rate
         self._slots = slots
 
-    def allow(self, otherwise: Callable[[], None]) -> bool:
+    def allow(self, otherwise: Callable[[], bool]) -> bool:
         """Return whether a run may start now; if not, *otherwise* is called when it may."""
-        slots, pace = self._slots, self._pace
+        slots, rate = self._slots, self._rate
         if slots is not None and not slots.allows(otherwise):
             return False
-        return pace is None or pace.allows(otherwise)
+        return rate is None or rate.allows(otherwise)
 
-    def spend(self) -> None:
-        """Spend the token of a run that starts now."""
-        if self._pace is not None:
-            self._pace.take()
+    def spend(self, shards: Callable[[], bool]) -> None:
+        """Spend the token of a run that starts now; *shards* is what they have passed to `allow`."""
+        if self._rate is not None:
+            self._rate.take(shards)
 
-    def put_back(self) -> None:
+    def put_back(self, delivery: Delivery) -> None:
         """Return the token of a run that does not start."""
-        if self._pace is not None:
-            self._pace.put_back()
+        if self._rate is not None:
+            self._rate.put_back(delivery)
 
 
 class LimitedShards(Shards):
@@ -204,7 +99,7 @@ class LimitedShards(Shards):
             return None
         delivery = super().take()
         if delivery is not None and delivery.recovery is None:
-            self._limits.spend()
+            self._limits.spend(self.notify)
         return delivery
 
     def next_after(self, delivery: Delivery) -> Delivery | None:
@@ -215,7 +110,7 @@ class LimitedShards(Shards):
     def defer(self, batch: DeliveryBatch) -> None:
         """See `Shards.defer`."""
         if batch.deliveries[0].recovery is None:
-            self._limits.put_back()
+            self._limits.put_back(batch.deliveries[0])
         super().defer(batch)
 
 
@@ -234,11 +129,116 @@ class LimitedBatchShards(BatchShards):
             return None
         batch = super().take_batch()
         if batch is not None and batch.deliveries[0].recovery is None:
-            self._limits.spend()
+            self._limits.spend(self.notify)
         return batch
 
     def defer(self, batch: DeliveryBatch) -> None:
         """See `Shards.defer`."""
         if batch.deliveries[0].recovery is None:
-            self._limits.put_back()
+            self._limits.put_back(batch.deliveries[0])
         super().defer(batch)
+
+
+class KeyLimitedShards(Shards):
+    """Shards on demand in which the runs of each key start only as the limit of that key allows it.
+
+    Invariants:
+        * A delivery that `take` returns for a handler run has spent a token of its key.
+        * A delivery that waits for a token occupies its shard and no worker; other shards do not wait.
+        * One timer serves all of them.
+    """
+
+    def __init__(self, limit: KeyLimit, slots: ProcessSlots | None) -> None:
+        super().__init__(None, None if slots is None else slots.allows)
+        self._limit = limit
+        self._slots = slots
+        self._limited: dict[Delivery, float] = {}
+        """The deliveries that wait for a token, each with the loop time at which there should be one."""
+        self._schedule: list[tuple[float, int, Delivery]] = []
+        """The same as a heap; it may also have deliveries that wait no longer, until they would have been due."""
+        self._order = itertools.count()
+        self._alarm = Alarm(self._resume_due)
+
+    def take(self) -> Delivery | None:
+        """See `Shards.take`."""
+        slots = self._slots
+        if slots is not None and not (self._has_work and slots.allows(self.notify)):
+            return None
+        while (delivery := super().take()) is not None:
+            due = 0.0 if delivery.recovery is not None else self._limit.take(delivery)
+            if not due:
+                return delivery
+            self._wait_for_token(delivery, due)
+        return None
+
+    def next_after(self, delivery: Delivery) -> Delivery | None:
+        """See `Shards.next_after`."""
+        self.release(delivery)
+        return self.take()
+
+    def defer(self, batch: DeliveryBatch) -> None:
+        """See `Shards.defer`."""
+        delivery = batch.deliveries[0]
+        if delivery.recovery is None:
+            self._limit.put_back(delivery)
+        super().defer(batch)
+
+    # Waiting --------------------------------------------------------------------
+
+    def _wait_for_token(self, delivery: Delivery, seconds: float) -> None:
+        due = asyncio.get_running_loop().time() + seconds
+        self._limited[delivery] = due
+        heapq.heappush(self._schedule, (due, next(self._order), delivery))
+        self._limit.add_waiting(1)
+        self._alarm.ring_at(due)
+
+    def _resume_due(self) -> None:
+        """Let the deliveries whose tokens are due start."""
+        now = asyncio.get_running_loop().time()
+        schedule = self._schedule
+        while schedule and schedule[0][0] <= now:
+            due, _, delivery = heapq.heappop(schedule)
+            if self._limited.get(delivery) == due:
+                self._stop_waiting(delivery)
+                self._return(delivery)
+        if schedule:
+            self._alarm.ring_at(schedule[0][0])
+
+    def _stop_waiting(self, delivery: Delivery) -> None:
+        del self._limited[delivery]
+        self._limit.add_waiting(-1)
+
+    def token_due(self, delivery: Delivery) -> float | None:
+        """Return the loop time at which the key of a delivery should have a token; None if it does not wait for one.
+
+        Safe from any thread.
+        """
+        return self._limited.get(delivery)
+
+    # Rebalancing and eviction ---------------------------------------------------
+
+    def purge(self, epoch: Epoch) -> None:
+        """See `Shards.purge`."""
+        super().purge(epoch)
+        for delivery in [waiting for waiting in self._limited if waiting.epoch is epoch]:
+            self._stop_waiting(delivery)
+            self.release(delivery)
+
+    def evict(self, epoch: Epoch, first: int) -> list[Delivery]:
+        """See `Shards.evict`; it includes deliveries that wait for a token of their key."""
+        removed = super().evict(epoch, first)
+        for delivery in [waiting for waiting in self._limited if waiting.epoch is epoch and waiting.offset >= first]:
+            self._stop_waiting(delivery)
+            self.release(delivery)
+            removed.append(delivery)
+        return removed
+
+    @property
+    def at_rest(self) -> bool:
+        """See `Shards.at_rest`."""
+        return not self._limited and super().at_rest
+
+    @property
+    def owning(self) -> list[Delivery]:
+        """See `Shards.owning`; includes deliveries that wait for a token of their key."""
+        return super().owning + list(self._limited)

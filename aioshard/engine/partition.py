@@ -125,6 +125,11 @@ class Partition(Epoch):
         """Records that wait for room in their fixed shard."""
         self._arrived = asyncio.Event()
 
+    @property
+    def may_start_runs(self) -> bool:
+        """Whether runs of its records may start now, or after a pause: it is certainly ours, or it is drained."""
+        return self.membership is not None or any(epoch.pending for epoch in self.epochs)
+
     # Fetched records ----------------------------------------------------------------
 
     @property

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
@@ -13,6 +13,7 @@ from aioshard.engine.committer import Committer
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.ended_epochs import EndedEpochs
 from aioshard.engine.epoch import Refused
+from aioshard.engine.group_shares import GroupShares
 from aioshard.engine.handler_set import HandlerSet
 from aioshard.engine.lifecycle import Lifecycle
 from aioshard.engine.log_fields import partition_fields
@@ -101,6 +102,7 @@ class Rebalance:
         settings: "Settings",
         *,
         handlers: HandlerSet,
+        shares: GroupShares,
         pauses: Pauses,
         client: CurrentClient,
         committer: Committer,
@@ -114,6 +116,7 @@ class Rebalance:
             group_id: The consumer group.
             settings: Timeouts.
             handlers: Run the records of the partitions.
+            shares: The shares of the group's rate limits, which follow the partitions.
             pauses: The pauses of the application.
             client: The member of the group.
             committer: The commit coordinator.
@@ -142,6 +145,7 @@ class Rebalance:
         self._group_id = group_id
         self._settings = settings
         self._handlers = handlers
+        self._shares = shares
         self._pauses = pauses
         self._client = client
         self._committer = committer
@@ -215,6 +219,7 @@ class Rebalance:
         self._releases += 1
         try:
             self.log.drained(await self.drain(leaving, self._settings.drain_timeout))
+            self._shares.divide(self.partitions)  # before the next owner may use theirs
             await self._committer.flush(leaving, self._settings.commit_timeout)
         finally:
             self._releases -= 1
@@ -324,6 +329,7 @@ class Rebalance:
                     "epoch_ended", name, epoch=partition.number, dropped=dropped, group=self._group_id
                 ),
             )
+        self._shares.divide(self.partitions)
         # Once for all: with 1,024 workers, a check for each of 1,000 partitions blocked the event loop for 0.35 s.
         self._handlers.interrupt({delivery for delivery in self._handlers.in_flight() if delivery.epoch in epochs})
 
@@ -559,6 +565,15 @@ class Rebalance:
         closed = [name for name in sorted(assignment) if not self._is_open(name)]
         if not closed:
             return {}
+        if self._shares.are_needed:
+            await self._shares.look_up(self._transport, self._settings.commit_timeout)
+        try:
+            return await self._open_closed(closed, membership)
+        finally:
+            self._shares.divide(self.partitions)
+
+    async def _open_closed(self, closed: Sequence[TopicPartition], membership: Membership) -> dict[TopicPartition, str]:
+        """Open the partitions of an assignment that are not open; see `_open_assigned`."""
         views, refused = await self._positions.look_up(closed)
         fresh: dict[TopicPartition, BrokerView] = {}
         for count, (name, view) in enumerate(views.items()):

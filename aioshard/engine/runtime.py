@@ -14,12 +14,14 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.epoch import Delivery, Gate
+from aioshard.engine.group_shares import GroupShares
 from aioshard.engine.guard import Guard
 from aioshard.engine.handler import Handler, Observe, Resources
 from aioshard.engine.handler_set import HandlerSet
 from aioshard.engine.intake import Intake
 from aioshard.engine.lease import Lease
 from aioshard.engine.lifecycle import Lifecycle
+from aioshard.engine.limits import Limits
 from aioshard.engine.outgoing import add_message
 from aioshard.engine.partition import Partition
 from aioshard.engine.pauses import Pauses
@@ -135,6 +137,7 @@ class Engine:
         self.lifecycle = Lifecycle()
         self.client = CurrentClient()
         self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self.client)
+        self.limits = Limits(clock)
         self.handlers = HandlerSet(
             specs,
             Resources(
@@ -144,6 +147,7 @@ class Engine:
                 make_side_topics=clients.side_topics,
                 buffer=self.buffer,
                 lease=Lease(self.client, precise(clock)),
+                limits=self.limits,
                 clock=clock,
                 exactly_once=exactly_once,
                 observe=observe,
@@ -151,6 +155,7 @@ class Engine:
                 now=clients.now,
             ),
         )
+        self.shares = GroupShares(self.handlers)
         self.pauses = Pauses(self.handlers)
         self.committer = Committer(
             self.buffer,
@@ -164,6 +169,7 @@ class Engine:
             group_id,
             settings,
             handlers=self.handlers,
+            shares=self.shares,
             pauses=self.pauses,
             client=self.client,
             committer=self.committer,
@@ -231,6 +237,19 @@ class Engine:
             with guard.watching("the ends of the logs"):
                 await _update_log_ends(transport, partitions)
 
+    async def _follow_topics(self) -> None:
+        """Divide the limits of the group again when its topics have grown, until cancelled."""
+        while True:
+            await asyncio.sleep(self.settings.metadata_max_age)
+            transport = self.client.transport
+            if transport is None:
+                continue
+            try:
+                await self.shares.look_up(transport, self.settings.commit_timeout)
+            except (TransportError, TimeoutError) as error:
+                logger.debug("the brokers did not report the partitions: %s", str(error) or "no answer in time")
+            self.shares.divide(self.rebalance.partitions)
+
     # Start ----------------------------------------------------------------------------------
 
     async def start(self, watching: Coroutine[Any, Any, None]) -> None:
@@ -244,6 +263,8 @@ class Engine:
         """
         self._tasks.start(watching, "watch")
         self._tasks.start(self._query_log_ends(), "log ends")
+        if self.shares.are_needed:
+            self._tasks.start(self._follow_topics(), "shares of rate limits")
         for handler in self.handlers:
             handler.start(self._tasks, self.clock)
         if not self.handlers:

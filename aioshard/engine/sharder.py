@@ -62,9 +62,11 @@ class Sharder:
         self._failures = failures
         self._builtin_key = builtin_key
         self._turn = 0
-        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * at_once)
+        self._at_once = at_once
+        self._enough_without_limit = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * at_once)
+        self._enough = self._enough_without_limit
         if ahead is not None:
-            self._enough = min(self._enough, ahead * at_once)
+            self.queue_ahead(ahead)
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
     @property
@@ -75,6 +77,10 @@ class Sharder:
         always want more: records of one are of no use to the others.
         """
         return self._enough if self._fixed else self._enough - self.shards[0].unseen
+
+    def queue_ahead(self, runs: int) -> None:
+        """Want no more records than so many *runs* take, because a rate limit lets no more start soon."""
+        self._enough = min(self._enough_without_limit, runs * self._at_once)
 
     def when_wanted(self, wake: Callable[[], None]) -> int:
         """Arrange for *wake* to be called once when a worker is idle.

@@ -137,7 +137,7 @@ class Shards:
           held (its gate is not open, and it owns no shard), or with a worker.
     """
 
-    def __init__(self, bound: int | None = None, allows: Callable[[Callable[[], None]], bool] | None = None) -> None:
+    def __init__(self, bound: int | None = None, allows: Callable[[Callable[[], bool]], bool] | None = None) -> None:
         """Create the shards.
 
         Args:
@@ -537,18 +537,23 @@ class Shards:
 
     # Waking workers -----------------------------------------------------------
 
-    def notify(self) -> None:
+    def notify(self) -> bool:
         """Wake a worker if one is idle and something may start; more follow while handlers suspend.
 
         One worker runs ahead. More are woken only when it stops running ahead because its handler suspends, so that
         the event loop runs again; each time, twice as many, but no more than there are deliveries. A handler that
         never suspends costs no wake-ups, and one that does fills all workers within a few iterations of the event
         loop.
+
+        Returns:
+            Whether a worker is being woken.
         """
-        allows = self._allows
-        if self._idle and not self._waking and (allows is None or (self._has_work and allows(self.notify))):
-            self._waking = True
-            asyncio.get_running_loop().call_soon(self._wake_workers)
+        if self._idle and not self._waking:
+            allows = self._allows
+            if allows is None or (self._has_work and allows(self.notify)):
+                self._waking = True
+                asyncio.get_running_loop().call_soon(self._wake_workers)
+        return self._waking
 
     def _wake_workers(self) -> None:
         self._waking = False

@@ -48,6 +48,7 @@ def statistics(watch: Watch) -> Statistics:
         commit_durations=commits.durations,
         commit_failure_durations=commits.failure_durations,
         transactions=commits.transactions,
+        limits=engine.limits.statistics(),
     )
 
 

@@ -293,9 +293,7 @@ class _Paced:
 
 def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
     """Return a handler adapted to one of several tasks, which share its limits."""
-    spec = spec._replace(
-        publish_dead_letter=_discard, rate_limit=spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
-    )
+    spec = spec._replace(publish_dead_letter=_discard, limit=spec.limit and spec.limit.divided_among(work.at_once))
     if work.on_failure is not None:
         skip = work.on_failure == "skip"
         topic = work.on_failure.removeprefix(DEAD_LETTER)

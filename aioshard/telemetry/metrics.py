@@ -61,6 +61,7 @@ def _rows(app: Statistics) -> dict[tuple[str, ...], Sequence[tuple[Labels, Any]]
         ],
         ("topic",): [(labels[:2], row) for labels, row in topics],
         ("handler",): [((group, handler.name), handler) for handler in app.handlers],
+        ("limit",): [((group, limit.name), limit) for limit in app.limits],
     }
 
 
@@ -298,6 +299,33 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_concurrency": MetricInfo("gauge", "Workers of the handler.", attrgetter("concurrency"), ("handler",)),
     "aioshard_shards": MetricInfo("gauge", "Shards in use.", attrgetter("shards"), ("handler",)),
+    "aioshard_limit_starts": MetricInfo(
+        "counter", "Runs that started under a rate limit.", attrgetter("starts"), ("limit",)
+    ),
+    "aioshard_limit_waiting_seconds": MetricInfo(
+        "counter",
+        "Time during which at least one run waited for a rate limit; its rate is 1 while the limit is always reached.",
+        attrgetter("waiting_seconds"),
+        ("limit",),
+    ),
+    "aioshard_limit_waiting": MetricInfo(
+        "gauge",
+        "Keys that wait for a rate limit; without a limit per key, the handlers or fixed shards that do.",
+        attrgetter("waiting"),
+        ("limit",),
+    ),
+    "aioshard_limit_tokens": MetricInfo(
+        "gauge", "Runs that a rate limit allows now; absent with a limit per key.", attrgetter("tokens"), ("limit",)
+    ),
+    "aioshard_limit_share": MetricInfo(
+        "gauge",
+        "Part of a rate limit of the group that this process may use; absent with other limits.",
+        attrgetter("share"),
+        ("limit",),
+    ),
+    "aioshard_limit_keys": MetricInfo(
+        "gauge", "Keys in memory of a rate limit per key; absent with other limits.", attrgetter("keys"), ("limit",)
+    ),
 }
 """Every metric. Prometheus shows counters with the suffix `_total`, an info with `_info`, and histograms with
 `_bucket`, `_sum` and `_count`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Limit, Park, Record, Retry
 from aioshard.attempts import Provided, with_attempts
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.shards import DeliveryBatch
@@ -454,13 +454,13 @@ async def test_only_epochs_of_a_failed_transaction_restart() -> None:
         await until(lambda: values(client, "out")[b"read on"] == 1)
 
 
-@pytest.mark.parametrize("limit", [None, RateLimit(1_000_000.0)])
-async def test_a_batch_has_records_of_one_partition(limit: RateLimit | None) -> None:
+@pytest.mark.parametrize("limit", [None, Limit("pace", 1_000_000.0)])
+async def test_a_batch_has_records_of_one_partition(limit: Limit | None) -> None:
     """If one of several began again alone, the messages of the batch would be lost or doubled."""
     app = make_app()
     batches: list[set[int]] = []
 
-    @app.consume("orders", shard_by="key", rate_limit=limit, batch=Batch(max_records=8, linger=0.05))
+    @app.consume("orders", shard_by="key", limit=limit, batch=Batch(max_records=8, linger=0.05))
     async def on_orders(orders: list[Record], context: BatchContext) -> None:
         batches.append({order.partition for order in orders})
         for order in orders:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from aioshard import App, CircuitBreaker, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard import App, CircuitBreaker, DeadLetter, Limit, Park, Record, Retry
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import FailureHandler
@@ -211,7 +211,7 @@ def test_a_retried_dead_letter_uses_no_rate_limit_token() -> None:
     app = App("failure-policy", commit_interval=0.1)
     started: list[float] = []
 
-    @app.consume("orders", rate_limit=RateLimit(1.0, burst=1), retry=ONCE, on_failure=DeadLetter("d"))
+    @app.consume("orders", limit=Limit("pace", 1.0, burst=1), retry=ONCE, on_failure=DeadLetter("d"))
     async def handle(record: Record) -> None:
         started.append(asyncio.get_running_loop().time())
         if record.offset == 0:

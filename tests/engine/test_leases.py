@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import pytest
 from fast_depends import Depends
 
-from aioshard import App, Batch, Context, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard import App, Batch, Context, DeadLetter, Limit, Park, Record, Retry
 from aioshard.engine.current_client import CurrentClient
 from aioshard.engine.lease import Lease
 from aioshard.ports import Transport
@@ -69,9 +69,10 @@ HANDLERS: dict[str, dict[str, Any]] = {
     "one worker": {"concurrency": 1},
     "any order": {"concurrency": 8, "shard_by": "record"},
     "fixed shards": {"shards": 3},
-    "limited": {"concurrency": 8, "rate_limit": RateLimit(1_000.0, burst=50)},
+    "limited": {"concurrency": 8, "limit": Limit("pace", 1_000.0, burst=50)},
+    "limited keys": {"concurrency": 8, "limit": Limit("tenant", 20.0, burst=2, per="key")},
     "batches": {"concurrency": 4, "batch": Batch(max_records=5, linger=0.01)},
-    "limited batches": {"batch": Batch(max_records=5, linger=0.01), "rate_limit": RateLimit(1_000.0, burst=50)},
+    "limited batches": {"batch": Batch(max_records=5, linger=0.01), "limit": Limit("pace", 1_000.0, burst=50)},
     "batches of fixed shards": {"shards": 3, "batch": Batch(max_records=5, linger=0.01)},
 }
 each_handler = pytest.mark.parametrize("options", HANDLERS.values(), ids=HANDLERS)
@@ -293,7 +294,11 @@ def test_a_plain_function_does_not_begin_in_its_thread_before_the_ownership_is_r
     assert owned == [True]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": Batch(max_records=1)}], ids=["records", "batches"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch": Batch(max_records=1)}, {"limit": Limit("tenant", 0.01, burst=2, per="key")}],
+    ids=["records", "batches", "keys"],
+)
 def test_a_run_that_waits_for_the_ownership_costs_no_token_of_the_rate_limit(options: dict[str, Any]) -> None:
     bench = Bench()
 
@@ -302,11 +307,11 @@ def test_a_run_that_waits_for_the_ownership_costs_no_token_of_the_rate_limit(opt
             bench.run_out(renewed_after=2.0)
             block(1.0)
 
-    consume(bench, {"rate_limit": RateLimit(0.01, burst=2)} | options, at)
+    consume(bench, {"limit": Limit("pace", 0.01, burst=2)} | options, at)
 
     async def test() -> None:
         async with bench.client as client:
-            await publish(client, 2)
+            await publish(client, 2, keys=1)
             await client.settle(timeout=300.0)
 
     run(test())
@@ -324,7 +329,7 @@ def test_a_dead_letter_that_waits_for_the_ownership_earns_no_token(options: dict
             block(1.0)
             raise ValueError
 
-    limited = {"rate_limit": RateLimit(0.01, burst=2), "retry": Retry(attempts=1), "on_failure": DeadLetter("dlt")}
+    limited = {"limit": Limit("pace", 0.01, burst=2), "retry": Retry(attempts=1), "on_failure": DeadLetter("dlt")}
     consume(bench, limited | options, at)
 
     async def test() -> None:
@@ -349,7 +354,7 @@ def test_the_wait_for_the_ownership_is_not_the_time_of_a_run() -> None:
 
     async def test() -> None:
         async with bench.client as client:
-            await publish(client, 2)
+            await publish(client, 2, keys=1)
             await client.settle(timeout=300.0)
             (counts,) = engine_of(bench.app).handlers[0].counters.topics.values()
             assert counts.durations.total == pytest.approx(1.0, abs=0.1)

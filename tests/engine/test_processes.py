@@ -31,8 +31,8 @@ from aioshard import (
     BatchError,
     Context,
     DeadLetter,
+    Limit,
     Message,
-    RateLimit,
     Record,
     Retry,
     processes,
@@ -672,11 +672,11 @@ async def test_concurrency_bounds_the_records_whose_results_are_not_acknowledged
         await client.settle(PATIENCE)
 
 
-@pytest.mark.parametrize("limit", [None, RateLimit(1_000.0)])
-async def test_records_that_wait_for_a_process_are_not_in_flight(reports: Reports, limit: RateLimit | None) -> None:
+@pytest.mark.parametrize("limit", [None, Limit("pace", 1_000.0)])
+async def test_records_that_wait_for_a_process_are_not_in_flight(reports: Reports, limit: Limit | None) -> None:
     app, pipe = make_app(1), Path(reports.path).with_name("pipe")
     os.mkfifo(pipe)
-    app.consume("orders", run_in="process", publish_to="paid", rate_limit=limit)(reads_pipe)
+    app.consume("orders", run_in="process", publish_to="paid", limit=limit)(reads_pipe)
     async with TestClient(app, broker=InMemoryBroker(partitions=2)) as client:
         await client.publish("orders", f"{reports.path}|{pipe}", key="a", partition=0)
         assert await reports.next() == ["a"]

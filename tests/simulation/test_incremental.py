@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from aioshard import Context, Limit, Record
 from aioshard.engine.rebalance import Rebalance
 from aioshard.kafka.memory.transport import _Assigned
 from aioshard.ports import NOT_A_MEMBER, Committed, GroupListener, Membership, Message
 from aioshard.records import TopicPartition
+from tests.simulation.limits import StartLedger
 from tests.simulation.seeds import with_seeds
-from tests.simulation.world import GROUP, ClusterTransport, World, live
+from tests.simulation.world import GROUP, ClusterTransport, Process, World, live
 
 GAP = 5.0
 """Seconds in the end between the release of a partition and its assignment: enough to open the others."""
@@ -103,6 +105,19 @@ class IncrementalWorld(World):
     transport_class = IncrementalTransport
     moves = 0
     """How many partitions have moved."""
+
+    def __init__(self, seed: int, *, fixed_shards: bool, clean: bool) -> None:
+        self.ledger = StartLedger(Limit("stripe", 30.0, burst=2, per="group")) if seed % 4 == 1 else None
+        super().__init__(seed, fixed_shards=fixed_shards, clean=clean)
+
+    def consume_options(self) -> dict[str, Any]:
+        limit = {} if self.ledger is None else {"limit": self.ledger.limit}
+        return super().consume_options() | limit
+
+    async def handle(self, process: Process, record: Record, context: Context) -> None:
+        if self.ledger is not None:
+            self.ledger.note(self, process, record)
+        await super().handle(process, record, context)
 
     @property
     def members(self) -> list[IncrementalTransport]:
@@ -204,6 +219,8 @@ def simulate(seed: int, *, clean: bool = False) -> IncrementalWorld:
         await worlds[0].live_through(25, [0.0, 0.01, 0.1, 0.3, 2.0])
 
     live(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
+    if worlds[0].ledger is not None:
+        worlds[0].ledger.check(len(worlds[0].processes))
     return worlds[0]
 
 

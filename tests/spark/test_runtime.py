@@ -26,7 +26,7 @@ Make = Callable[..., "Task"]
 
 HEAD = """
 import asyncio, threading, time
-from aioshard import App, CircuitBreaker, Context, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard import App, CircuitBreaker, Context, DeadLetter, Park, Limit, Record, Retry
 
 app = App("history", stuck_after=0.5)
 seen = []
@@ -432,7 +432,7 @@ async def handle(record: Record) -> None:
 
 def test_tasks_share_the_rate_of_the_whole_job(make: Make) -> None:
     task = make("""
-@app.consume("orders", rate_limit=RateLimit(80, burst=4))
+@app.consume("orders", limit=Limit("pace", 80, burst=4))
 async def handle(record: Record) -> float:
     return time.monotonic()
 """)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
@@ -11,7 +12,9 @@ from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.explain.words import arguments_of, blocking_place_of, for_seconds, place_of
 from aioshard.engine.handler import ActiveHandler
+from aioshard.engine.limits import KeyLimit, SharedLimit
 from aioshard.engine.outcomes import Block, Recovery
+from aioshard.engine.pacing import KeyLimitedShards
 from aioshard.engine.shards import Shards
 from aioshard.engine.stack import stack_of
 from aioshard.engine.watch import Watch
@@ -295,6 +298,10 @@ class HandlerSnapshot:
         owner = self.owner_of(delivery.key)
         if owner is not None and owner is not delivery:
             return self._waits_behind(delivery, owner)
+        limit = self.handler.limit
+        token_due = shards.token_due(delivery) if isinstance(shards, KeyLimitedShards) else None
+        if limit is not None and token_due is not None:
+            return self._limited(limit, max(token_due - self._now, 0.0), self._now - delivery.arrived)
         return self._queued(delivery)
 
     def _waits_behind(self, delivery: Delivery, owner: Delivery) -> Cause:
@@ -313,16 +320,32 @@ class HandlerSnapshot:
         waited = self._now - delivery.arrived
         if self._no_start is not None:
             return self._no_start._replace(since=waited)
-        pace = self.handler.pace
-        due = 0.0 if pace is None else pace.due()
-        if pace is not None and due:
-            return Cause(
-                "limited",
-                waited,
-                f"waits for the rate limit of its handler, rate_limit={pace.limit}; the next run starts in {due:.3g} s",
-                "nothing if the rate is intended; otherwise raise rate_limit=",
-            )
+        limit = self.handler.limit
+        due = limit.due() if isinstance(limit, SharedLimit) else 0.0
+        if limit is not None and due:
+            return self._limited(limit, due, waited)
         return Cause("queued", waited, "waits for its turn, and starts next")
+
+    def _limited(self, limit: SharedLimit | KeyLimit, due: float, waited: float) -> Cause:
+        """Why the rate limit lets no run start; the next one may start in *due* seconds."""
+        rate = f"{limit.limit.per_second:g} per second"
+        others = [name for name in limit.handlers if name != self._spec.name]
+        shared = f", shared with {counted(len(others), 'handler')}: {', '.join(others)}" if others else ""
+        match limit.limit.per:
+            case "key":
+                scope = f"its key may start {rate}"
+            case "group":
+                share = limit.statistics().share or 0.0
+                scope = f"the group may start {rate}, and this process {share:.3g} of them, by its partitions"
+            case _:
+                scope = f"this process may start {rate}"
+        when = "none starts without an open partition" if due == math.inf else f"the next run starts in {due:.3g} s"
+        return Cause(
+            "limited",
+            waited,
+            f"waits for limit {limit.limit.name!r} ({scope}{shared}); {when}",
+            "nothing if the rate is intended; otherwise raise per_second of the Limit",
+        )
 
     @functools.cached_property
     def _no_start(self) -> Cause | None:

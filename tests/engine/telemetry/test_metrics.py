@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aioshard.core.histogram import DURATION_BOUNDS, HistogramCounts
 from aioshard.observe import (
     JournalStatistics,
+    LimitStatistics,
     RebalanceKindStatistics,
     TopicStatistics,
 )
@@ -58,6 +59,10 @@ STATISTICS = dataclasses.replace(
     catch_up_seconds=64.0,
     commit_durations=WAITS,
     commit_failure_durations=NOTHING,
+    limits=(
+        LimitStatistics("stripe", "group", 50.0, 10, ("on_order",), 17, 1, 8.5, tokens=0.25, due=0.03, share=0.5),
+        LimitStatistics("tenant", "key", 2.0, 3, ("on_order",), 18, 4, 9.5, keys=12),
+    ),
 )
 
 
@@ -119,6 +124,25 @@ def test_partition_metrics_match_the_statistics(name: str, expected: float) -> N
 )
 def test_handler_metrics_match_the_statistics(name: str, labels: dict[str, str], expected: float) -> None:
     assert Scrape(FakeApp(STATISTICS)).value(name, handler="on_order", **labels) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "expected"),
+    [
+        ("aioshard_limit_starts_total", "stripe", 17),
+        ("aioshard_limit_starts_total", "tenant", 18),
+        ("aioshard_limit_waiting_seconds_total", "tenant", 9.5),
+        ("aioshard_limit_waiting", "tenant", 4),
+        ("aioshard_limit_tokens", "stripe", 0.25),
+        ("aioshard_limit_tokens", "tenant", None),
+        ("aioshard_limit_share", "stripe", 0.5),
+        ("aioshard_limit_share", "tenant", None),
+        ("aioshard_limit_keys", "stripe", None),
+        ("aioshard_limit_keys", "tenant", 12),
+    ],
+)
+def test_limit_metrics_match_the_statistics(name: str, limit: str, expected: float | None) -> None:
+    assert Scrape(FakeApp(STATISTICS)).value(name, limit=limit) == expected
 
 
 @pytest.mark.parametrize(

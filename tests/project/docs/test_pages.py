@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import aioshard
-from aioshard import App, HandlerStatistics, PartitionStatistics, Retry, Statistics
+from aioshard import App, HandlerStatistics, LimitStatistics, PartitionStatistics, Retry, Statistics
 from aioshard.web.health import health_routes
 from tests.project.docs.messages import is_printed
 from tests.project.docs.pages import PAGES, Link, anchors, blocks, links, name_of
@@ -159,7 +159,12 @@ def test_all_generated_parts_are_included() -> None:
 
 @pytest.mark.parametrize(
     ("heading", "kind"),
-    [("of the app", Statistics), ("of a partition", PartitionStatistics), ("of a handler", HandlerStatistics)],
+    [
+        ("of the app", Statistics),
+        ("of a partition", PartitionStatistics),
+        ("of a rate limit", LimitStatistics),
+        ("of a handler", HandlerStatistics),
+    ],
 )
 def test_all_statistics_are_documented(heading: str, kind: type) -> None:
     named = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows(DOCS / "operations.md", heading)))
