@@ -170,8 +170,14 @@ async def vanish(transport: Any) -> None:
 
 
 def held(member: Member) -> set[TopicPartition]:
-    """The partitions of a member's latest assignment."""
-    return set(member.assignments[-1].partitions) if member.assignments else set()
+    """The partitions that a member has: those of its latest assignment, without those that were revoked since."""
+    partitions: set[TopicPartition] = set()
+    for event in member.events:
+        if isinstance(event, Assigned):
+            partitions = set(event.partitions)
+        else:
+            partitions -= set(event.partitions)
+    return partitions
 
 
 def generation_of(transport: Any) -> int:
