@@ -158,7 +158,7 @@ class ModelLog:
 
 @dataclass
 class _Cached:
-    """What a broker knows of a partition in a session."""
+    """A partition as a broker knows it in a session."""
 
     wanted: Any
     high_watermark: int | None = None
@@ -394,7 +394,7 @@ class ModelCluster:
     def _read(
         self, node: int, request: Received, session: _Session, *, is_full: bool
     ) -> list[tuple[TopicPartition, uuid.UUID | None, dict[str, Any]]]:
-        """What a response says of each partition."""
+        """Returns the part of a response about each partition."""
         left = most = request.values.max_bytes
         found = []
         for name, cached in session.partitions.items():
@@ -437,7 +437,7 @@ class ModelCluster:
 
 
 class _Asked(NamedTuple):
-    """What a fetch asks of a partition."""
+    """The part of a fetch about one partition."""
 
     node: int
     request: Received
@@ -455,7 +455,7 @@ def damage(records: bytes) -> bytes:
 
 
 def _read_log(log: ModelLog, asked: _Asked) -> dict[str, Any]:
-    """What a broker answers that has the log, in addition to zeros."""
+    """Returns the answer of a broker that has the log, in addition to zeros."""
     wanted = asked.wanted
     isolation = asked.request.values.isolation
     end = log.end if asked.node == log.leader or log.follower_end is None else log.follower_end
