@@ -304,9 +304,10 @@ class Transactions:
             answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
         except CommitError:
             # Kafka up to 4.1 fails for good at the last epochs of a producer id (KAFKA-20090). Only a producer that
-            # begins anew gets another id.
+            # begins anew gets another id. A call that was given up early proves nothing of the kind.
             latest = call.latest
-            if known is not None and isinstance(latest, BrokerError) and latest.code == _SERVER_FAILED:
+            is_failing = isinstance(latest, BrokerError) and latest.code == _SERVER_FAILED
+            if known is not None and is_failing and call.left <= 0:
                 self._id.fence()
             raise
         match answer.meaning:
