@@ -37,7 +37,8 @@ from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_broker import Received
 from tests.support.model_cluster import ModelCluster
-from tests.support.model_transaction_state import Identity, State
+from tests.support.model_producers import Identity
+from tests.support.model_transaction_state import State
 from tests.support.model_transactions import HELD, LOST_ANSWER, LOST_REQUEST, NO_FAULT, Fault, ModelTransactions
 from tests.support.model_transactions import failed as failed_with
 from tests.support.model_transactions import refused as refused_with
