@@ -48,10 +48,16 @@ class OneClient:
         self.offsets = GroupOffsets(self.cluster, GROUP)
         self.transactions = Transactions(self.cluster, transactional, self.offsets, GROUP, timeout=TIMEOUT)
 
-    async def commit(self, offset: int, *values: bytes) -> None:
-        """Commits messages together with an offset of the input."""
+    async def commit(self, offset: int, *values: bytes, inputs: int = 1) -> None:
+        """Commits messages together with an offset of the input, or of several inputs."""
         messages = [Message(OUTPUTS, value) for value in values]
-        await self.transactions.commit(messages, {INPUT: CommittedOffset(offset, -1, "")}, MEMBER)
+        offsets = dict.fromkeys(INPUTS[:inputs], CommittedOffset(offset, -1, ""))
+        await self.transactions.commit(messages, offsets, MEMBER)
+
+    async def until_calm(self) -> None:
+        """Waits for the markers of all transactions."""
+        while not self.model.is_calm:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.01)
 
     def received(self, api: Api) -> list[Received]:
         """The requests of a kind, in the order of their arrival."""

@@ -1,0 +1,158 @@
+"""The requests of a transaction: those that must not be sent, and what follows one that was sent twice."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from aioshard.errors import CommitError, MessagesRefusedError
+from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.notation import Api
+from aioshard.kafka.wire.requests import (
+    ADD_OFFSETS_TO_TXN,
+    ADD_PARTITIONS_TO_TXN,
+    END_TXN,
+    INIT_PRODUCER_ID,
+    PRODUCE,
+    TXN_OFFSET_COMMIT,
+)
+from tests.support.model_broker import Received
+from tests.support.model_transactions import HELD, LOST_ANSWER, NO_FAULT, Fault, refused
+from tests.unit.kafka.transactions.one_client import INPUT, OneClient, scenario
+from tests.unit.kafka.transactions.transaction_world import OUTPUTS
+
+BOTH = pytest.mark.parametrize("level", [1, 2])
+LARGE = bytes(40_000)
+"""Two of these do not fit into one batch."""
+
+
+def on(client: OneClient, api: Api, *faults: Fault) -> None:
+    """Let the next requests of a kind fail so."""
+    due: Iterator[Fault] = iter(faults)
+
+    def choose(request: Received) -> Fault:
+        return next(due, NO_FAULT) if request.api is api else NO_FAULT
+
+    client.model.choose_fault = choose
+
+
+def commits(client: OneClient) -> int:
+    return sum(request.values.commit for request in client.received(END_TXN))
+
+
+# Before the commit ------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("code", [45, 47, 48, 59, 90, 120])
+def test_no_epoch_is_requested_within_a_transaction(level: int, code: int) -> None:
+    """It would abort the first batch, and the rest would be committed alone."""
+
+    async def test(client: OneClient) -> None:
+        on(client, PRODUCE, NO_FAULT, refused(code))
+        with pytest.raises(CommitError):
+            await client.commit(1, LARGE + b"1", LARGE + b"2", LARGE + b"3")
+        assert len(client.received(PRODUCE)) == 2
+        await client.transactions.settle()
+        assert commits(client) == 0
+        assert client.model.visible(OUTPUTS) == {0: []}
+
+        await client.commit(1, LARGE + b"1", LARGE + b"2", LARGE + b"3")
+        await client.until_calm()
+        assert client.model.visible(OUTPUTS) == {0: [LARGE + b"1", LARGE + b"2", LARGE + b"3"]}
+
+    scenario(test, level=level)
+
+
+@BOTH
+@pytest.mark.parametrize("code", [10, 29, 32, 87])
+def test_nothing_is_committed_if_a_message_is_refused(level: int, code: int) -> None:
+    async def test(client: OneClient) -> None:
+        on(client, PRODUCE, NO_FAULT, refused(code))
+        with pytest.raises(MessagesRefusedError) as error:
+            await client.commit(1, LARGE + b"1", LARGE + b"2")
+        assert set(error.value.refused) == {1}
+        await client.transactions.settle()
+        assert commits(client) == 0
+        assert client.model.visible(OUTPUTS) == {0: []}
+
+    scenario(test, level=level)
+
+
+@BOTH
+def test_nothing_is_committed_without_the_answer_of_each_partition(level: int) -> None:
+    async def test(client: OneClient) -> None:
+        on(client, TXN_OFFSET_COMMIT, *[Fault(part=1, is_omitted=True)] * 1000)
+        with pytest.raises((CommitError, WireError)):
+            await client.commit(1, b"first", inputs=2)
+        assert commits(client) == 0
+
+    scenario(test, level=level)
+
+
+@BOTH
+def test_each_attempt_at_the_offsets_of_a_transaction_has_the_same_values(level: int) -> None:
+    """The brokers keep those that arrive last, which may be an earlier attempt."""
+
+    async def test(client: OneClient) -> None:
+        await client.commit(1, b"first")
+        held: list[Received] = []
+
+        def choose(request: Received) -> Fault:
+            if request.api is TXN_OFFSET_COMMIT and not held:
+                held.append(request)
+                return HELD
+            if request.api is END_TXN and client.model.held:
+                client.model.release(client.model.held[0])
+            return NO_FAULT
+
+        client.model.choose_fault = choose
+        await client.commit(3, b"second")
+        await client.until_calm()
+        assert not client.model.held
+        assert client.model.committed[INPUT].offset == 3
+        sent = [request.values for request in client.received(TXN_OFFSET_COMMIT)]
+        assert len(sent) == 3
+        assert sent[1] == sent[2]
+
+    scenario(test, level=level)
+
+
+# After a request that was sent twice ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [HELD, LOST_ANSWER], ids=["held", "answer lost"])
+@pytest.mark.parametrize("api", [ADD_PARTITIONS_TO_TXN, PRODUCE, ADD_OFFSETS_TO_TXN, TXN_OFFSET_COMMIT, END_TXN])
+def test_a_request_that_was_sent_twice_is_followed_by_a_new_epoch(api: Api, fault: Fault) -> None:
+    """All transactions of an epoch are the same for the first protocol, so a late copy would change the next one."""
+
+    async def test(client: OneClient) -> None:
+        on(client, api, fault)
+        await client.commit(1, b"first")
+        before = client.transactional.identity
+        await client.commit(2, b"second")
+        assert client.transactional.identity.epoch > before.epoch
+        assert len(client.received(INIT_PRODUCER_ID)) > 1
+        await client.until_calm()
+        for late in [*client.model.held]:
+            assert _codes(client.model.release(late)) <= {47, 90}
+        assert client.model.visible(OUTPUTS) == {0: [b"first", b"second"]}
+        assert client.model.committed[INPUT].offset == 2
+
+    scenario(test, level=1)
+
+
+def test_an_epoch_without_a_doubt_is_used_again() -> None:
+    async def test(client: OneClient) -> None:
+        for number in range(1, 4):
+            await client.commit(number, b"%d" % number)
+        assert len(client.received(INIT_PRODUCER_ID)) == 1
+
+    scenario(test, level=1)
+
+
+def _codes(answer: object) -> set[int]:
+    """Return all error codes of an answer."""
+    if isinstance(answer, dict):
+        codes = {answer["error"]} if "error" in answer else set()
+        return codes.union(*(_codes(part) for part in answer.values()))
+    return set().union(*(_codes(part) for part in answer)) if isinstance(answer, list) else set()
