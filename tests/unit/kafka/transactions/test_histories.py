@@ -91,7 +91,7 @@ class CommitsWithoutAnAcknowledgement(MistakenWorld):
             errors = {name: error for name, error in answers.errors.items() if name not in lost}
             return Answers({**answers.values, **lost}, errors)
 
-        with mock.patch("aioshard.kafka.transactions.transactions.stored_offsets", lenient):
+        with mock.patch("aioshard.kafka.transactions.messages.stored_offsets", lenient):
             await super().run()
 
 
