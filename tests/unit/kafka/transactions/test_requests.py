@@ -1,5 +1,6 @@
 """The requests of a transaction: those that must not be sent, and what follows one that was sent twice."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -16,9 +17,9 @@ from aioshard.kafka.wire.requests import (
     TXN_OFFSET_COMMIT,
 )
 from tests.support.model_broker import Received
-from tests.support.model_transactions import HELD, LOST_ANSWER, NO_FAULT, Fault, refused
-from tests.unit.kafka.transactions.one_client import INPUT, OneClient, scenario
-from tests.unit.kafka.transactions.transaction_world import OUTPUTS
+from tests.support.model_transactions import HELD, LOST_ANSWER, LOST_REQUEST, NO_FAULT, Fault, failed, refused
+from tests.unit.kafka.transactions.one_client import ID, INPUT, OneClient, scenario
+from tests.unit.kafka.transactions.transaction_world import OUTPUTS, TIMEOUT
 
 BOTH = pytest.mark.parametrize("level", [1, 2])
 LARGE = bytes(40_000)
@@ -113,6 +114,82 @@ def test_each_attempt_at_the_offsets_of_a_transaction_has_the_same_values(level:
         sent = [request.values for request in client.received(TXN_OFFSET_COMMIT)]
         assert len(sent) == 3
         assert sent[1] == sent[2]
+
+    scenario(test, level=level)
+
+
+# A commit in doubt ------------------------------------------------------------------------------
+
+
+def rival_after(client: OneClient, fault: Fault) -> None:
+    """Let the first commit fail so, and a rival take the transactional id before it is repeated."""
+    faults = iter([fault])
+
+    def choose(request: Received) -> Fault:
+        if request.api is not END_TXN or (found := next(faults, None)) is None:
+            return NO_FAULT
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.015, client.model.coordinator.init, ID, 8.0, None)  # after the markers, before the retry
+        return found
+
+    client.model.choose_fault = choose
+
+
+@BOTH
+def test_a_commit_that_was_executed_counts_although_a_newer_epoch_exists_when_it_is_repeated(level: int) -> None:
+    async def test(client: OneClient) -> None:
+        client.transactions.learn({INPUT: None})
+        rival_after(client, LOST_ANSWER)
+        await client.commit(1, b"first")
+        assert client.transactions.counts.decided_committed == 1
+        assert client.model.visible(OUTPUTS) == {0: [b"first"]}
+
+    scenario(test, level=level)
+
+
+@BOTH
+def test_a_commit_that_was_not_executed_counts_as_an_abort_if_a_newer_epoch_exists(level: int) -> None:
+    async def test(client: OneClient) -> None:
+        client.transactions.learn({INPUT: None})
+        rival_after(client, LOST_REQUEST)
+        with pytest.raises(CommitError):
+            await client.commit(1, b"first")
+        counts = client.transactions.counts
+        assert counts.decided_aborted + counts.aborted == 1
+        assert client.model.visible(OUTPUTS) == {0: []}
+
+    scenario(test, level=level)
+
+
+@BOTH
+@pytest.mark.parametrize("code", [-1, 7, 99])
+def test_an_answer_without_an_outcome_is_neither_a_commit_nor_an_abort(level: int, code: int) -> None:
+    async def test(client: OneClient) -> None:
+        on(client, END_TXN, failed(code))
+        await client.commit(1, b"first")
+        on(client, END_TXN, refused(code))
+        await client.commit(2, b"second")
+        counts = client.transactions.counts
+        assert (counts.committed, counts.aborted, counts.undecided) == (2, 0, 0)
+        await client.until_calm()
+        assert client.model.visible(OUTPUTS) == {0: [b"first", b"second"]}
+
+    scenario(test, level=level)
+
+
+@BOTH
+def test_no_abort_is_requested_for_a_commit_in_doubt(level: int) -> None:
+    """Its answer would not tell whether the commit was executed before."""
+
+    async def test(client: OneClient) -> None:
+        client.transactions.learn({INPUT: None})
+        on(client, END_TXN, *[LOST_ANSWER] * 1000)
+        waiting = asyncio.create_task(client.commit(1, b"first"), name="commit")
+        await asyncio.sleep(TIMEOUT + 1)  # the call has given up, and nothing answers yet
+        client.model.choose_fault = lambda _: NO_FAULT
+        await waiting
+        assert commits(client) == len(client.received(END_TXN))
+        assert client.model.visible(OUTPUTS) == {0: [b"first"]}
 
     scenario(test, level=level)
 
