@@ -161,6 +161,21 @@ def test_a_commit_that_was_not_executed_counts_as_an_abort_if_a_newer_epoch_exis
     scenario(test, level=level)
 
 
+def test_a_new_epoch_ends_a_transaction_whose_commit_nobody_answers() -> None:
+    """Its outcome is known then, and not only when the brokers have ended the transaction for its age."""
+
+    async def test(client: OneClient) -> None:
+        client.transactions.learn({INPUT: None})
+        on(client, END_TXN, *[LOST_REQUEST] * 1000)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(CommitError):
+            await client.commit(1, b"first")
+        assert client.transactions.counts.decided_aborted == 1
+        assert asyncio.get_running_loop().time() < began + TIMEOUT + 1
+
+    scenario(test)
+
+
 @BOTH
 @pytest.mark.parametrize("code", [-1, 7, 99])
 def test_an_answer_without_an_outcome_is_neither_a_commit_nor_an_abort(level: int, code: int) -> None:
