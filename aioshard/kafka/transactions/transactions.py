@@ -360,6 +360,10 @@ class Transactions:
         except BaseException:
             self.counts.aborted += 1
             raise
+        if not stored and not messages:
+            # Nothing belongs to it any more, so the brokers would refuse its commit, time and again.
+            self._id.fail()
+            return
         await self._request_commit(call, stored, is_in_doubt=is_in_doubt)
 
     async def _write_all(

@@ -48,6 +48,13 @@ def test_outputs_and_offsets_agree_in_each_history(seeds: range) -> None:
         run_history(seed)
 
 
+@with_seeds()
+@pytest.mark.parametrize("level", [1, 2])
+def test_outputs_and_offsets_agree_although_the_brokers_forget_transactional_ids(level: int, seeds: range) -> None:
+    for seed in seeds:
+        run_history(seed, plan=Plan([level], fault_rate=0.06, forgets_ids=True))
+
+
 # Mistakes, each of which some history has to show ---------------------------------------------
 
 

@@ -13,12 +13,15 @@ from aioshard.kafka.wire.requests import (
     ADD_PARTITIONS_TO_TXN,
     END_TXN,
     INIT_PRODUCER_ID,
+    OFFSET_FETCH,
     PRODUCE,
     TXN_OFFSET_COMMIT,
 )
+from aioshard.kafka.wire.responses import CommittedOffset
+from aioshard.ports import Message
 from tests.support.model_broker import Received
 from tests.support.model_transactions import HELD, LOST_ANSWER, LOST_REQUEST, NO_FAULT, Fault, failed, refused
-from tests.unit.kafka.transactions.one_client import ID, INPUT, OneClient, scenario
+from tests.unit.kafka.transactions.one_client import ID, INPUT, MEMBER, OneClient, scenario
 from tests.unit.kafka.transactions.transaction_world import OUTPUTS, TIMEOUT
 
 BOTH = pytest.mark.parametrize("level", [1, 2])
@@ -90,6 +93,21 @@ def test_nothing_is_committed_without_the_answer_of_each_partition(level: int) -
     scenario(test, level=level)
 
 
+def test_a_request_is_bounded() -> None:
+    """Brokers close the connection on a request that is too large, and the same one would be sent again."""
+
+    async def test(client: OneClient) -> None:
+        client.model.cluster.extend(OUTPUTS)
+        values = [bytes([65 + number]) * 5_000_000 for number in range(2)]
+        messages = [Message(OUTPUTS, value, partition=number) for number, value in enumerate(values)]
+        await client.transactions.commit(messages, {INPUT: CommittedOffset(1, -1, "")}, MEMBER)
+        await client.until_calm()
+        assert len(client.received(PRODUCE)) == 2
+        assert client.model.visible(OUTPUTS) == {number: [value] for number, value in enumerate(values)}
+
+    scenario(test)
+
+
 @BOTH
 def test_each_attempt_at_the_offsets_of_a_transaction_has_the_same_values(level: int) -> None:
     """The brokers keep those that arrive last, which may be an earlier attempt."""
@@ -114,6 +132,26 @@ def test_each_attempt_at_the_offsets_of_a_transaction_has_the_same_values(level:
         sent = [request.values for request in client.received(TXN_OFFSET_COMMIT)]
         assert len(sent) == 3
         assert sent[1] == sent[2]
+
+    scenario(test, level=level)
+
+
+@BOTH
+def test_a_transaction_whose_only_topic_was_deleted_is_no_failure(level: int) -> None:
+    """The brokers would refuse the commit of a transaction that nothing belongs to, time and again."""
+
+    async def test(client: OneClient) -> None:
+        client.model.cluster.create(INPUT.topic)
+        await client.commit(1)
+        client.model.cluster.delete(INPUT.topic)
+        on(client, TXN_OFFSET_COMMIT, *[refused(3)] * 1000)
+        await client.commit(2)
+        client.model.choose_fault = lambda _: NO_FAULT
+        client.model.cluster.create(INPUT.topic)
+        await client.commit(3, b"first")
+        await client.until_calm()
+        assert client.model.visible(OUTPUTS) == {0: [b"first"]}
+        assert client.model.committed[INPUT].offset == 3
 
     scenario(test, level=level)
 
@@ -174,6 +212,20 @@ def test_a_new_epoch_ends_a_transaction_whose_commit_nobody_answers() -> None:
         assert asyncio.get_running_loop().time() < began + TIMEOUT + 1
 
     scenario(test)
+
+
+@BOTH
+def test_a_commit_is_undecided_while_nobody_tells_its_offsets(level: int) -> None:
+    async def test(client: OneClient) -> None:
+        client.transactions.learn({INPUT: None})
+        faults = {END_TXN: LOST_ANSWER, OFFSET_FETCH: refused(14)}
+        client.model.choose_fault = lambda request: faults.get(request.api, NO_FAULT)
+        with pytest.raises(CommitError):
+            await client.commit(1, b"first")
+        counts = client.transactions.counts
+        assert (counts.undecided, counts.aborted, counts.decided_aborted) == (1, 0, 0)
+
+    scenario(test, level=level)
 
 
 @BOTH

@@ -115,6 +115,7 @@ class Plan:
         apis: The requests with such faults; None for all.
         kinds: The kinds of such faults.
         is_quiet: Whether nothing else happens, except that late requests arrive.
+        forgets_ids: Whether the coordinator forgets transactional ids, as after days without a transaction.
     """
 
     levels: Sequence[int]
@@ -124,6 +125,7 @@ class Plan:
     apis: Collection[Api] | None = None
     kinds: Sequence[str] = KINDS
     is_quiet: bool = False
+    forgets_ids: bool = False
 
 
 def plan_of(rng: random.Random) -> Plan:
@@ -474,6 +476,8 @@ class World:
         ]
         if len(self.plan.levels) > 1:
             events += [self.change_level, self.change_level]
+        if self.plan.forgets_ids:
+            events += [self.forget_id] * 4
         pause = 0.4
         if self.plan.is_quiet:
             events = [self.release]
