@@ -261,6 +261,20 @@ def test_no_abort_is_requested_for_a_commit_in_doubt(level: int) -> None:
     scenario(test, level=level)
 
 
+@BOTH
+def test_closing_waits_a_moment_for_the_answer_to_a_commit(level: int) -> None:
+    async def test(client: OneClient) -> None:
+        on(client, END_TXN, Fault(delay=1.0))
+        committing = asyncio.create_task(client.commit(1, b"first"), name="commit")
+        while not client.received(END_TXN):  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.01)
+        await client.transactions.close()
+        await committing
+        assert client.transactions.counts.committed == 1
+
+    scenario(test, level=level)
+
+
 # After a request that was sent twice ------------------------------------------------------------
 
 
