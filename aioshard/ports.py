@@ -15,6 +15,10 @@ from aioshard.records import PartitionInfo, Record, TopicPartition
 
 RECORD_OVERHEAD: Final = 500
 """Memory overhead of a record in bytes, beyond its key, value and headers."""
+MOST_MESSAGE_BYTES: Final = 100 * 1024 * 1024 - 64 * 1024
+"""The largest message that brokers read: `socket.request.max.bytes`, less room for what a request adds. On a larger
+request, they close the connection without an error, and it would be resent forever. Smaller messages can only exceed
+the topic's limit, with a clear error."""
 
 
 class Membership(NamedTuple):

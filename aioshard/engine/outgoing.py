@@ -2,11 +2,9 @@
 
 from aioshard.engine.epoch import Delivery
 from aioshard.errors import MessageError, MessageTooLargeError, StateError
-from aioshard.ports import RECORD_OVERHEAD, UNKNOWN_OFFSET, Message, record_size
+from aioshard.ports import MOST_MESSAGE_BYTES, RECORD_OVERHEAD, UNKNOWN_OFFSET, Message, record_size
 from aioshard.serde.payloads import unwritable
 
-_MOST_BYTES = 1_000_000
-"""Largest message that a transaction takes; the default limit of topics is 5 % higher."""
 _HEADER_OVERHEAD = 10
 """Maximum bytes of the lengths of a header."""
 
@@ -24,7 +22,8 @@ class RunMessages:
         Raises:
             StateError: The run has ended: nothing could make the message visible together with its record.
             MessageError: No broker can be sent the message.
-            MessageTooLargeError: A transaction does not take a message of this size.
+            MessageTooLargeError: The message does not fit into any request. The limit of its topic is for the brokers
+                to know: they refuse the message in the transaction, and the run fails then.
         """
         if self._ended:
             raise StateError(
@@ -60,8 +59,8 @@ def _check(message: Message) -> None:
         raise MessageError(f"a message for topic {message.topic!r} was refused: {why}")
     size = record_size(message.key, message.value, message.headers) - RECORD_OVERHEAD
     size += _HEADER_OVERHEAD * len(message.headers)
-    if size > _MOST_BYTES:
+    if size > MOST_MESSAGE_BYTES:
         raise MessageTooLargeError(
-            f"a message of {size} bytes for topic {message.topic!r} is larger than {_MOST_BYTES} bytes, the maximum "
-            "in a transaction: publish smaller messages"
+            f"a message of {size} bytes for topic {message.topic!r} does not fit into one request of at most "
+            f"{MOST_MESSAGE_BYTES} bytes: publish smaller messages"
         )

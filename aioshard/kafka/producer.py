@@ -36,16 +36,12 @@ from aioshard.kafka.wire.errors import BrokerError, UnsupportedVersionError, Wir
 from aioshard.kafka.wire.requests import INIT_PRODUCER_ID
 from aioshard.kafka.wire.responses import Answers, new_producer_id, stored_offsets
 from aioshard.kafka.wire.start import connect, new_cluster
-from aioshard.ports import UNKNOWN_OFFSET, Message
+from aioshard.ports import MOST_MESSAGE_BYTES, UNKNOWN_OFFSET, Message
 from aioshard.records import TOPIC_NAME, TopicPartition
 from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.producer")
 
-_MOST_REQUEST_BYTES = 100 * 1024 * 1024 - 64 * 1024
-"""The largest message that brokers read: `socket.request.max.bytes`, less room for what a request adds. On a larger
-request, they close the connection without an error, and it would be resent forever. Smaller messages can only exceed
-the topic's limit, with a clear error."""
 _PATIENCE = 30.0
 """Seconds after which an unacknowledged message fails."""
 _PAUSE = 0.1
@@ -356,11 +352,11 @@ class KafkaProducer:
         except (TypeError, ValueError) as error:  # its parts have no length
             call.fail(not_encoded(message, error))
             return call.acknowledged
-        if size > _MOST_REQUEST_BYTES:
+        if size > MOST_MESSAGE_BYTES:
             call.fail(
                 MessageTooLargeError(
                     f"a message of {size} bytes for topic {message.topic!r} does not fit into one request of at most "
-                    f"{_MOST_REQUEST_BYTES} bytes: publish smaller messages"
+                    f"{MOST_MESSAGE_BYTES} bytes: publish smaller messages"
                 )
             )
         else:

@@ -37,7 +37,7 @@ class Reading:
         self.sent_bytes: dict[int, int] = defaultdict(int)
         """Bytes of records that each node has sent to the app."""
         self.refusals: dict[int, list[object]] = defaultdict(list)
-        """What each node has answered instead of records: error codes, or that its log differs."""
+        """The answers of each node instead of records: error codes, or that its log differs."""
         self.wrong_answers = 0
         """How often the leader will name the follower although that is behind."""
         brokers.proxies.answer(self._pass, api_key=FETCH_KEY, client_id=CLIENT)

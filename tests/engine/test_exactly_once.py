@@ -10,6 +10,7 @@ import pytest
 
 from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Limit, Park, Record, Retry
 from aioshard.attempts import Provided, with_attempts
+from aioshard.engine import outgoing
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.errors import (
@@ -105,8 +106,9 @@ async def test_a_dead_letter_replaces_the_messages_of_its_handler() -> None:
         assert (values(client, "out"), values(client, "dead")) == ({}, {b"poison": 1})
 
 
-async def test_a_dead_letter_too_large_for_a_transaction_keeps_its_record() -> None:
+async def test_a_dead_letter_too_large_for_a_transaction_keeps_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record has the largest size, and its dead letter has headers besides."""
+    monkeypatch.setattr(outgoing, "MOST_MESSAGE_BYTES", 5_000)
     app = make_app()
 
     @app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("dead"))
@@ -116,8 +118,8 @@ async def test_a_dead_letter_too_large_for_a_transaction_keeps_its_record() -> N
     client = TestClient(app)
     with pytest.raises(NotDrainedError) as error:  # noqa: PT012 - leaving the client raises
         async with client:
-            await client.publish("orders", b"x" * 1_000_000, partition=0)
-            await until(lambda: "larger than 1000000 bytes" in app.explain())
+            await client.publish("orders", b"x" * 5_000, partition=0)
+            await until(lambda: "at most 5000 bytes" in app.explain())
             await client.publish("orders", b"small", key=b"k", partition=1)
             await until(lambda: client.committed("orders", 1) == 1)
     assert list(error.value.unrecovered) == ["orders/0/0"]
@@ -215,20 +217,24 @@ async def test_a_message_after_the_end_of_the_run_is_refused() -> None:
             await contexts[0].publish("out", b"")
 
 
-async def test_a_message_too_large_for_a_transaction_fails_the_attempt() -> None:
+async def test_a_message_too_large_for_a_request_fails_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of its topic is for the brokers to know."""
+    monkeypatch.setattr(outgoing, "MOST_MESSAGE_BYTES", 2_000_000)
     app = make_app()
     refused: list[Exception] = []
 
     @app.consume("orders")
     async def on_order(_: Record, context: Context) -> None:
+        await context.publish("out", b"x" * 1_500_000)
         try:
-            await context.publish("out", b"x" * 1_000_001)
+            await context.publish("out", b"x" * 2_000_001)
         except MessageTooLargeError as error:
             refused.append(error)
 
     async with TestClient(app) as client:
         await client.publish("orders", b"", partition=0)
         await client.settle()
+        assert values(client, "out") == {b"x" * 1_500_000: 1}
     assert len(refused) == 1
 
 

@@ -38,12 +38,18 @@ def batch(
     builder = DefaultRecordBatchBuilder(2, 0, int(transactional), producer, 0, 0, 1 << 20)
     for number, (key, value, headers) in enumerate(contents):
         assert builder.append(number, TIMESTAMP + number, key, value, headers) is not None
-    raw = bytearray(builder.build())
-    struct.pack_into(">q", raw, 0, base)
-    struct.pack_into(">i", raw, EPOCH_AT, epoch)
+    raw = bytearray(stored_at(base, builder.build(), epoch))
     if gap:
         struct.pack_into(">i", raw, LAST_DELTA_AT, len(contents) - 1 + gap)
     return compressed(with_checksum(raw), codec)
+
+
+def stored_at(base: int, raw: bytes, epoch: int) -> bytes:
+    """The batch of a producer as the leader of an epoch keeps it; no checksum covers the changed fields."""
+    stored = bytearray(raw)
+    struct.pack_into(">q", stored, 0, base)
+    struct.pack_into(">i", stored, EPOCH_AT, epoch)
+    return bytes(stored)
 
 
 def compressed(raw: bytes, codec: int) -> bytes:

@@ -12,14 +12,15 @@ import itertools
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from aioshard.kafka.wire.requests import FETCH, LIST_OFFSETS, METADATA
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from tests.support.batches import Content, batch, control
+from tests.support.batches import Content, batch, control, stored_at
 from tests.support.memory_network import MemoryNetwork
 from tests.support.model_broker import ModelBroker, Received
+from tests.support.model_producers import Batch, Identity, Producers
 
 ChangePart = Callable[[TopicPartition, dict[str, Any]], None]
 """Changes the answer about a partition before it is sent."""
@@ -74,6 +75,8 @@ class ModelLog:
         """Producer and first offset of each aborted transaction."""
         self.times: dict[int, int] = {}
         """Offsets by time."""
+        self.producers = Producers()
+        """Those that have produced batches; see `produce`."""
         self._cluster = cluster
 
     def append(
@@ -98,6 +101,43 @@ class ModelLog:
             epoch=self.epoch,
         )
         self._store(data, first + len(values) + gap)
+
+    def produce(self, data: bytes) -> tuple[int, int]:
+        """Stores a batch of a producer unless it is refused or a duplicate; returns the error code and the offset."""
+        produced = Batch(data)
+        code, offset = self.producers.accept(produced, self.end)
+        if not code and offset == self.end:
+            self.stable_end = self.producers.first_open
+            self._store(stored_at(offset, data, self.epoch), offset + len(produced.values))
+        return code, offset
+
+    def end_transaction(self, identity: Identity, *, commit: bool) -> None:
+        """Writes the marker that ends a producer's transaction; one of an earlier epoch is refused."""
+        if self.producers.is_past(identity):
+            return
+        producer, _ = identity
+        first = self.producers.end_transaction(identity)
+        if first is not None and not commit:
+            self.aborted.append((producer, first))
+        self.stable_end = self.producers.first_open
+        kind: Literal["abort", "commit"] = "commit" if commit else "abort"
+        self._store(control(self.end, producer, kind, epoch=self.epoch), self.end + 1)
+
+    @property
+    def visible(self) -> list[bytes]:
+        """The values that a reader of committed records sees."""
+        values: list[bytes] = []
+        aborted: set[int] = set()
+        for stored in self.batches:
+            if stored.first >= self.readable_end(1):
+                break
+            read = Batch(stored.data)
+            aborted |= {producer for producer, first in self.aborted if first == stored.first}
+            if read.is_marker:
+                aborted.discard(read.producer_id)
+            elif not read.is_transactional or read.producer_id not in aborted:
+                values += read.values
+        return values
 
     def abort(self, first: int, producer: int) -> None:
         """Ends a transaction that began at *first*."""
@@ -158,7 +198,7 @@ class ModelLog:
 
 @dataclass
 class _Cached:
-    """What a broker knows of a partition in a session."""
+    """A partition as a broker knows it in a session."""
 
     wanted: Any
     high_watermark: int | None = None
@@ -394,7 +434,7 @@ class ModelCluster:
     def _read(
         self, node: int, request: Received, session: _Session, *, is_full: bool
     ) -> list[tuple[TopicPartition, uuid.UUID | None, dict[str, Any]]]:
-        """What a response says of each partition."""
+        """Returns the part of a response about each partition."""
         left = most = request.values.max_bytes
         found = []
         for name, cached in session.partitions.items():
@@ -437,7 +477,7 @@ class ModelCluster:
 
 
 class _Asked(NamedTuple):
-    """What a fetch asks of a partition."""
+    """The part of a fetch about one partition."""
 
     node: int
     request: Received
@@ -455,7 +495,7 @@ def damage(records: bytes) -> bytes:
 
 
 def _read_log(log: ModelLog, asked: _Asked) -> dict[str, Any]:
-    """What a broker answers that has the log, in addition to zeros."""
+    """Returns the answer of a broker that has the log, in addition to zeros."""
     wanted = asked.wanted
     isolation = asked.request.values.isolation
     end = log.end if asked.node == log.leader or log.follower_end is None else log.follower_end

@@ -1,22 +1,19 @@
-"""Transactions as brokers keep them: the coordinator's state, the logs of partitions, and the offsets of a group.
+"""Transactions as brokers keep them: the coordinator's state, and the offsets of a group.
 
 Without IO and without a clock: requests and times go in, codes come out. `ModelTransactions` puts it on a network.
 """
 
 import enum
 import itertools
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-
-from aiokafka.record.default_records import DefaultRecordBatch
 
 from aioshard.kafka.offsets import Member
 from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.records import TopicPartition
+from tests.support.model_producers import INVALID_EPOCH, OK, Identity
 
-OK = 0
-OUT_OF_ORDER, INVALID_EPOCH, INVALID_STATE, UNKNOWN_ID = 45, 47, 48, 49
+INVALID_STATE, UNKNOWN_ID = 48, 49
 UNSUPPORTED, INVALID_TIMEOUT, CONCURRENT, FENCED, UNSTABLE, ABORTABLE = 35, 50, 51, 90, 88, 120
 ILLEGAL_GENERATION, UNKNOWN_MEMBER, FENCED_INSTANCE = 22, 25, 82
 FAILED = -1
@@ -25,14 +22,9 @@ FAILED = -1
 NO_ID, NO_EPOCH = -1, -1
 SECOND_VERSION = 2
 """The level of `transaction.version` from which on each transaction has another epoch."""
-_CACHED = 5
-"""How many batches of a producer a partition remembers."""
-_MOST_SEQUENCE = 2**31
 
 Participant = TopicPartition | str
 """A partition that a transaction has written to, or a group whose offsets it commits."""
-Identity = tuple[int, int]
-"""A producer id and its epoch."""
 
 
 # The coordinator --------------------------------------------------------------------------
@@ -338,125 +330,6 @@ class Coordinator:
             known.epoch = 0
 
 
-# Logs -------------------------------------------------------------------------------------
-
-
-class Batch:
-    """A batch as the broker reads it."""
-
-    def __init__(self, data: bytes) -> None:
-        header = DefaultRecordBatch(bytearray(data))
-        self.producer_id: int = header.producer_id
-        self.epoch: int = header.producer_epoch
-        self.sequence: int = header.base_sequence
-        self.is_transactional: bool = header.is_transactional
-        self.values: list[bytes] = [record.value for record in header]
-        self.is_committed: bool | None = None if self.is_transactional else True
-        """Whether its transaction was committed; None while that is open."""
-        self.offset = -1
-
-    @property
-    def identity(self) -> Identity:
-        """The producer id and its epoch."""
-        return self.producer_id, self.epoch
-
-    @property
-    def last(self) -> int:
-        """The number of its last record."""
-        return (self.sequence + len(self.values) - 1) % _MOST_SEQUENCE
-
-
-@dataclass
-class _Producer:
-    """A producer, as the leader of a partition knows it."""
-
-    epoch: int
-    last: int = -1
-    known: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CACHED))
-    is_open: bool = False
-
-    def advance(self, epoch: int) -> None:
-        """Accepts a later epoch, in which numbers begin at 0."""
-        if epoch > self.epoch:
-            self.epoch = epoch
-            self.last = -1
-            self.known.clear()
-
-
-class TransactionLog:
-    """The log of a partition that knows producers and their transactions."""
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.end = 0
-        self._producers: dict[int, _Producer] = {}
-
-    def is_open(self, identity: Identity) -> bool:
-        """Whether a producer has an open transaction here, in this epoch."""
-        producer = self._producers.get(identity[0])
-        return producer is not None and producer.is_open and producer.epoch == identity[1]
-
-    def is_past(self, identity: Identity) -> bool:
-        """Whether the producer has a later epoch here."""
-        producer = self._producers.get(identity[0])
-        return producer is not None and producer.epoch > identity[1]
-
-    def append(self, batch: Batch) -> tuple[int, int]:
-        """Stores a batch; returns the error code and the offset, as Kafka's `ProducerAppendInfo` decides."""
-        producer = self._producers.get(batch.producer_id)
-        if producer is not None:
-            if batch.epoch < producer.epoch:
-                return INVALID_EPOCH, -1
-            if batch.epoch > producer.epoch:
-                if batch.sequence != 0:
-                    return OUT_OF_ORDER, -1
-                producer.advance(batch.epoch)
-            else:
-                for first, last, offset in producer.known:
-                    if (first, last) == (batch.sequence, batch.last):
-                        return OK, offset
-                if batch.sequence != (producer.last + 1) % _MOST_SEQUENCE:
-                    return OUT_OF_ORDER, -1
-        else:  # a broker accepts any number of a producer that it does not know
-            producer = self._producers[batch.producer_id] = _Producer(batch.epoch)
-        batch.offset = self.end
-        producer.last = batch.last
-        producer.known.append((batch.sequence, batch.last, batch.offset))
-        producer.is_open = producer.is_open or batch.is_transactional
-        self.batches.append(batch)
-        self.end += len(batch.values)
-        return OK, batch.offset
-
-    def mark(self, identity: Identity, *, commit: bool) -> None:
-        """Writes a marker, which ends the producer's transaction; one of an earlier epoch is refused."""
-        producer_id, epoch = identity
-        producer = self._producers.setdefault(producer_id, _Producer(epoch))
-        if epoch < producer.epoch:
-            return
-        for batch in self.batches:
-            if batch.producer_id == producer_id and batch.is_committed is None:
-                batch.is_committed = commit
-        producer.advance(epoch)
-        producer.is_open = False
-        self.end += 1
-
-    @property
-    def visible(self) -> list[bytes]:
-        """The values for a reader of committed records."""
-        values: list[bytes] = []
-        for batch in self.batches:
-            if batch.is_committed is None:
-                break
-            if batch.is_committed:
-                values += batch.values
-        return values
-
-    @property
-    def open_batches(self) -> list[Batch]:
-        """The batches of open transactions."""
-        return [batch for batch in self.batches if batch.is_committed is None]
-
-
 # The group --------------------------------------------------------------------------------
 
 
@@ -509,7 +382,7 @@ class GroupState:
         self._pending.setdefault(producer_id, {}).update(offsets)
         return OK
 
-    def mark(self, identity: Identity, *, commit: bool) -> None:
+    def end_transaction(self, identity: Identity, *, commit: bool) -> None:
         """Ends the transaction of a producer."""
         producer_id, epoch = identity
         if epoch < self._epochs.get(producer_id, NO_EPOCH):

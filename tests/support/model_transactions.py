@@ -11,7 +11,6 @@ It knows nothing of the client. The decisions are those of Kafka 4.1; see `model
 import asyncio
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,24 +31,20 @@ from aioshard.kafka.wire.requests import (
 from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.records import TopicPartition
 from tests.support.model_broker import Received
-from tests.support.model_cluster import ModelCluster
+from tests.support.model_cluster import ModelCluster, ModelLog
+from tests.support.model_producers import INVALID_EPOCH, OK, Batch, Identity
 from tests.support.model_transaction_state import (
     ABORTABLE,
     CONCURRENT,
     FENCED,
-    INVALID_EPOCH,
     INVALID_STATE,
-    OK,
     SECOND_VERSION,
     UNSTABLE,
-    Batch,
     Coordinator,
     GroupState,
-    Identity,
     Participant,
     State,
     Transaction,
-    TransactionLog,
 )
 
 UNKNOWN_TOPIC, NOT_LEADER, LOADING, UNAVAILABLE, NOT_COORDINATOR, NOT_ENOUGH_REPLICAS = 3, 6, 14, 15, 16, 19
@@ -119,7 +114,6 @@ class ModelTransactions:
     Attributes:
         coordinator: The state of all transactional ids.
         group: The offsets and members of the group.
-        logs: The log of each partition.
         nodes: The broker that coordinates, by kind.
         loading_until: Until when a coordinator loads its state, by kind and by the clock of the event loop.
         choose_fault: Chooses the fault of each request that arrives.
@@ -135,7 +129,6 @@ class ModelTransactions:
         self.group_id = group_id
         self.coordinator = Coordinator(level=level)
         self.group = GroupState()
-        self.logs: defaultdict[TopicPartition, TransactionLog] = defaultdict(TransactionLog)
         self.nodes = {CoordinatorKind.GROUP: 1, CoordinatorKind.TRANSACTION: 1}
         self.loading_until = dict.fromkeys(CoordinatorKind, 0.0)
         self.choose_fault: Callable[[Received], Fault] = lambda _: NO_FAULT
@@ -176,7 +169,7 @@ class ModelTransactions:
     def visible(self, topic: str) -> dict[int, list[bytes]]:
         """The values that a reader of committed records sees, by partition."""
         names = sorted(name for name in self.cluster.logs if name.topic == topic)
-        return {name.partition: self.logs[name].visible for name in names}
+        return {name.partition: self.cluster.logs[name].visible for name in names}
 
     @property
     def committed(self) -> dict[TopicPartition, CommittedOffset]:
@@ -188,7 +181,8 @@ class ModelTransactions:
         """Whether no transaction is open or undecided."""
         transactions = self.coordinator.transactions.values()
         is_open = any(known.is_prepared or known.state is State.ONGOING for known in transactions)
-        return not is_open and not self.group.unstable and not any(log.open_batches for log in self.logs.values())
+        has_open_batches = any(log.producers.first_open is not None for log in self.cluster.logs.values())
+        return not is_open and not self.group.unstable and not has_open_batches
 
     def move(self, kind: CoordinatorKind, node: int, loading: float = 0.0) -> None:
         """Lets another broker coordinate; it loads its state first."""
@@ -359,8 +353,10 @@ class ModelTransactions:
                     self._later(self.marker_delay(), functools.partial(self._mark, *marker))
 
     def _mark(self, transaction: Transaction, participant: Participant, identity: Identity) -> None:
-        ended = self.group if isinstance(participant, str) else self.logs[participant]
-        ended.mark(identity, commit=transaction.is_commit)
+        if isinstance(participant, str):
+            self.group.end_transaction(identity, commit=transaction.is_commit)
+        else:
+            self.cluster.logs[participant].end_transaction(identity, commit=transaction.is_commit)
         self.coordinator.mark(transaction, participant)
 
     # Leaders --------------------------------------------------------------------------
@@ -389,10 +385,9 @@ class ModelTransactions:
         elif known.leader != self._node(request):
             code = NOT_LEADER
         else:
-            batch = Batch(records)
-            code = self._begin_writing(request, name, batch)
+            code = self._begin_writing(request, known, Batch(records).identity)
             if not code and (fault.is_executed or not fault.code):
-                code, offset = self.logs[name].append(batch)
+                code, offset = known.produce(records)
             if not code and fault.code:
                 code, offset = fault.code, -1
         answer: dict[str, Any] = {"error": code, "offset": offset, "timestamp": -1}
@@ -400,15 +395,14 @@ class ModelTransactions:
             answer["leader"] = {"node": known.leader, "epoch": known.epoch}
         return answer
 
-    def _begin_writing(self, request: Received, name: TopicPartition, batch: Batch) -> int:
+    def _begin_writing(self, request: Received, log: ModelLog, identity: Identity) -> int:
         """Makes sure that a partition belongs to a transaction; returns an error code."""
         is_second = request.version >= SECOND_PRODUCE
-        if self.logs[name].is_past(batch.identity):
+        if log.producers.is_past(identity):
             return INVALID_EPOCH
-        if self.logs[name].is_open(batch.identity):
+        if log.producers.is_open(identity):
             return OK
-        transactional_id = request.values.transactional_id
-        code = self._join(transactional_id, batch.identity, name, adds=is_second)
+        code = self._join(request.values.transactional_id, identity, log.name, adds=is_second)
         if not is_second and code in (CONCURRENT, LOADING, UNAVAILABLE, NOT_COORDINATOR):
             return NOT_ENOUGH_REPLICAS
         return INVALID_STATE if code == ABORTABLE and request.version < SECOND_PRODUCE - 1 else code

@@ -16,7 +16,6 @@ from aioshard.errors import (
 )
 from aioshard.kafka.batches import Identity
 from aioshard.kafka.offsets import GroupOffsets, Member
-from aioshard.kafka.produce import REQUEST_BYTES, learn_leaders, produce
 from aioshard.kafka.transactions.answers import (
     DENIED_ID,
     OF_TRANSACTION,
@@ -30,28 +29,24 @@ from aioshard.kafka.transactions.answers import (
 from aioshard.kafka.transactions.call import Call
 from aioshard.kafka.transactions.coordinator import Answer, Coordinator
 from aioshard.kafka.transactions.identity import TransactionalId, Version
+from aioshard.kafka.transactions.messages import MessageWriter
+from aioshard.kafka.transactions.outcomes import KnownOffsets, Outcome
 from aioshard.kafka.transactions.outputs import OutputTopics
-from aioshard.kafka.transactions.writes import PartitionWrites, Writes, by_leader
+from aioshard.kafka.transactions.requests import aborted, error_of, request_of
+from aioshard.kafka.transactions.writes import Writes
 from aioshard.kafka.wire.cluster import Cluster, CoordinatorKind
-from aioshard.kafka.wire.codes import error_for
 from aioshard.kafka.wire.errors import BrokerError, IncompleteResponseError, WireError
-from aioshard.kafka.wire.notation import Api, Request
 from aioshard.kafka.wire.requests import (
     ADD_OFFSETS_TO_TXN,
-    ADD_PARTITIONS_TO_TXN,
     END_TXN,
     INIT_PRODUCER_ID,
-    PRODUCE,
     TXN_OFFSET_COMMIT,
 )
 from aioshard.kafka.wire.responses import (
-    Answers,
     CommittedOffset,
     following_identity,
     new_producer_id,
-    refused_indexes,
     refused_offsets,
-    stored_offsets,
 )
 from aioshard.ports import Committed, Message, TransactionCounts
 from aioshard.records import TopicPartition, by_topic
@@ -61,8 +56,6 @@ logger = logging.getLogger("aioshard.kafka.transactions")
 _FEATURE: Final = "transaction.version"
 _FEATURES_AGE: Final = 10.0
 """Seconds after which the features of the cluster are looked up again: operators change them on a running cluster."""
-_NEWEST_OF_FIRST: Final[Mapping[Api, int]] = {PRODUCE: 11, ADD_OFFSETS_TO_TXN: 3, TXN_OFFSET_COMMIT: 4, END_TXN: 4}
-"""The newest versions of requests that belong to the first protocol of transactions."""
 _ABORT_TIMEOUT: Final = 5.0
 """Seconds to abort a failed transaction at once. After that, the beginning of the next one aborts it."""
 _CLOSE_TIMEOUT: Final = 2.0
@@ -70,12 +63,8 @@ _CLOSE_TIMEOUT: Final = 2.0
 _NO_ID: Final = -1
 _SERVER_FAILED: Final = -1
 """Error code of a broker that failed for a reason which only its log tells."""
-_NOT_ATTEMPTED: Final = 55
-"""Error code of a partition that was not added because of another one."""
 _NO_TRANSACTION: Final = 48
 """Error code of a commit without an open transaction, and not after one that was committed."""
-_ABOUT_TOPIC: Final = frozenset({17, 29})
-"""Error codes that refuse each message for a topic."""
 
 
 class Transactions:
@@ -119,10 +108,10 @@ class Transactions:
         self._coordinator = Coordinator(cluster, CoordinatorKind.TRANSACTION, transactional.name)
         self._group = Coordinator(cluster, CoordinatorKind.GROUP, group_id)
         self._topics = OutputTopics(cluster)
+        self._messages = MessageWriter(cluster, transactional, self._coordinator)
         self._version = Version.FIRST
         """The protocol, according to the features of the cluster."""
-        self._stored: dict[TopicPartition, tuple[int, str] | None] = {}
-        """The committed offsets with their texts, as far as this client knows; see `learn`."""
+        self._known = KnownOffsets()
         self._looked_up_at = float("-inf")
         """When the features were looked up, by `time.monotonic`."""
         self._call: Call | None = None
@@ -168,8 +157,7 @@ class Transactions:
 
     def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
         """Note what the group has committed: a transaction that does not change it leaves no trace of its outcome."""
-        for name, stored in committed.items():
-            self._stored[name] = None if stored is None else (stored.offset, stored.metadata)
+        self._known.learn(committed)
 
     async def close(self) -> None:
         """Wait a moment for the running call; the next epoch ends what it leaves open."""
@@ -301,12 +289,13 @@ class Transactions:
         )
         self.counts.epochs += 1
         try:
-            answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, _error_of)
+            answer = await self._coordinator.ask(call, request, ON_NEW_EPOCH, error_of)
         except CommitError:
             # Kafka up to 4.1 fails for good at the last epochs of a producer id (KAFKA-20090). Only a producer that
-            # begins anew gets another id.
+            # begins anew gets another id. A call that was given up early proves nothing of the kind.
             latest = call.latest
-            if known is not None and isinstance(latest, BrokerError) and latest.code == _SERVER_FAILED:
+            is_failing = isinstance(latest, BrokerError) and latest.code == _SERVER_FAILED
+            if known is not None and is_failing and call.left <= 0:
                 self._id.fence()
             raise
         match answer.meaning:
@@ -330,8 +319,8 @@ class Transactions:
         is_commit = self._id.unfinished
         if is_commit is None:
             return
-        request = self._request(END_TXN, commit=is_commit)
-        await self._coordinator.ask(call, request, ON_COMMIT, _error_of)
+        request = request_of(self._id, END_TXN, commit=is_commit)
+        await self._coordinator.ask(call, request, ON_COMMIT, error_of)
         # A refusal means that the coordinator has ended it already, or has given the epoch to another process: the
         # answer to the next request tells.
         self._id.finish()
@@ -371,6 +360,10 @@ class Transactions:
         except BaseException:
             self.counts.aborted += 1
             raise
+        if not stored and not messages:
+            # Nothing belongs to it any more, so the brokers would refuse its commit, time and again.
+            self._id.fail()
+            return
         await self._request_commit(call, stored, is_in_doubt=is_in_doubt)
 
     async def _write_all(
@@ -383,8 +376,8 @@ class Transactions:
         """
         is_in_doubt = False
         if self._id.version is Version.FIRST:
-            is_in_doubt |= await self._add_partitions(call, writes)
-        await self._write_messages(call, writes)
+            is_in_doubt |= await self._messages.add_partitions(call, writes)
+        await self._messages.write(call, writes)
         is_in_doubt |= writes.is_in_doubt
         if self._id.version is Version.FIRST:
             is_in_doubt |= await self._add_offsets(call)
@@ -398,7 +391,7 @@ class Transactions:
             # outputs would be visible without its offset.
             unknown = refused_offsets(answer.response, stored)
             if not await self._are_deleted({name.topic for name in unknown}):
-                raise self._failed("a coordinator does not know topics that exist", answer.error)
+                raise aborted(self._id, "a coordinator does not know topics that exist", answer.error)
             for name in unknown:
                 logger.warning("the offset of %s is not committed: the brokers do not know its topic any more", name)
                 del stored[name]
@@ -413,131 +406,16 @@ class Transactions:
             return False
         return self._cluster.metadata.missing.issuperset(topics)
 
-    def _request(self, api: Api, **values: Any) -> Request:
-        """Return a request of the current epoch, in the versions of its protocol."""
-        identity = self._id.identity
-        request = api(transactional_id=self._id.name, producer_id=identity.producer_id, epoch=identity.epoch, **values)
-        if self._id.version is Version.FIRST and api in _NEWEST_OF_FIRST:
-            return request.up_to(_NEWEST_OF_FIRST[api])
-        return request
-
-    def _failed(self, what: str, error: WireError | None) -> CommitError:
-        return CommitError(f"a transaction of {self._id} was aborted, because {what}: {error}")
-
     def _refused(self, what: str, error: BrokerError | None) -> CommitError | WireError:
         """Return the error of a refused request: that of the brokers if it is about the group, a topic or offsets."""
-        return self._failed(what, error) if error is None or error.code in OF_TRANSACTION else error
-
-    # Messages -------------------------------------------------------------------------
-
-    async def _add_partitions(self, call: Call, writes: Writes) -> bool:
-        """Add the partitions of messages to the transaction; return whether a request may arrive once more.
-
-        Raises:
-            MessagesRefusedError: Some messages can never be written.
-            CommitError: The transaction cannot be committed.
-        """
-        if not writes.partitions:
-            return False
-        parts = by_topic(writes.partitions)
-        request = self._request(
-            ADD_PARTITIONS_TO_TXN,
-            topics=[{"topic": topic, "partitions": partitions} for topic, partitions in parts],
-        )
-
-        def first_error(response: Any) -> WireError | None:
-            return next(iter(_causes(response, writes.partitions).values()), None)
-
-        answer = await self._coordinator.ask(call, request, ON_ADDING, first_error)
-        if answer.meaning is Meaning.DONE:
-            return answer.is_in_doubt
-        if answer.response is not None:
-            for name, error in _causes(answer.response, writes.partitions).items():
-                if error.code in _ABOUT_TOPIC:
-                    writes.refuse_topic(name.topic, error)
-        if writes.refused:
-            raise MessagesRefusedError(writes.refused)
-        raise self._failed("its partitions were refused", answer.error)
-
-    async def _write_messages(self, call: Call, writes: Writes) -> None:
-        """Write all messages, in rounds: each leader gets one request with the next batch of its partitions.
-
-        Raises:
-            MessagesRefusedError: Some can never be written; the others are written, to find all of them.
-            CommitError: The transaction cannot be committed.
-        """
-        call.expect("Produce")
-        while pending := writes.pending:
-            metadata = self._cluster.metadata
-            leaders = {
-                part.name: known.leader
-                for part in pending
-                if (known := metadata.partition(part.name)) is not None and known.leader is not None
-            }
-            before = len(pending)
-            rounds = [self._write_to(node, parts, writes) for node, parts in by_leader(pending, leaders)]
-            latest = await _all(rounds)
-            if writes.failure is not None:
-                raise self._failed("messages were not stored", writes.failure)
-            if len(leaders) < before:
-                self._cluster.request_refresh()
-            if len(leaders) < before or latest is not None:
-                try:
-                    await call.pause(latest)
-                except CommitError:
-                    if writes.refused:
-                        break  # those that were found
-                    raise
-            else:
-                call.check()
-        call.finish()
-        if writes.refused:
-            raise MessagesRefusedError(writes.refused)
-
-    async def _write_to(self, node: int, parts: Sequence[PartitionWrites], writes: Writes) -> WireError | None:
-        """Send the next batches of partitions to their leader; return an error after which to wait a moment."""
-        batches: dict[TopicPartition, bytes] = {}
-        sent: list[PartitionWrites] = []
-        size = 0
-        for part in parts:
-            data = writes.next_batch(part, self._id)
-            if data is None:
-                continue
-            size += len(data)
-            if batches and size > REQUEST_BYTES:
-                break
-            batches[part.name] = data
-            sent.append(part)
-        if not sent:
-            return None
-        newest = PRODUCE.highest if self._id.version is Version.SECOND else _NEWEST_OF_FIRST[PRODUCE]
-        moved: set[TopicPartition] = set()
-        blamed: Mapping[TopicPartition, Sequence[int]] = {}
-        pause = 0.0
-        try:
-            response = await produce(self._cluster, node, batches, transactional_id=self._id.name, newest=newest)
-            pause = max(response.throttle_ms, 0) / 1000
-            answers = stored_offsets(response, batches)
-            blamed = refused_indexes(response)
-            moved = learn_leaders(self._cluster, response)
-        except WireError as error:
-            answers = Answers({}, dict.fromkeys(batches, error))
-        latest: WireError | None = None
-        for part in sent:
-            failed = answers.errors.get(part.name)
-            writes.apply(part, self._id, failed, blamed.get(part.name, ()))
-            if part.batch is not None and part.name not in moved:
-                latest = failed
-        if pause:
-            await asyncio.sleep(pause)  # the broker reads nothing from us for so long
-        return latest
+        return aborted(self._id, what, error) if error is None or error.code in OF_TRANSACTION else error
 
     # Offsets --------------------------------------------------------------------------
 
     async def _add_offsets(self, call: Call) -> bool:
         """Add the group to the transaction; return whether a request may arrive once more."""
-        request = self._request(ADD_OFFSETS_TO_TXN, group=self._group_id)
-        answer = await self._coordinator.ask(call, request, ON_ADDING, _error_of)
+        request = request_of(self._id, ADD_OFFSETS_TO_TXN, group=self._group_id)
+        answer = await self._coordinator.ask(call, request, ON_ADDING, error_of)
         if answer.meaning is not Meaning.DONE:
             raise self._refused("its group was refused", answer.error)
         return answer.is_in_doubt
@@ -551,7 +429,8 @@ class Transactions:
             WireError: The offsets were refused.
             CommitError: There was no answer in time.
         """
-        request = self._request(
+        request = request_of(
+            self._id,
             TXN_OFFSET_COMMIT,
             group=self._group_id,
             generation=member.generation,
@@ -580,9 +459,9 @@ class Transactions:
         """
         self._id.request_commit()
         call.must_end = True
-        request = self._request(END_TXN, commit=True)
+        request = request_of(self._id, END_TXN, commit=True)
         try:
-            answer = await self._coordinator.ask(call, request, ON_COMMIT, _error_of)
+            answer = await self._coordinator.ask(call, request, ON_COMMIT, error_of)
         except CommitError as unanswered:
             await self._decide(offsets, unanswered)
             return
@@ -590,18 +469,18 @@ class Transactions:
         if answer.meaning is Meaning.DONE:
             self._id.commit(_following(answer.response), is_in_doubt=is_in_doubt or answer.is_in_doubt)
             self.counts.committed += 1
-            self._note_stored(offsets)
+            self._known.note(offsets)
             return
         # 2. It is not: the coordinator has no such transaction, or has refused the only attempt.
         if not answer.is_in_doubt or (answer.error is not None and answer.error.code == _NO_TRANSACTION):
             self._id.refuse_commit()
             self.counts.aborted += 1
-            raise self._failed("its commit was refused", answer.error)
+            raise aborted(self._id, "its commit was refused", answer.error)
         # 3. An earlier attempt may have been executed before the epoch changed.
-        await self._decide(offsets, self._failed("its commit was refused", answer.error))
+        await self._decide(offsets, aborted(self._id, "its commit was refused", answer.error))
 
     async def _decide(self, offsets: Mapping[TopicPartition, CommittedOffset], unknown: CommitError) -> None:
-        """Find out whether the transaction was committed, by its offsets: they were stored together, or none was.
+        """Find out whether the transaction was committed, by its offsets; see `KnownOffsets`.
 
         Raises:
             CommitError: It was not, or nobody can tell.
@@ -616,25 +495,17 @@ class Transactions:
         except TransportError as error:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
-        ours = {name: _comparable(offset) for name, offset in offsets.items()}
-        changes = {name for name, offset in ours.items() if self._stored.get(name, offset) != offset}
-        # 1. It was not: an offset is what it was before.
-        if any(stored.get(name) == self._stored.get(name) for name in changes):
-            self.counts.decided_aborted += 1
-            raise unknown
-        # 2. It was: each offset is what it has made it. One alone may also be what another owner has made it.
-        if changes and all(stored.get(name) == ours[name] for name in changes):
-            self.counts.decided_committed += 1
-            self._note_stored(offsets)
-            logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
-            return
-        # 3. As far as we know, it changes no offset, as with only the messages of parked records. Or others have
-        # committed since.
-        self.counts.undecided += 1
-        raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
-
-    def _note_stored(self, offsets: Mapping[TopicPartition, CommittedOffset]) -> None:
-        self._stored |= {name: _comparable(offset) for name, offset in offsets.items()}
+        match self._known.outcome(offsets, stored):
+            case Outcome.COMMITTED:
+                self.counts.decided_committed += 1
+                self._known.note(offsets)
+                logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
+            case Outcome.ABORTED:
+                self.counts.decided_aborted += 1
+                raise unknown
+            case Outcome.UNKNOWN:
+                self.counts.undecided += 1
+                raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
 
     async def _renew_or_fence(self, call: Call) -> None:
         """Request a new epoch; another process that has one ends our transaction too."""
@@ -646,7 +517,7 @@ class Transactions:
 
     async def _committed(
         self, call: Call, offsets: Mapping[TopicPartition, CommittedOffset]
-    ) -> dict[TopicPartition, tuple[int, str]]:
+    ) -> Mapping[TopicPartition, CommittedOffset]:
         call.expect("OffsetFetch")
         while True:
             try:
@@ -658,22 +529,11 @@ class Transactions:
                 await call.pause(error)
             else:
                 call.finish()
-                return {name: _comparable(offset) for name, offset in stored.items()}
+                return stored
 
 
 def _closed_error() -> ClientLostError:
     return ClientLostError("the Kafka client is closed")
-
-
-def _error_of(response: Any) -> BrokerError | None:
-    return error_for(response.error) if response.error else None
-
-
-def _causes(response: Any, partitions: Collection[TopicPartition]) -> dict[TopicPartition, WireError]:
-    """Return why partitions were not added, without those that were left out because of others."""
-    refused = refused_offsets(response, partitions)
-    causes = {name: error for name, error in refused.items() if error.code != _NOT_ATTEMPTED}
-    return causes or refused
 
 
 def _following(response: Any) -> Identity | None:
@@ -683,10 +543,6 @@ def _following(response: Any) -> Identity | None:
     except IncompleteResponseError:
         return None
     return None if following is None else Identity(*following)
-
-
-def _comparable(offset: CommittedOffset) -> tuple[int, str]:
-    return offset.offset, offset.metadata
 
 
 def _rows(offsets: Mapping[TopicPartition, CommittedOffset]) -> list[dict[str, Any]]:
@@ -700,12 +556,3 @@ def _rows(offsets: Mapping[TopicPartition, CommittedOffset]) -> list[dict[str, A
         }
 
     return [{"topic": topic, "partitions": rows} for topic, rows in by_topic(offsets, row)]
-
-
-async def _all(requests: Sequence[Coroutine[Any, Any, WireError | None]]) -> WireError | None:
-    """Send requests to several brokers at the same time; return the last error."""
-    if len(requests) == 1:
-        return await requests[0]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(request, name="write messages of a transaction") for request in requests]
-    return next((error for task in tasks if (error := task.result()) is not None), None)

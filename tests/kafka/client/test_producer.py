@@ -269,7 +269,7 @@ async def test_a_message_too_large_for_any_request_is_refused_by_the_client(
     """A broker just closes the connection on it, and it would be resent forever."""
     await kafka.create_topic(topic)
     producer = make(kafka.bootstrap)
-    monkeypatch.setattr(producing, "_MOST_REQUEST_BYTES", 3000)
+    monkeypatch.setattr(producing, "MOST_MESSAGE_BYTES", 3000)
 
     with pytest.raises(MessageTooLargeError, match=r"at most 3000 bytes"):
         await producer.publish(Message(topic, bytes(3001)))

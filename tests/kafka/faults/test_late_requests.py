@@ -16,6 +16,7 @@ import pytest
 
 from aioshard import App, Context, Record
 from tests.kafka.faults.support import DEADLINE, quick_app, until
+from tests.kafka.faults.transacting import FIRST, NAMES, SECOND, VERSIONS, requests_of
 from tests.support.kafka import KafkaBroker
 from tests.support.messages import answer_with, body, codes
 from tests.support.proxies import (
@@ -31,17 +32,6 @@ from tests.support.proxies import (
 
 logger = logging.getLogger("tests.late_requests")
 
-FIRST, SECOND = 1, 2
-"""The protocols of transactions, by the level of the feature `transaction.version`."""
-NAMES = {
-    PRODUCE: "Produce",
-    TXN_OFFSET_COMMIT: "TxnOffsetCommit",
-    END_TXN: "EndTxn",
-    INIT_PRODUCER_ID: "InitProducerId",
-    ADD_PARTITIONS_TO_TXN: "AddPartitionsToTxn",
-    ADD_OFFSETS_TO_TXN: "AddOffsetsToTxn",
-}
-OF_FIRST_ONLY = frozenset({ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN})
 MANY = 1_000
 """Transactions of an app, under the mark `chaos`."""
 RECORDS = 20
@@ -235,20 +225,12 @@ async def late(own_kafka: KafkaBroker, group: str) -> AsyncIterator[LateRequests
             yield late
 
 
-def on_version(version: int) -> object:
-    return pytest.param({"transaction.version": version}, id=f"v{version}")
-
-
-VERSIONS = [on_version(FIRST), on_version(SECOND)]
-
-
 @pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
 async def test_late_requests_of_a_transaction_do_not_change_the_next(late: LateRequests) -> None:
-    for number, api in enumerate(NAMES):
-        if late.version == FIRST or api not in OF_FIRST_ONLY:
-            for is_refused in (False, True):
-                later = phases(late.version)
-                await late.repeat(api, later[(number + is_refused) % len(later)], is_refused=is_refused)
+    for number, api in enumerate(requests_of(late.version)):
+        for is_refused in (False, True):
+            later = phases(late.version)
+            await late.repeat(api, later[(number + is_refused) % len(later)], is_refused=is_refused)
     await late.verify()
 
 
@@ -257,7 +239,7 @@ async def test_late_requests_of_a_transaction_do_not_change_the_next(late: LateR
 @pytest.mark.parametrize("own_kafka", VERSIONS, indirect=True)
 @pytest.mark.parametrize("api", [pytest.param(api, id=name) for api, name in NAMES.items()])
 async def test_late_requests_of_many_transactions_do_not_change_the_next(late: LateRequests, api: int) -> None:
-    if late.version == SECOND and api in OF_FIRST_ONLY:
+    if api not in requests_of(late.version):
         pytest.skip("the second protocol has no such request")
     while late.transactions < MANY:
         for phase in phases(late.version):

@@ -67,3 +67,20 @@ async def test_only_the_run_fails_whose_message_is_refused(
     dead_letters = [record.value for record in await kafka.read(f"{topic}-dead")]
     assert dead_letters == [POISON]
     assert Counter(outputs) == Counter(value for _, value in records if value != POISON)
+
+
+async def test_a_large_message_is_written_if_its_topic_takes_it(kafka: SharedKafka, topic: str, group: str) -> None:
+    """It is larger than the default limit of topics, and more than one does not fit into a request of that size."""
+    await kafka.create_topic(topic, 1)
+    await kafka.create_topic(f"{topic}-out", 1, {"max.message.bytes": "5000000"})
+    await kafka.produce(topic, [(b"%d" % number, b"%d" % number) for number in range(3)])
+    app = quick_app(kafka, group, processing_guarantee="exactly_once", rebalance_timeout=30)
+
+    @app.consume(topic)
+    async def on_record(record: Record, context: Context) -> None:
+        await context.publish(f"{topic}-out", (record.value or b"") * 4_000_000)
+
+    async with asyncio.timeout(60), app:
+        await kafka.wait_for_lag(group, topic)
+    outputs = [record.value or b"" for record in await kafka.read(f"{topic}-out")]
+    assert sorted((value[:1], len(value)) for value in outputs) == [(b"%d" % number, 4_000_000) for number in range(3)]

@@ -17,7 +17,7 @@ from aioshard.kafka.wire.requests import INIT_PRODUCER_ID as INIT
 from aioshard.kafka.wire.start import new_cluster
 from aioshard.settings import Settings
 from tests.kafka.faults.support import until
-from tests.kafka.faults.transacting import FIRST, SECOND, Transacting, transacting
+from tests.kafka.faults.transacting import FIRST, SECOND, VERSIONS, Transacting, transacting
 from tests.support.kafka import KafkaBroker
 from tests.support.messages import answer_with, body, lose_answer
 from tests.support.proxies import END_TXN, PRODUCE
@@ -40,7 +40,6 @@ UPDATE_FEATURES = Api(
 )
 _UPGRADE, _SAFE_DOWNGRADE = 1, 2
 """Kinds of updates."""
-VERSIONS = [pytest.param({"transaction.version": version}, id=f"v{version}") for version in (FIRST, SECOND)]
 SHORT = {"drain_timeout": 1, "commit_timeout": 1.5, "transaction_timeout": 6}
 
 

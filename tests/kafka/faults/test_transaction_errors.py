@@ -12,7 +12,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from tests.kafka.faults.support import DEADLINE, until
-from tests.kafka.faults.transacting import FIRST, SECOND, Transacting, transacting
+from tests.kafka.faults.transacting import FIRST, NAMES, VERSIONS, Transacting, requests_of, transacting
 from tests.support.kafka import KafkaBroker
 from tests.support.messages import answer_with, answer_without, body, lose_answer
 from tests.support.proxies import (
@@ -50,15 +50,6 @@ FEW: Mapping[int, tuple[int, ...]] = {
     END_TXN: (51, 48, 90, -1),
 }
 """One of each meaning."""
-NAMES = {
-    PRODUCE: "Produce",
-    TXN_OFFSET_COMMIT: "TxnOffsetCommit",
-    END_TXN: "EndTxn",
-    INIT_PRODUCER_ID: "InitProducerId",
-    ADD_PARTITIONS_TO_TXN: "AddPartitionsToTxn",
-    ADD_OFFSETS_TO_TXN: "AddOffsetsToTxn",
-}
-OF_FIRST_ONLY = frozenset({ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN})
 STORED_BEFORE = 46
 """The code of a duplicate."""
 DONE_NEVERTHELESS = frozenset({7, 20, STORED_BEFORE, -1, 13})
@@ -66,7 +57,6 @@ DONE_NEVERTHELESS = frozenset({7, 20, STORED_BEFORE, -1, 13})
 SEVERAL = 4
 MEMBERSHIPS = 90.0
 """Seconds for the group to miss a member several times, which joins again under another id."""
-VERSIONS = [pytest.param({"transaction.version": version}, id=f"v{version}") for version in (FIRST, SECOND)]
 SHORT: Mapping[str, Any] = {"drain_timeout": 1, "commit_timeout": 1.5, "transaction_timeout": 4}
 """The brokers abort a transaction before a test is out of patience."""
 LONG: Mapping[str, Any] = {**SHORT, "transaction_timeout": 60}
@@ -86,11 +76,6 @@ async def running(own_kafka: KafkaBroker, group: str) -> AsyncIterator[Transacti
         await running.send(1)
         await running.until_committed()
         yield running
-
-
-def requests_of(broker: KafkaBroker) -> list[int]:
-    version = broker.features["transaction.version"]
-    return [api for api in NAMES if version == FIRST or api not in OF_FIRST_ONLY]
 
 
 async def answer(running: Transacting, api: int, code: int, times: int) -> None:
@@ -115,7 +100,7 @@ async def process(running: Transacting, api: int, rule: Rule) -> None:
 
 @on_both_versions
 async def test_an_error_code_of_each_meaning_changes_no_output(own_kafka: KafkaBroker, running: Transacting) -> None:
-    for api in requests_of(own_kafka):
+    for api in requests_of(own_kafka.features["transaction.version"]):
         for code in FEW[api]:
             await answer(running, api, code, 1)
             await running.verify()  # a later client would repeat lost records
@@ -129,7 +114,7 @@ async def test_an_error_code_of_each_meaning_changes_no_output(own_kafka: KafkaB
 async def test_no_error_code_changes_an_output(
     own_kafka: KafkaBroker, running: Transacting, api: int, times: int
 ) -> None:
-    if api not in requests_of(own_kafka):
+    if api not in requests_of(own_kafka.features["transaction.version"]):
         pytest.skip("the second protocol has no such request")
     for code in CODES[api]:
         began = asyncio.get_running_loop().time()
@@ -141,7 +126,7 @@ async def test_no_error_code_changes_an_output(
 
 @on_both_versions
 async def test_lost_answers_change_no_output(own_kafka: KafkaBroker, running: Transacting) -> None:
-    for api in requests_of(own_kafka):
+    for api in requests_of(own_kafka.features["transaction.version"]):
         for times in (1, SEVERAL):
             await process(running, api, running.proxies.answer(lose_answer, api_key=api, times=times))
     await running.verify()

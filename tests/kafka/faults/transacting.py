@@ -7,14 +7,42 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from aioshard import App, Context, DeadLetter, Record
 from aioshard.observe import TransactionStatistics
 from tests.kafka.faults.support import quick_app, until
 from tests.support.kafka import KafkaBroker
-from tests.support.proxies import END_TXN, Proxies, Rule
+from tests.support.proxies import (
+    ADD_OFFSETS_TO_TXN,
+    ADD_PARTITIONS_TO_TXN,
+    END_TXN,
+    INIT_PRODUCER_ID,
+    PRODUCE,
+    TXN_OFFSET_COMMIT,
+    Proxies,
+    Rule,
+)
 
 FIRST, SECOND = 1, 2
 """The protocols of transactions, by the level of the feature `transaction.version`."""
+VERSIONS = [pytest.param({"transaction.version": version}, id=f"v{version}") for version in (FIRST, SECOND)]
+"""Brokers with each of them."""
+NAMES = {
+    PRODUCE: "Produce",
+    TXN_OFFSET_COMMIT: "TxnOffsetCommit",
+    END_TXN: "EndTxn",
+    INIT_PRODUCER_ID: "InitProducerId",
+    ADD_PARTITIONS_TO_TXN: "AddPartitionsToTxn",
+    ADD_OFFSETS_TO_TXN: "AddOffsetsToTxn",
+}
+"""The requests of a transaction."""
+_OF_FIRST_ONLY = frozenset({ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN})
+
+
+def requests_of(version: int) -> list[int]:
+    """Return the requests of a transaction with a protocol."""
+    return [api for api in NAMES if version == FIRST or api not in _OF_FIRST_ONLY]
 
 
 @dataclass

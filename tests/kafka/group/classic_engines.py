@@ -131,7 +131,7 @@ class ClassicEngine:
 
     @property
     def owned(self) -> frozenset[TopicPartition]:
-        """What a record or a commit may belong to now."""
+        """The partitions whose records and commits are accepted now."""
         own = self.driver.ownership
         return own.partitions if self.driver.clock() < own.alive_until else frozenset()
 

@@ -2,12 +2,8 @@
 
 import asyncio
 import contextlib
-from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any
-
-from aiokafka.record.default_records import DefaultRecordBatch
 
 from aioshard.errors import TransportError
 from aioshard.kafka.producer import KafkaProducer
@@ -17,74 +13,17 @@ from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_broker import Received
 from tests.support.model_cluster import ModelCluster
+from tests.support.model_producers import Batch as ProducedBatch
 
-OUT_OF_ORDER, INVALID_EPOCH = 45, 47
 NOT_LEADER, INVALID_RECORD = 6, 87
-_CACHED = 5
-"""How many batches of a producer a broker knows per partition."""
-_MOST_SEQUENCE = 2**31
 
 
-@dataclass
-class Batch:
-    """A batch as the broker reads it."""
+class Batch(ProducedBatch):
+    """A batch that the producer has sent to a partition."""
 
-    partition: TopicPartition
-    data: bytes = field(repr=False)
-
-    def __post_init__(self) -> None:
-        header = DefaultRecordBatch(bytearray(self.data))
-        self.producer: int = header.producer_id
-        self.epoch: int = header.producer_epoch
-        self.sequence: int = header.base_sequence
-        records = list(header)
-        self.values: list[bytes] = [record.value for record in records]
-        self.timestamps: list[int] = [record.timestamp for record in records]
-
-    @property
-    def last(self) -> int:
-        return (self.sequence + len(self.values) - 1) % _MOST_SEQUENCE
-
-
-@dataclass
-class _Producer:
-    """The state that the leader of a partition has of a producer."""
-
-    epoch: int
-    last: int = -1
-    known: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CACHED))
-
-
-class Log:
-    """The log of a partition."""
-
-    def __init__(self) -> None:
-        self.values: list[bytes] = []
-        self._producers: dict[int, _Producer] = {}
-
-    def append(self, batch: Batch) -> tuple[int, int]:
-        """Store a batch; return the error code and the offset, as Kafka's `ProducerAppendInfo` decides."""
-        producer = self._producers.get(batch.producer)
-        if producer is not None:
-            if batch.epoch < producer.epoch:
-                return INVALID_EPOCH, -1
-            if batch.epoch > producer.epoch:
-                producer = None
-                if batch.sequence != 0:
-                    return OUT_OF_ORDER, -1
-            else:
-                for first, last, offset in producer.known:
-                    if (first, last) == (batch.sequence, batch.last):
-                        return 0, offset
-                if batch.sequence != (producer.last + 1) % _MOST_SEQUENCE:
-                    return OUT_OF_ORDER, -1
-        if producer is None:  # a broker accepts any number of a producer that it does not know
-            producer = self._producers[batch.producer] = _Producer(batch.epoch)
-        offset = len(self.values)
-        producer.last = batch.last
-        producer.known.append((batch.sequence, batch.last, offset))
-        self.values += batch.values
-        return 0, offset
+    def __init__(self, partition: TopicPartition, data: bytes) -> None:
+        super().__init__(data)
+        self.partition = partition
 
 
 class LostError(Exception):
@@ -97,7 +36,7 @@ Answer = Callable[["Broker", Batch], tuple[int, int] | None]
 
 def stored(broker: "Broker", batch: Batch) -> tuple[int, int]:
     """Answer as a broker without faults."""
-    return broker.logs[batch.partition].append(batch)
+    return broker.model.logs[batch.partition].produce(batch.data)
 
 
 class Broker:
@@ -118,7 +57,6 @@ class Broker:
 
     def __init__(self, model: ModelCluster, identity: tuple[int, int]) -> None:
         self.model = model
-        self.logs: defaultdict[TopicPartition, Log] = defaultdict(Log)
         self.sent: list[Batch] = []
         self.requests: list[list[Batch]] = []
         self.asked: list[int] = []
@@ -211,13 +149,13 @@ class Broker:
     def numbers(self, partition: int = 0) -> list[tuple[int, int, int, int]]:
         """Return producer id, epoch, first number and size of each batch of a partition, for any topic."""
         return [
-            (batch.producer, batch.epoch, batch.sequence, len(batch.values))
+            (batch.producer_id, batch.epoch, batch.sequence, len(batch.values))
             for batch in self.sent
             if batch.partition.partition == partition
         ]
 
     def log(self, partition: int = 0, topic: str = "orders") -> list[bytes]:
-        return self.logs[TopicPartition(topic, partition)].values
+        return self.model.logs[TopicPartition(topic, partition)].visible
 
     async def close(self) -> None:
         """Forget the requests that wait for their answers."""

@@ -35,7 +35,7 @@ Scenario = Callable[[Cluster, ModelBroker, ModelBroker], Awaitable[None]]
 ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
 """Broker 1 leads the former, broker 2 the latter."""
 BOUNDS = {(START, 0): 3, (START, 1): 3, (END, 0): 9, (END, 1): 8}
-"""What a log answers, by time and isolation."""
+"""The answers about a log, by time and isolation."""
 
 
 def scenario(test: Scenario, *, leaders: Mapping[int, int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a group has committed, and where logs begin and end: the requests, the order of commits, and errors.
+"""Committed offsets of a group, and the bounds of logs: the requests, the order of commits, and errors.
 
 The brokers are models on a network in memory, with virtual time.
 """

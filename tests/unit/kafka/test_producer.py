@@ -21,7 +21,7 @@ from tests.support.model_broker import Received
 from tests.unit.kafka.producing import Batch, Broker, LostError, answering, scenario, stored
 
 UNKNOWN, TOO_LARGE, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER, DUPLICATE = -1, 10, 19, 45, 46
-NOT_LEADER, TOPIC_DENIED, INVALID_EPOCH, INVALID_RECORD = 6, 29, 47, 87
+NOT_LEADER, TOPIC_DENIED, INVALID_EPOCH, FENCED_LEADER_EPOCH, INVALID_RECORD = 6, 29, 47, 74, 87
 ORDERS = TopicPartition("orders", 0)
 IN_DOUBT = [3, 5, 6, 7, 13, 20, 56, 999]
 """Codes after which a batch may be stored; 999 is unknown."""
@@ -717,6 +717,24 @@ def test_a_deleted_topic_is_missing_although_it_was_known(monkeypatch: pytest.Mo
                 await producer.publish(Message("orders", b"1"))
         broker.model.create("orders")
         await producer.publish(Message("orders", b"2"))
+
+    scenario(test)
+
+
+def test_numbers_continue_after_the_brokers_have_called_a_topic_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that starts may do that. Numbers that begin again would make the next message pass for a duplicate."""
+    monkeypatch.setattr(producing, "TOPIC_TIMEOUT", 0.0)
+
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        await producer.publish(Message("orders", b"0"))
+        known = broker.model.topic_ids.pop("orders")
+        broker.answer = lambda _broker, _batch: (FENCED_LEADER_EPOCH, -1)
+        with pytest.raises(TransportError, match="topic 'orders' does not exist"):
+            await producer.publish(Message("orders", b"1"))
+        broker.model.topic_ids["orders"] = known
+        broker.answer = stored
+        assert await producer.publish(Message("orders", b"2")) == 1
+        assert broker.numbers()[-1] == (7, 0, 1, 1)
 
     scenario(test)
 

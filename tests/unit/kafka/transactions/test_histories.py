@@ -17,17 +17,13 @@ from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.errors import IncompleteResponseError, WireError
 from aioshard.kafka.wire.requests import END_TXN, TXN_OFFSET_COMMIT
 from aioshard.kafka.wire.responses import Answers, CommittedOffset, stored_offsets
-from aioshard.kafka.wire.start import new_cluster
-from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from tests.simulation.seeds import with_seeds
-from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_broker import Received
-from tests.support.model_cluster import ModelCluster
-from tests.support.model_transactions import HELD, NO_FAULT, Fault, ModelTransactions
+from tests.support.model_transactions import HELD, NO_FAULT, Fault
+from tests.unit.kafka.transactions.one_client import INPUT, OneClient, scenario
 from tests.unit.kafka.transactions.transaction_world import (
     GROUP,
-    INPUTS,
     OUTPUTS,
     TIMEOUT,
     Plan,
@@ -50,6 +46,13 @@ EXHAUSTED = Plan([2], most_epoch=6, fault_rate=0.06)
 def test_outputs_and_offsets_agree_in_each_history(seeds: range) -> None:
     for seed in seeds:
         run_history(seed)
+
+
+@with_seeds()
+@pytest.mark.parametrize("level", [1, 2])
+def test_outputs_and_offsets_agree_although_the_brokers_forget_transactional_ids(level: int, seeds: range) -> None:
+    for seed in seeds:
+        run_history(seed, plan=Plan([level], fault_rate=0.06, forgets_ids=True))
 
 
 # Mistakes, each of which some history has to show ---------------------------------------------
@@ -95,7 +98,7 @@ class CommitsWithoutAnAcknowledgement(MistakenWorld):
             errors = {name: error for name, error in answers.errors.items() if name not in lost}
             return Answers({**answers.values, **lost}, errors)
 
-        with mock.patch("aioshard.kafka.transactions.transactions.stored_offsets", lenient):
+        with mock.patch("aioshard.kafka.transactions.messages.stored_offsets", lenient):
             await super().run()
 
 
@@ -165,15 +168,8 @@ class ReusesTheEpochAfterADoubt(TransactionalId):
 def test_a_late_commit_of_the_first_protocol_ends_no_later_transaction(
     id_kind: type[TransactionalId], ended: list[int]
 ) -> None:
-    async def live(network: MemoryNetwork) -> None:
-        brokers = ModelCluster(network)
-        brokers.create(OUTPUTS)
-        model = ModelTransactions(brokers, GROUP, level=1)
-        model.group.set_members(MEMBER)
-        cluster = new_cluster(brokers.settings)
-        cluster.start()
-        offsets = GroupOffsets(cluster, GROUP)
-        transactions = Transactions(cluster, id_kind("group:one"), offsets, GROUP, timeout=TIMEOUT)
+    async def test(client: OneClient) -> None:
+        model = client.model
         faults = iter([HELD])
         late: list[int] = []
 
@@ -186,20 +182,14 @@ def test_a_late_commit_of_the_first_protocol_ends_no_later_transaction(
                 late.append(answer["error"])
             return NO_FAULT
 
-        try:
-            model.choose_fault = hold_the_first_commit
-            await transactions.commit([Message(OUTPUTS, b"first")], {INPUTS[0]: CommittedOffset(1, -1, "")}, MEMBER)
-            model.choose_fault = release_it_during_the_second_transaction
-            with contextlib.suppress(AioshardError, WireError):
-                await transactions.commit(
-                    [Message(OUTPUTS, b"second")], {INPUTS[0]: CommittedOffset(2, -1, "")}, MEMBER
-                )
-        finally:
-            await transactions.close()
-            await cluster.close()
-            await model.close()
+        model.choose_fault = hold_the_first_commit
+        await client.commit(1, b"first")
+        model.choose_fault = release_it_during_the_second_transaction
+        with contextlib.suppress(AioshardError, WireError):
+            await client.commit(2, b"second")
+        await client.transactions.close()
         assert late == ended
         visible = [b"first", b"second"] in model.visible(OUTPUTS).values()
-        assert (model.committed[INPUTS[0]].offset == 2) == (visible and late == [90])
+        assert (model.committed[INPUT].offset == 2) == (visible and late == [90])
 
-    run_on_network(live)
+    scenario(test, level=1, id_kind=id_kind)

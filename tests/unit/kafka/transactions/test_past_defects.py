@@ -11,7 +11,8 @@ from aioshard.kafka.offsets import GroupOffsets, Member
 from aioshard.kafka.transactions.identity import TransactionalId
 from aioshard.kafka.transactions.transactions import Transactions
 from aioshard.kafka.wire.cluster import Cluster
-from aioshard.kafka.wire.requests import END_TXN
+from aioshard.kafka.wire.errors import WireError
+from aioshard.kafka.wire.requests import END_TXN, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT
 from aioshard.kafka.wire.responses import CommittedOffset
 from aioshard.kafka.wire.start import new_cluster
 from aioshard.ports import Message
@@ -19,7 +20,8 @@ from tests.simulation.seeds import with_seeds
 from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_broker import Received
 from tests.support.model_cluster import ModelCluster
-from tests.support.model_transactions import LOST_ANSWER, LOST_REQUEST, NO_FAULT, Fault, ModelTransactions
+from tests.support.model_transactions import LOST_ANSWER, LOST_REQUEST, NO_FAULT, Fault, ModelTransactions, refused
+from tests.unit.kafka.transactions.one_client import INPUT, OneClient, scenario
 from tests.unit.kafka.transactions.transaction_world import GROUP, INPUTS, OUTPUTS, TIMEOUT, Plan, run_history
 
 REFUSED = Plan([1], apis=[END_TXN], kinds=["refused"], fault_rate=0.5)
@@ -82,28 +84,32 @@ def test_a_transaction_is_not_taken_for_aborted_because_a_partition_has_moved() 
 
 
 def test_a_transaction_that_changes_no_offset_is_not_taken_for_committed_after_a_restart() -> None:
-    async def live(network: MemoryNetwork) -> None:
-        brokers = ModelCluster(network)
-        brokers.create(OUTPUTS)
-        model = ModelTransactions(brokers, GROUP)
-        member = Member(1, "first")
-        before = {INPUTS[0]: CommittedOffset(5, -1, "before")}
-        model.group.set_members(member)
-        model.group.committed |= before
-        cluster = new_cluster(brokers.settings)
-        cluster.start()
-        offsets = GroupOffsets(cluster, GROUP)
-        transactions = Transactions(cluster, TransactionalId("first"), offsets, GROUP, timeout=TIMEOUT)
-        model.choose_fault = lambda request: LOST_REQUEST if request.api is END_TXN else NO_FAULT
-        try:
-            with mock.patch.object(time, "monotonic", asyncio.get_running_loop().time):
-                await transactions.settle()
-                assert await offsets.committed([INPUTS[0]]) == before
-                with pytest.raises(CommitError):
-                    await transactions.commit([Message(OUTPUTS, b"of a parked record")], before, member)
-        finally:
-            await transactions.close()
-            await cluster.close()
-            await model.close()
+    async def test(client: OneClient) -> None:
+        client.model.group.committed[INPUT] = before = CommittedOffset(5, -1, "")
+        client.model.choose_fault = lambda request: LOST_REQUEST if request.api is END_TXN else NO_FAULT
+        await client.transactions.settle()
+        assert await client.offsets.committed([INPUT]) == {INPUT: before}
+        with pytest.raises(CommitError):
+            await client.commit(before.offset, b"of a parked record")
 
-    run_on_network(live)
+    scenario(test)
+
+
+def test_a_client_that_is_closed_while_the_coordinator_fails_is_not_taken_for_fenced() -> None:
+    """The next client would begin without the epoch of this one, and so end a process that has taken over the id."""
+
+    def fail(request: Received) -> Fault:
+        codes = {INIT_PRODUCER_ID: -1, TXN_OFFSET_COMMIT: 22}
+        return refused(codes[request.api]) if request.api in codes else NO_FAULT
+
+    async def test(client: OneClient) -> None:
+        await client.transactions.settle()
+        client.model.choose_fault = fail
+        with pytest.raises(WireError):
+            await client.commit(1)
+        await asyncio.sleep(0.5)  # the coordinator fails to abort the transaction
+        await client.transactions.close()
+        assert client.received(INIT_PRODUCER_ID)[-1].values.epoch == 0
+        assert not client.transactional.is_fenced
+
+    scenario(test)

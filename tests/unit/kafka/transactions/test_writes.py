@@ -76,6 +76,17 @@ def test_what_may_be_stored_is_sent_again_with_the_same_bytes(error: WireError) 
     assert writes.pending == [part]
 
 
+@pytest.mark.parametrize("later", [LOST, NotSentError("closed"), error_for(51), error_for(-1), error_for(2)])
+def test_a_batch_in_doubt_keeps_its_bytes_whatever_a_later_attempt_hears(later: WireError) -> None:
+    writes, transactional, part = opened()
+    before = writes.next_batch(part, transactional)
+
+    for error in (LOST, later):
+        writes.apply(part, transactional, error)
+
+    assert writes.next_batch(part, transactional) == before
+
+
 @pytest.mark.parametrize("error", [NotSentError("closed"), error_for(51), error_for(19), error_for(14)])
 def test_what_was_certainly_not_stored_leaves_no_doubt(error: WireError) -> None:
     writes, transactional, part = opened()

@@ -37,7 +37,8 @@ from aioshard.records import TopicPartition
 from tests.support.memory_network import MemoryNetwork, run_on_network
 from tests.support.model_broker import Received
 from tests.support.model_cluster import ModelCluster
-from tests.support.model_transaction_state import Identity, State
+from tests.support.model_producers import Identity
+from tests.support.model_transaction_state import State
 from tests.support.model_transactions import HELD, LOST_ANSWER, LOST_REQUEST, NO_FAULT, Fault, ModelTransactions
 from tests.support.model_transactions import failed as failed_with
 from tests.support.model_transactions import refused as refused_with
@@ -114,6 +115,7 @@ class Plan:
         apis: The requests with such faults; None for all.
         kinds: The kinds of such faults.
         is_quiet: Whether nothing else happens, except that late requests arrive.
+        forgets_ids: Whether the coordinator forgets transactional ids, as after days without a transaction.
     """
 
     levels: Sequence[int]
@@ -123,6 +125,7 @@ class Plan:
     apis: Collection[Api] | None = None
     kinds: Sequence[str] = KINDS
     is_quiet: bool = False
+    forgets_ids: bool = False
 
 
 def plan_of(rng: random.Random) -> Plan:
@@ -473,6 +476,8 @@ class World:
         ]
         if len(self.plan.levels) > 1:
             events += [self.change_level, self.change_level]
+        if self.plan.forgets_ids:
+            events += [self.forget_id] * 4
         pause = 0.4
         if self.plan.is_quiet:
             events = [self.release]

@@ -1,4 +1,4 @@
-"""What consumers write for each other, also those of other versions and other clients."""
+"""Consumers read the metadata of each other, also of other versions and other clients."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""What answers about a partition mean: every error code, positions that left the log, answers that come late."""
+"""The meaning of answers about a partition: every error code, positions that left the log, answers that come late."""
 
 import uuid
 from typing import Any

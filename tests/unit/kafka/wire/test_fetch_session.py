@@ -29,7 +29,7 @@ def topic_id(number: int) -> uuid.UUID:
 
 
 class Known(NamedTuple):
-    """What a broker remembers of a partition."""
+    """A partition as a broker remembers it."""
 
     offset: int
     leader_epoch: int
@@ -138,7 +138,7 @@ PARTITIONS = [TopicPartition(topic, number) for topic in TOPICS for number in ra
 
 @dataclass
 class World:
-    """What a client wants, which changes all the time."""
+    """A client that changes its partitions and offsets all the time."""
 
     rng: random.Random
     ids: dict[str, uuid.UUID | None] = field(default_factory=lambda: dict.fromkeys(TOPICS))

@@ -1,4 +1,4 @@
-"""What is known of a cluster, and what one broker may change of it."""
+"""The metadata of a cluster: one answer adds to it, and one broker may change only a part of it."""
 
 import uuid
 from collections.abc import Sequence
