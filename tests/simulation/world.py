@@ -69,11 +69,20 @@ class TimedListener:
 
 
 class ClusterTransport(InMemoryTransport):
-    """A client whose engine is held to its deadline, and whose coordinator may have moved."""
+    """A client whose engine is held to its deadline, and whose coordinator may have moved.
+
+    A look-up of commits is answered after the commits that were sent before it, as on one connection.
+    """
 
     breaches: list[str]
     cut_at = math.inf
     _answers_nothing = _answers_right = -math.inf
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._unanswered = 0
+        """Number of commits without an answer."""
+        self._answered = asyncio.Event()
 
     async def start(
         self, topics: Collection[str], pattern: str | None, listener: GroupListener, *, needs_all: bool = True
@@ -106,12 +115,21 @@ class ClusterTransport(InMemoryTransport):
     ) -> None:
         if asyncio.get_running_loop().time() < self._answers_right:
             raise CommitError("NOT_COORDINATOR")
-        await super().commit(offsets, membership, messages)
+        self._unanswered += 1
+        self._answered.clear()
+        try:
+            await super().commit(offsets, membership, messages)
+        finally:
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._answered.set()
 
     async def ask_offsets(
         self, partitions: Collection[TopicPartition]
     ) -> tuple[str | None, Mapping[TopicPartition, Committed | None]]:
         """The answer of the broker that is asked: its top-level error, and the partitions that are in it."""
+        if self._unanswered:
+            await self._answered.wait()
         found = await super().committed(partitions)
         now = asyncio.get_running_loop().time()
         if now < self._answers_right:
