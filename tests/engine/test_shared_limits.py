@@ -125,6 +125,26 @@ def test_shards_that_wait_get_every_token_of_a_high_rate_in_turn() -> None:
     run(test())
 
 
+def test_the_next_shards_need_not_wait_until_the_first_ask_again() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        limit = limit_of(1_000.0, 1)
+        first, waiting = Asking(limit), Asking(limit)
+        called: list[float] = []
+
+        def take_soon() -> bool:
+            called.append(loop.time())
+            loop.call_soon(limit.take, take_soon)
+            return True
+
+        assert [first.ask(), limit.allows(take_soon), waiting.ask()] == [True, False, False]
+        await asyncio.sleep(0.1)
+        assert called == pytest.approx([0.001])
+        assert waiting.called[0] == pytest.approx(0.002)
+
+    run(test())
+
+
 def test_shards_that_wait_without_a_share_are_called_once_there_is_one() -> None:
     async def test() -> None:
         limit = limit_of(1.0, 1, per="group")
