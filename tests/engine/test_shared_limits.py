@@ -96,7 +96,7 @@ def test_a_token_is_kept_for_shards_that_were_called() -> None:
 
 @pytest.mark.parametrize(("accepts", "delay"), [(False, 0.0), (True, 0.005)])
 def test_shards_that_start_nothing_lose_their_turn(accepts: bool, delay: float) -> None:
-    """At once if they say so, and soon if it only shows."""
+    """Immediately if they say so, and soon if it only shows."""
 
     async def test() -> None:
         limit = limit_of(1.0, 1)
