@@ -96,7 +96,7 @@ def test_a_token_is_kept_for_shards_that_were_called() -> None:
 
 @pytest.mark.parametrize(("accepts", "delay"), [(False, 0.0), (True, 0.005)])
 def test_shards_that_start_nothing_lose_their_turn(accepts: bool, delay: float) -> None:
-    """At once if they say so, and soon if it only shows."""
+    """Immediately if they say so, and soon if it only shows."""
 
     async def test() -> None:
         limit = limit_of(1.0, 1)
@@ -121,6 +121,26 @@ def test_shards_that_wait_get_every_token_of_a_high_rate_in_turn() -> None:
         await asyncio.sleep(1.0)
         assert sum(shards.taken for shards in asking) == pytest.approx(2_000, abs=3)
         assert {shards.taken for shards in asking} <= {199, 200, 201}
+
+    run(test())
+
+
+def test_the_next_shards_need_not_wait_until_the_first_ask_again() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        limit = limit_of(1_000.0, 1)
+        first, waiting = Asking(limit), Asking(limit)
+        called: list[float] = []
+
+        def take_soon() -> bool:
+            called.append(loop.time())
+            loop.call_soon(limit.take, take_soon)
+            return True
+
+        assert [first.ask(), limit.allows(take_soon), waiting.ask()] == [True, False, False]
+        await asyncio.sleep(0.1)
+        assert called == pytest.approx([0.001])
+        assert waiting.called[0] == pytest.approx(0.002)
 
     run(test())
 
