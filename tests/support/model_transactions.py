@@ -120,6 +120,7 @@ class ModelTransactions:
         held: The requests that are held back, in the order of their arrival.
         marker_delay: Returns the seconds until a marker is written.
         sweep: Seconds between two looks for transactions that are open for too long.
+        throttle: Milliseconds for which the next answers to Produce tell the client to send nothing.
         verifies: Whether leaders ask the coordinator if a partition belongs to the transaction, as since Kafka 3.6.
         trace: A line for each request: when it was handled, where, what it said and how it was answered.
     """
@@ -135,6 +136,7 @@ class ModelTransactions:
         self.held: list[Received] = []
         self.marker_delay: Callable[[], float] = lambda: 0.005
         self.sweep = 10.0
+        self.throttle: list[int] = []
         self.verifies = True
         self.trace: list[str] = []
         self._held_markers: list[tuple[Transaction, Participant, Identity]] | None = None
@@ -373,7 +375,8 @@ class ModelTransactions:
             answers[name] = self._write(request, name, records, fault if is_concerned else NO_FAULT)
             if fault.is_omitted and is_concerned:
                 del answers[name]
-        return {"topics": _by_topic(answers, lambda answer: answer)}
+        throttle_ms = self.throttle.pop(0) if self.throttle else 0
+        return {"topics": _by_topic(answers, lambda answer: answer), "throttle_ms": throttle_ms}
 
     def _write(self, request: Received, name: TopicPartition, records: bytes, fault: Fault) -> dict[str, Any]:
         known = self.cluster.logs.get(name)

@@ -108,6 +108,21 @@ def test_a_request_is_bounded() -> None:
     scenario(test)
 
 
+def test_a_transaction_that_is_given_up_while_the_broker_throttles_sends_no_more_messages() -> None:
+    async def test(client: OneClient) -> None:
+        client.model.throttle = [5_000]
+        committing = asyncio.create_task(client.commit(1, LARGE, LARGE), name="commit")
+        await asyncio.sleep(1)
+        committing.cancel()
+        await asyncio.sleep(10)
+        assert len(client.received(PRODUCE)) == 1
+        await client.commit(1, LARGE, LARGE)
+        await client.until_calm()
+        assert client.model.visible(OUTPUTS) == {0: [LARGE, LARGE]}
+
+    scenario(test)
+
+
 @BOTH
 def test_each_attempt_at_the_offsets_of_a_transaction_has_the_same_values(level: int) -> None:
     """The brokers keep those that arrive last, which may be an earlier attempt."""
