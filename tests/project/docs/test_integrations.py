@@ -1,0 +1,222 @@
+"""The recipes of the page "Integrations" do what the page says; each test runs the code of the page."""
+
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from aioshard import Record
+from aioshard.errors import DecodeError
+from aioshard.testing import TestClient, run
+from tests.project.docs.recipes import load, recipes
+
+CLAIM_CHECK = "Large messages: claim check"
+ENCRYPTION = "Encrypted payloads"
+
+LARGE = b"\x89PNG" * 50_000
+SECRET = b"alice-1f0c"
+OLD_KEY = "2026-05"
+
+
+def test_every_recipe_is_tested_here() -> None:
+    assert recipes().keys() == {CLAIM_CHECK, ENCRYPTION}
+
+
+def header(record: Record, name: str) -> str:
+    return (dict(record.headers)[name] or b"").decode()
+
+
+# Claim check ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def claims() -> dict[str, Any]:
+    """The recipe with an empty store; all stores in memory share their files."""
+    recipe = load(CLAIM_CHECK)
+    recipe["store"].store.clear()
+    return recipe
+
+
+def objects(claims: dict[str, Any]) -> list[str]:
+    return sorted(claims["store"].store)
+
+
+class Failing:
+    """A store whose next calls fail."""
+
+    def __init__(self, store: Any, *errors: Exception) -> None:
+        self._store = store
+        self._errors = list(errors)
+
+    def cat_file(self, path: str) -> bytes:
+        self._fail()
+        content: bytes = self._store.cat_file(path)
+        return content
+
+    def pipe_file(self, path: str, content: bytes) -> None:
+        self._fail()
+        self._store.pipe_file(path, content)
+
+    def _fail(self) -> None:
+        if self._errors:
+            raise self._errors.pop(0)
+
+
+def test_a_large_payload_is_in_the_store_and_reaches_the_handler(claims: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with TestClient(claims["app"]) as client:
+            await claims["publish_large"]("images", LARGE, "alice")
+            await claims["publish_large"]("images", b"small", "alice")
+            await client.settle()
+            large, small = client.records("images")
+            assert (large.value, small.value) == (b"", b"small")
+            assert [f"/{header(large, 'claim-check')}" in name for name in objects(claims)] == [True]
+            assert [record.value for record in client.records("thumbnails")] == [LARGE[:100], b"small"]
+
+    run(scenario())
+
+
+def test_a_missing_object_is_final_and_its_claim_can_be_replayed(claims: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with TestClient(claims["app"]) as client:
+            await claims["publish_large"]("images", LARGE, "alice")
+            claims["store"].store.clear()
+            await client.settle()
+            (letter,) = client.records("images.dlt")
+            assert header(letter, "aioshard.error") == "DecodeError"
+            assert header(letter, "aioshard.attempts") == "1"
+            (published,) = client.records("images")
+            assert header(letter, "claim-check") == header(published, "claim-check")
+
+    run(scenario())
+
+
+def test_a_damaged_object_is_final(claims: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with TestClient(claims["app"]) as client:
+            await claims["publish_large"]("images", LARGE, "alice")
+            (name,) = objects(claims)
+            claims["store"].pipe_file(name, LARGE[1:])
+            await client.settle()
+            assert [header(letter, "aioshard.attempts") for letter in client.records("images.dlt")] == ["1"]
+            assert client.records("thumbnails") == []
+
+    run(scenario())
+
+
+def test_a_store_that_does_not_answer_is_retried(claims: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with TestClient(claims["app"]) as client:
+            await claims["publish_large"]("images", LARGE, "alice")
+            claims["store"] = Failing(claims["store"], TimeoutError("slow"), RuntimeError("an error of the client"))
+            await client.settle(timeout=60.0)
+            (handler,) = claims["app"].statistics().handlers
+            assert (handler.retried, handler.dead_lettered) == (2, 0)
+            assert [record.value for record in client.records("thumbnails")] == [LARGE[:100]]
+
+    run(scenario())
+
+
+def test_nothing_is_published_without_its_object(claims: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with TestClient(claims["app"]) as client:
+            claims["store"] = Failing(claims["store"], TimeoutError("slow"))
+            with pytest.raises(TimeoutError):
+                await claims["publish_large"]("images", LARGE, "alice")
+            assert client.records("images") == []
+
+    run(scenario())
+
+
+def test_a_repeated_publication_uses_the_same_object(claims: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with TestClient(claims["app"]) as client:
+            for _ in range(2):
+                await claims["publish_large"]("images", LARGE, "alice")
+            assert len(client.records("images")) == 2
+            assert len(objects(claims)) == 1
+
+    run(scenario())
+
+
+# Encryption ----------------------------------------------------------------------------------
+
+
+ORDER = b'{"customer": "%s", "total": 7}' % SECRET
+
+
+def sealed(recipe: dict[str, Any], content: bytes = ORDER, key: bytes | None = b"alice") -> Record:
+    """A record that a producer with this recipe would publish."""
+    message = recipe["encrypted"]("orders", content, key)
+    return Record("orders", 0, 0, message.key, message.value, message.headers, 0.0)
+
+
+def test_values_are_encrypted_on_the_way_in_and_out() -> None:
+    recipe = load(ENCRYPTION)
+
+    async def scenario() -> None:
+        async with TestClient(recipe["app"]) as client:
+            record = sealed(recipe)
+            await client.publish("orders", record.value, key=record.key, headers=record.headers)
+            await client.settle()
+            (invoice,) = client.records("invoices")
+            assert SECRET not in (record.value or b"")
+            assert invoice.key == b"alice"
+            value = invoice.value or b""
+            key = AESGCM(recipe["KEYS"][header(invoice, "key-id")])
+            assert key.decrypt(value[:12], value[12:], invoice.key) == b'{"total": 7}'
+
+    run(scenario())
+
+
+def test_the_same_content_is_never_the_same_value() -> None:
+    recipe = load(ENCRYPTION)
+
+    assert len({sealed(recipe).value for _ in range(100)}) == 100
+
+
+def test_after_a_rotation_both_keys_decrypt_and_the_new_one_encrypts() -> None:
+    recipe = load(ENCRYPTION)
+    new, recipe["CURRENT"] = recipe["CURRENT"], OLD_KEY
+    old_record = sealed(recipe)
+    recipe["CURRENT"] = new
+    new_record = sealed(recipe)
+
+    assert [header(record, "key-id") for record in (old_record, new_record)] == [OLD_KEY, new]
+    assert recipe["decrypted"](old_record) == recipe["decrypted"](new_record)
+    del recipe["KEYS"][OLD_KEY]
+    assert recipe["decrypted"](new_record).total == 7
+    with pytest.raises(DecodeError):
+        recipe["decrypted"](old_record)
+
+
+def test_a_record_that_cannot_be_decrypted_is_final_and_shows_nothing() -> None:
+    """A dead letter is in a topic too: it must stay encrypted, also if only the content is wrong."""
+    recipe = load(ENCRYPTION)
+    good = sealed(recipe)
+    value = good.value or b""
+    bad = {
+        "changed": (value[:-1] + bytes([value[-1] ^ 1]), good.key, good.headers),
+        "moved to another key": (value, b"ben", good.headers),
+        "an unknown key": (value, good.key, (("key-id", b"2031-01"),)),
+        "another key": (value, good.key, (("key-id", OLD_KEY.encode()),)),
+        "plain text": (ORDER, good.key, ()),
+        "too short": (b"1", good.key, good.headers),
+        "a tombstone": (None, good.key, good.headers),
+        "not an order": (sealed(recipe, b'{"customer": "%s"}' % SECRET).value, good.key, good.headers),
+    }
+
+    async def scenario() -> None:
+        async with TestClient(recipe["app"]) as client:
+            for content, key, headers in bad.values():
+                await client.publish("orders", content, key=key, headers=headers)
+            await client.settle()
+            letters = client.records("orders.dlt")
+            assert len(letters) == len(bad)
+            assert {header(letter, "aioshard.error") for letter in letters} == {"DecodeError"}
+            assert {header(letter, "aioshard.attempts") for letter in letters} == {"1"}
+            shown = [content for letter in letters for _, content in letter.headers]
+            assert not any(SECRET in (content or b"") for content in shown)
+            assert client.records("invoices") == []
+
+    run(scenario())
