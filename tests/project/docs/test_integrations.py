@@ -1,5 +1,10 @@
 """The recipes of the page "Integrations" do what the page says; each test runs the code of the page."""
 
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,21 +14,45 @@ from aioshard import Record
 from aioshard.errors import DecodeError
 from aioshard.testing import TestClient, run
 from tests.project.docs.recipes import load, recipes
+from tests.support.paths import PROJECT
 
 CLAIM_CHECK = "Large messages: claim check"
 ENCRYPTION = "Encrypted payloads"
+SENTRY = "Sentry"
+WORKFLOWS = "Durable workflows: DBOS"
 
 LARGE = b"\x89PNG" * 50_000
 SECRET = b"alice-1f0c"
 OLD_KEY = "2026-05"
+DEADLINE = 60.0
 
 
 def test_every_recipe_is_tested_here() -> None:
-    assert recipes().keys() == {CLAIM_CHECK, ENCRYPTION}
+    assert recipes().keys() == {CLAIM_CHECK, ENCRYPTION, SENTRY, WORKFLOWS}
 
 
 def header(record: Record, name: str) -> str:
     return (dict(record.headers)[name] or b"").decode()
+
+
+async def run_scenario(module: str, *arguments: str, directory: Path, code: int = 0) -> str:
+    """Run a recipe in a process of its own, because its library changes the process; return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"tests.project.docs.{module}", *arguments),
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(DEADLINE):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == code, errors.decode()
+    return output.decode()
 
 
 # Claim check ---------------------------------------------------------------------------------
@@ -220,3 +249,47 @@ def test_a_record_that_cannot_be_decrypted_is_final_and_shows_nothing() -> None:
             assert client.records("invoices") == []
 
     run(scenario())
+
+
+# Sentry --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_sentry_gets_the_last_failed_attempt_of_each_record_without_its_payload(tmp_path: Path) -> None:
+    output = await run_scenario("sentry_scenario", directory=tmp_path)
+    found = json.loads(output)
+
+    assert found["attempts"] == {"fails": 5, "recovers": 2, "hangs": 5, "is revoked": 2, "cannot be decoded": 0}
+    reported = {event["tags"]["partition"]: event for event in found["events"]}
+    assert len(found["events"]) == len(reported)
+    cases = list(found["attempts"])
+    types = {cases[number]: event["exception"]["values"][-1]["type"] for number, event in reported.items()}
+    assert types == {"fails": "LookupError", "hangs": "TimeoutError", "cannot be decoded": "DecodeError"}
+    for event in found["events"]:
+        assert (event["tags"]["topic"], event["tags"]["offset"]) == ("orders", 0)
+        assert event["exception"]["values"][-1]["stacktrace"]["frames"]
+        assert SECRET.decode() not in json.dumps(event)
+
+
+# Durable workflows ---------------------------------------------------------------------------
+
+
+def workflow_events(directory: Path) -> list[str]:
+    return (directory / "events.txt").read_text().splitlines()
+
+
+@pytest.mark.slow
+async def test_a_record_whose_handler_runs_twice_starts_one_workflow(tmp_path: Path) -> None:
+    await run_scenario("dbos_scenario", "retried", directory=tmp_path)
+
+    assert sorted(workflow_events(tmp_path)) == ["1 workflow", "attempt 1", "attempt 2", "charge 7", "ship 7"]
+
+
+@pytest.mark.slow
+async def test_a_workflow_that_was_killed_resumes_and_its_record_starts_no_other(tmp_path: Path) -> None:
+    await run_scenario("dbos_scenario", "killed", directory=tmp_path, code=9)
+    assert workflow_events(tmp_path) == ["attempt 1", "charge 7"]
+
+    await run_scenario("dbos_scenario", "restarted", directory=tmp_path)
+
+    assert sorted(workflow_events(tmp_path)[2:]) == ["1 workflow", "attempt 1", "ship 7"]
