@@ -19,6 +19,8 @@ from tests.project.docs.recipes import load
 SECRET = "alice-1f0c"
 CASES = ("fails", "recovers", "hangs", "is revoked", "cannot be decoded")
 """The record of each has its number as partition and as total of the order."""
+LAST = 5
+"""Number of attempts in the recipe."""
 DRAIN = 1.0
 """Seconds, much less than the timeout of an attempt."""
 
@@ -39,12 +41,12 @@ class KeepingTransport(Transport):
 async def charge(order: Any) -> None:
     case = CASES[order.total]
     attempts[case] += 1
-    is_first = attempts[case] == 1
-    if case == "fails" or (case == "recovers" and is_first):
+    run = attempts[case]
+    if case == "fails" or (case == "recovers" and run == 1) or (case == "is revoked" and run < LAST):
         raise LookupError("no such customer")
     if case == "hangs":
         await asyncio.sleep(1000.0)
-    if case == "is revoked" and is_first:
+    if case == "is revoked" and run == LAST:
         hanging.set()
         await asyncio.sleep(1000.0)
 

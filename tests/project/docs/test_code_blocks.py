@@ -33,7 +33,7 @@ from tests.project.docs.tables import context_of
 from tests.support.paths import PROJECT
 
 EXECUTED = [block for block in blocks("python") if block.check != RECIPE]
-SHELL = blocks("console", "yaml")
+SHELL = [block for block in blocks("console", "yaml") if block.check != RECIPE]
 TERMINALS = {"first", "second", "third"}
 """Sessions of a page, typed and compared in `test_newcomer.py`."""
 OTHERS = {

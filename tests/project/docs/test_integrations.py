@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from aioshard import Record
 from aioshard.errors import DecodeError
+from aioshard.telemetry.metrics import METRICS
 from aioshard.testing import TestClient, run
-from tests.project.docs.recipes import load, recipes
+from tests.project.docs.pages import blocks
+from tests.project.docs.recipes import PAGE, load, recipes
+from tests.support.kafka import KafkaBroker
 from tests.support.paths import PROJECT
 
 CLAIM_CHECK = "Large messages: claim check"
 ENCRYPTION = "Encrypted payloads"
 SENTRY = "Sentry"
 WORKFLOWS = "Durable workflows: DBOS"
+CONTAINERS = "Testcontainers"
 
 LARGE = b"\x89PNG" * 50_000
 SECRET = b"alice-1f0c"
@@ -28,17 +33,17 @@ DEADLINE = 60.0
 
 
 def test_every_recipe_is_tested_here() -> None:
-    assert recipes().keys() == {CLAIM_CHECK, ENCRYPTION, SENTRY, WORKFLOWS}
+    assert recipes().keys() == {CLAIM_CHECK, ENCRYPTION, SENTRY, WORKFLOWS, CONTAINERS}
 
 
 def header(record: Record, name: str) -> str:
     return (dict(record.headers)[name] or b"").decode()
 
 
-async def run_scenario(module: str, *arguments: str, directory: Path, code: int = 0) -> str:
-    """Run a recipe in a process of its own, because its library changes the process; return what it prints."""
+async def run_module(module: str, *arguments: str, directory: Path, code: int = 0) -> str:
+    """Run a module in a process of its own, in this directory; return what it prints."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"tests.project.docs.{module}", *arguments),
+        *(sys.executable, "-m", module, *arguments),
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
         stdout=asyncio.subprocess.PIPE,
@@ -51,7 +56,7 @@ async def run_scenario(module: str, *arguments: str, directory: Path, code: int 
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == code, errors.decode()
+    assert process.returncode == code, (output + errors).decode()
     return output.decode()
 
 
@@ -256,10 +261,10 @@ def test_a_record_that_cannot_be_decrypted_is_final_and_shows_nothing() -> None:
 
 @pytest.mark.slow
 async def test_sentry_gets_the_last_failed_attempt_of_each_record_without_its_payload(tmp_path: Path) -> None:
-    output = await run_scenario("sentry_scenario", directory=tmp_path)
+    output = await run_module("tests.project.docs.sentry_scenario", directory=tmp_path)
     found = json.loads(output)
 
-    assert found["attempts"] == {"fails": 5, "recovers": 2, "hangs": 5, "is revoked": 2, "cannot be decoded": 0}
+    assert found["attempts"] == {"fails": 5, "recovers": 2, "hangs": 5, "is revoked": 6, "cannot be decoded": 0}
     reported = {event["tags"]["partition"]: event for event in found["events"]}
     assert len(found["events"]) == len(reported)
     cases = list(found["attempts"])
@@ -280,16 +285,71 @@ def workflow_events(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 async def test_a_record_whose_handler_runs_twice_starts_one_workflow(tmp_path: Path) -> None:
-    await run_scenario("dbos_scenario", "retried", directory=tmp_path)
+    await run_module("tests.project.docs.dbos_scenario", "retried", directory=tmp_path)
 
     assert sorted(workflow_events(tmp_path)) == ["1 workflow", "attempt 1", "attempt 2", "charge 7", "ship 7"]
 
 
 @pytest.mark.slow
 async def test_a_workflow_that_was_killed_resumes_and_its_record_starts_no_other(tmp_path: Path) -> None:
-    await run_scenario("dbos_scenario", "killed", directory=tmp_path, code=9)
+    await run_module("tests.project.docs.dbos_scenario", "killed", directory=tmp_path, code=9)
     assert workflow_events(tmp_path) == ["attempt 1", "charge 7"]
 
-    await run_scenario("dbos_scenario", "restarted", directory=tmp_path)
+    await run_module("tests.project.docs.dbos_scenario", "restarted", directory=tmp_path)
 
     assert sorted(workflow_events(tmp_path)[2:]) == ["1 workflow", "attempt 1", "ship 7"]
+
+
+# Datadog -------------------------------------------------------------------------------------
+
+
+def test_the_datadog_agent_reads_metrics_that_exist() -> None:
+    """A counter goes by its name without `_total`; the check of the Agent finds nothing by the full name."""
+    check, agent = (yaml.safe_load(block.text) for block in blocks("yaml") if block.page == PAGE)
+
+    assert check.keys() == {"init_config", "instances"}
+    (instance,) = check["instances"]
+    prefix = instance.pop("raw_metric_prefix")
+    names = {prefix + name for name in instance.pop("metrics")}
+    assert names <= METRICS.keys()
+    assert instance == {
+        "openmetrics_endpoint": "http://localhost:8000/metrics",
+        "namespace": "aioshard",
+        "histogram_buckets_as_distributions": True,
+    }
+    assert agent == {"otlp_config": {"receiver": {"protocols": {"http": {"endpoint": "localhost:4318"}}}}}
+
+
+# Testcontainers ------------------------------------------------------------------------------
+
+
+KAFKA_CONTAINER = """
+class KafkaContainer:
+    def with_kraft(self):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def get_bootstrap_server(self):
+        return {bootstrap!r}
+"""
+"""Stands for that of testcontainers 4.15, which needs Docker."""
+
+
+@pytest.mark.kafka
+async def test_the_test_with_a_container_passes_on_a_real_broker(own_kafka: KafkaBroker, tmp_path: Path) -> None:
+    await own_kafka.create_topic("orders", partitions=2)
+    package = tmp_path / "testcontainers" / "community"
+    package.mkdir(parents=True)
+    for parent in (package.parent, package):
+        (parent / "__init__.py").touch()  # comes before the package if that is installed
+    (package / "kafka.py").write_text(KAFKA_CONTAINER.format(bootstrap=own_kafka.bootstrap))
+    (tmp_path / "test_billing.py").write_text(recipes()[CONTAINERS].text)
+
+    await run_module("pytest", "-q", "--noconftest", "test_billing.py", directory=tmp_path)
+
+    assert await own_kafka.committed("billing", "orders") != {}
