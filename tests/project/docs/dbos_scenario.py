@@ -1,4 +1,4 @@
-"""Run the DBOS recipe in a process of its own, because DBOS exists once in a process and starts threads.
+"""Run the DBOS recipe in a separate process, because DBOS exists once in a process and starts threads.
 
 The argument says what happens to the record: `retried` fails the first attempt after its workflow has started, `killed`
 ends the process in the second step, and `restarted` gets the same record in the next process. Each event becomes a line
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from dbos import DBOS
+from dbos import DBOS, WorkflowHandleAsync
 
 from aioshard import App, CallNext, Context, Record
 from aioshard.testing import TestClient
@@ -37,7 +37,9 @@ async def scenario(app: App, ending: str) -> None:
     async with TestClient(app) as client:
         record = await client.publish("orders", ORDER, partition=0)
         await client.settle()
-        workflow = await DBOS.retrieve_workflow_async(f"{record.topic}/{record.partition}/{record.offset}")
+        workflow: WorkflowHandleAsync[None] = await DBOS.retrieve_workflow_async(
+            f"{record.topic}/{record.partition}/{record.offset}"
+        )
         await workflow.get_result()
         note(f"{len(await DBOS.list_workflows_async())} workflow")
 

@@ -1,4 +1,4 @@
-"""Run the Sentry recipe in a process of its own, because the SDK patches modules of the process.
+"""Run the Sentry recipe in a separate process, because the SDK patches modules of the process.
 
 Prints the events that reach the transport, as JSON.
 """
@@ -7,6 +7,7 @@ import asyncio
 import functools
 import json
 from typing import Any
+from unittest import mock
 
 import sentry_sdk
 from sentry_sdk.envelope import Envelope
@@ -73,10 +74,9 @@ async def publish(client: TestClient, number: int) -> None:
 
 
 def main() -> None:
-    sentry_sdk.init = functools.partial(
-        sentry_sdk.init, dsn="https://public@sentry.example/1", transport=KeepingTransport
-    )
-    recipe = load("Sentry")
+    init = functools.partial(sentry_sdk.init, dsn="https://public@sentry.example/1", transport=KeepingTransport)
+    with mock.patch.object(sentry_sdk, "init", init):
+        recipe = load("Sentry")
     recipe["charge"] = charge
     run(scenario(recipe["app"]))
     print(json.dumps({"events": events, "attempts": attempts}, default=str))

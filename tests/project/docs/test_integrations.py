@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from aioshard import Record
@@ -41,7 +41,7 @@ def header(record: Record, name: str) -> str:
 
 
 async def run_module(module: str, *arguments: str, directory: Path, code: int = 0) -> str:
-    """Run a module in a process of its own, in this directory; return what it prints."""
+    """Run a module in a separate process, in this directory; return what it prints."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
         cwd=directory,
