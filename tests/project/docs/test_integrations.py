@@ -142,7 +142,7 @@ def test_a_claim_cannot_name_another_file(claims: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with TestClient(claims["app"]) as client:
             claims["store"].pipe_file(f"{claims['root']}/private/file", SECRET)
-            await client.publish("images", b"", headers={"claim-check": "private/file"})
+            await client.publish("images", b"", headers=[("claim-check", "private/file")])
             await client.settle()
             assert [header(letter, "aioshard.error") for letter in client.records("images.dlt")] == ["DecodeError"]
             assert client.records("thumbnails") == []
