@@ -2,8 +2,9 @@
 
 How a block is tested is in its info string: `python` is executed; with `data-check="memory"` its app then consumes
 records on the broker in memory; `"continued"` reuses the names of the block before; `"pytest"` has its tests run;
-`"names"` is for what must not be executed here: its imports are, and every name in it has to exist. `"theirs"` is for
-code of another library. `test_unchecked_blocks_are_listed` says which blocks are not run, and why.
+`"recipe"` is executed in `test_integrations.py`; `"names"` is for what must not be executed here: its imports are, and
+every name in it has to exist. `"theirs"` is for code of another library. `test_unchecked_blocks_are_listed` says which
+blocks are not run, and why.
 """
 
 import ast
@@ -27,11 +28,12 @@ from aioshard.cli.supervisor import WORKER_VARIABLE
 from aioshard.settings import PREFIX, Settings
 from aioshard.testing import TestClient, run
 from tests.project.docs.pages import PAGES, Block, blocks, name_of
+from tests.project.docs.recipes import RECIPE
 from tests.project.docs.tables import context_of
 from tests.support.paths import PROJECT
 
-EXECUTED = blocks("python")
-SHELL = blocks("console", "yaml")
+EXECUTED = [block for block in blocks("python") if block.check != RECIPE]
+SHELL = [block for block in blocks("console", "yaml") if block.check != RECIPE]
 TERMINALS = {"first", "second", "third"}
 """Sessions of a page, typed and compared in `test_newcomer.py`."""
 OTHERS = {
