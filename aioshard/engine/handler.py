@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from aioshard.core.options import Batch, DeadLetter, OnFailure, Park, RateLimit, Retry
+from aioshard.core.options import Adaptive, Batch, DeadLetter, OnFailure, Park, RateLimit, Retry
 from aioshard.core.sharding import ShardBy, ShardKey, shard_key_of
+from aioshard.engine.adaptation import Adaptation
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
@@ -84,6 +85,9 @@ class Handler(NamedTuple):
     shards: int | None
     shard_queue_size: int | None
     concurrency: int
+    """The number of workers: with an adaptive concurrency its maximum."""
+    adaptive: Adaptive | None
+    """Bounds of the concurrency, if it follows the latency."""
     timeout: float | None
     """Seconds that an attempt may take."""
     retry: Retry
@@ -230,13 +234,35 @@ class ActiveHandler:
             builtin_key=not callable(spec.shard_by),
             parking=self.parking,
         )
+        self.adaptation = self._make_adaptation()
+        """Set if the concurrency is adaptive."""
+
+    def _make_adaptation(self) -> Adaptation | None:
+        spec = self.spec
+        if spec.adaptive is None:
+            return None
+        (shards,) = self.shards
+        return Adaptation(
+            spec.adaptive,
+            handler=spec.name,
+            shards=shards,
+            failures=self.failures,
+            counters=self.counters,
+            clock=self._resources.clock,
+        )
+
+    @property
+    def concurrency(self) -> int:
+        """Maximum number of concurrent runs now. Safe from any thread."""
+        return len(self.workers) if self.adaptation is None else self.adaptation.limit
 
     def _make_shards(self, resources: Resources) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""
         spec, pace = self.spec, self.pace
         bound = spec.queue_size(resources.buffer.bounds.records)
         batch, attempts = spec.batch, spec.retry.attempts
-        limits = None if pace is None and spec.slots is None else StartLimits(pace, spec.slots)
+        is_limited = pace is not None or spec.slots is not None or spec.adaptive is not None
+        limits = StartLimits(pace, spec.slots) if is_limited else None
         if batch is None:
             return Shards(bound) if limits is None else LimitedShards(limits, bound)
         if limits is None:
@@ -330,7 +356,7 @@ class ActiveHandler:
         return HandlerStatistics(
             name=spec.name,
             topics=topics,
-            concurrency=len(self.workers),
+            concurrency=self.concurrency,
             busy=len(busy),
             shards=len(self.shards[0]) if spec.shards is None else len(self.shards),
             processed=sum(topic.processed for topic in by_topic),
@@ -345,6 +371,7 @@ class ActiveHandler:
             shard_depth=max(part.depth for part in self.shards),
             queued=sum(part.unseen for part in self.shards),
             on_failure=_describe_policy(spec.on_failure),
+            adaptive=None if self.adaptation is None else self.adaptation.statistics(),
         )
 
 

@@ -1,4 +1,4 @@
-"""Shards that start runs only as a limit allows: a rate limit, or the number of worker processes."""
+"""Shards that start runs only as a limit allows: a rate limit, the number of worker processes, or of workers."""
 
 import asyncio
 import math
@@ -200,7 +200,7 @@ class LimitedShards(Shards):
 
     def take(self) -> Delivery | None:
         """See `Shards.take`."""
-        if not self._has_work or not self._limits.allow(self.notify):
+        if not self._has_work or self._has_surplus or not self._limits.allow(self.notify):
             return None
         delivery = super().take()
         if delivery is not None and delivery.recovery is None:
@@ -230,7 +230,7 @@ class LimitedBatchShards(BatchShards):
 
     def take_batch(self) -> DeliveryBatch | None:
         """See `BatchShards.take_batch`."""
-        if not self._has_work or not self._limits.allow(self.notify):
+        if not self._has_work or self._has_surplus or not self._limits.allow(self.notify):
             return None
         batch = super().take_batch()
         if batch is not None and batch.deliveries[0].recovery is None:

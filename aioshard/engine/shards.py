@@ -157,6 +157,8 @@ class Shards:
         self._waking = False
         self._burst = 1
         self._allows = allows
+        self._reserve = 0
+        """Number of workers that stay idle, because the concurrency is limited."""
         self.yielding = 0
         """Number of workers that are yielding to the event loop although they have more to do."""
         self._on_idle: Callable[[], None] | None = None
@@ -546,24 +548,41 @@ class Shards:
         loop.
         """
         allows = self._allows
-        if self._idle and not self._waking and (allows is None or (self._has_work and allows(self.notify))):
+        if not self._can_wake or self._waking:
+            return
+        if allows is None or (self._has_work and allows(self.notify)):
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake_workers)
 
     def _wake_workers(self) -> None:
         self._waking = False
-        if not self._idle or not self._has_work:
+        if not self._can_wake or not self._has_work:
             self._burst = 1
             return
         if self.yielding:
             self._burst = 1
         else:
-            for _ in range(min(self._burst, len(self._idle), self._most_starts)):
+            for _ in range(min(self._burst, len(self._idle) - self._reserve, self._most_starts)):
                 idle = self._idle.popleft()
                 if not idle.done():
                     idle.set_result(None)
             self._burst *= 2 if self._allows is None else 1
         self.notify()
+
+    def limit_workers(self, reserve: int) -> None:
+        """Let this number of workers stay idle; busy ones end their runs first. Only `LimitedShards` enforce it."""
+        self._reserve = reserve
+        self.notify()
+
+    @property
+    def _can_wake(self) -> bool:
+        """Whether a worker is idle and may be woken."""
+        return len(self._idle) > self._reserve
+
+    @property
+    def _has_surplus(self) -> bool:
+        """Whether more workers are busy than the limit allows."""
+        return len(self._idle) < self._reserve
 
     @property
     def _has_work(self) -> bool:

@@ -16,7 +16,7 @@ from aioshard.engine.shards import Shards
 from aioshard.engine.stack import stack_of
 from aioshard.engine.watch import Watch
 from aioshard.engine.worker import Asked, Worker
-from aioshard.observe import IncompleteRecord, RecordState, Stack
+from aioshard.observe import AdaptiveStatistics, IncompleteRecord, RecordState, Stack
 from aioshard.records import counted
 
 
@@ -328,8 +328,11 @@ class HandlerSnapshot:
     def _no_start(self) -> Cause | None:
         """The reason why no run may start: all workers or processes are busy. Once, as many records may wait for it."""
         spec = self._spec
-        count = len(self.handler.workers)
+        count = self.handler.concurrency
         if len(self.runs) >= count:
+            adaptation = self.handler.adaptation
+            if adaptation is not None:
+                return self._adaptive_limit(count, adaptation.statistics())
             limit = "concurrency" if spec.shards is None else "shards"
             if spec.run_in == "process" and spec.slots is None:
                 limit = "processes"
@@ -354,6 +357,22 @@ class HandlerSnapshot:
             None,
             f"waits for a worker process: all {spec.slots.number} have a record of handler {spec.name}; {reason}",
             "raise processes= if the machine has more cores; or find out why the runs take so long",
+            stack,
+        )
+
+    def _adaptive_limit(self, count: int, adaptive: AdaptiveStatistics) -> Cause:
+        reason, stack = self._longest_of(self.runs)
+        moved = "" if adaptive.since is None else f", {adaptive.before} until {adaptive.since:.1f} s ago"
+        advice = "find out why the runs take so long"
+        if count == adaptive.maximum:
+            advice = f"raise the maximum of concurrency=, if the back end bears more than that; or {advice}"
+        return Cause(
+            "queued",
+            None,
+            f"waits for its turn: all {count} runs that the adaptive concurrency of handler {self._spec.name} allows "
+            f"now ({adaptive.minimum} to {adaptive.maximum}{moved}) are in flight. It moved last because "
+            f"{adaptive.why}; {reason}",
+            advice,
             stack,
         )
 
