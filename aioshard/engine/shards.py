@@ -562,7 +562,7 @@ class Shards:
         if self.yielding:
             self._burst = 1
         else:
-            for _ in range(min(self._burst, len(self._idle) - self._reserve, self._most_starts)):
+            for _ in range(min(self._burst, len(self._idle), self._most_starts)):
                 idle = self._idle.popleft()
                 if not idle.done():
                     idle.set_result(None)
