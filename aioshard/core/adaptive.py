@@ -46,7 +46,11 @@ _SETTLING = 1.2
 _SETTLED = 0.2
 """Share of a round that may be older than that without harm."""
 _STEP = 2.0
-"""Seconds of one step of a probe, or more if the latency is long; the queue empties in the first half."""
+"""Seconds of one step of a probe, or more if the latency is long."""
+_EMPTYING = 0.4
+"""Share of a step in which the queue empties, before it is measured."""
+_STEP_ENDS = 0.9
+"""Share of a step after which it may end: `look` is not called on the dot."""
 _PERIOD = 8
 """Steps from the start of one probe to the next."""
 _QUICK = 1e-6
@@ -207,18 +211,19 @@ class AdaptiveLimit:
         elif not ended.processed:
             if ended.runs >= _ENOUGH:
                 self._set(self._level * _HALF, "failures", now)
-        # 3. It is time for a probe.
-        elif self._probe_is_due and self._probe is None and self.latency is not None:
-            self._probe_is_due = False
-            self.latency = max(self.latency, ended.latency)
-            self._step(_Probe(self._level, self.latency, self.latency, self._level, now.at), ended, now)
-        # 4. There are too few records to judge.
+        # 3. There are too few records to judge.
         elif ended.processed < _ENOUGH and ended.elapsed < max(_STEP, _PATIENCE * (self.latency or ended.latency)):
             pass
-        elif self._probe is None:
+        # 4. A step of a probe ends.
+        elif self._probe is not None:
+            if now.at >= self._probe.ends:
+                self._end_step(self._probe, ended, now)
+        # 5. It is time for a probe.
+        elif self._probe_is_due and self.baseline is not None:
+            self._probe_is_due = False
+            self._step(_Probe(self._level, ended.latency, 0.0, 0.0, 0.0), ended, now)
+        else:
             self._judge(ended, now)
-        elif now.at >= self._probe.ends:
-            self._end_step(self._probe, ended, now)
 
     # Rounds ------------------------------------------------------------------------
 
@@ -313,18 +318,18 @@ class AdaptiveLimit:
         """Halve the limit, unless so little of it is used that this is a probe in itself."""
         seconds = self._step_seconds
         level = self._level
-        self._probe = probe._replace(level=level, ends=now.at + seconds)
+        self.latency = ended.latency
+        self._probe = probe._replace(level=level, latency=ended.latency, ends=now.at + seconds * _STEP_ENDS)
         if ended.used > level * _HALF:
             level *= _HALF
-        self._set(level, "probe", now, settling=seconds * _HALF)
+        self._set(level, "probe", now, settling=seconds * _EMPTYING)
 
     def _end_step(self, probe: _Probe, ended: Round, now: Figures) -> None:
         latency = ended.latency
         change = abs(math.log(probe.latency / latency)) - ended.error
         # 1. The latency depends on the limit, or changed meanwhile.
         if self._level < probe.level and change > _DEPENDS * math.log(probe.level / self._level):
-            self.latency = latency
-            self._step(probe._replace(latency=latency), ended, now)
+            self._step(probe, ended, now)
             return
         # 2. It is that of an idle back end.
         self.baseline = latency
