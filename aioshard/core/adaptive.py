@@ -38,7 +38,7 @@ _LEAST_OVERLOADS = 2
 _CALM = 1.5
 """Periods without overload after which the limit may double again."""
 _ENOUGH = 16
-"""Processed records that a round needs, unless they are rare; so many failed runs without any show an outage."""
+"""Processed records that a round needs, unless they are rare; or failed runs, if nothing succeeds."""
 _PATIENCE = 4.0
 """Multiples of the latency after which a round ends with the records that it has."""
 _SETTLING = 1.2
@@ -58,7 +58,7 @@ _QUICK = 1e-6
 
 
 class Figures(NamedTuple):
-    """What the runs of a handler have come to since it started."""
+    """Totals of the runs of a handler since it started."""
 
     at: float
     """The current time in seconds, on a clock that processes share and that never goes back."""
@@ -326,14 +326,18 @@ class AdaptiveLimit:
 
     def _end_step(self, probe: _Probe, ended: Round, now: Figures) -> None:
         latency = ended.latency
-        change = abs(math.log(probe.latency / latency)) - ended.error
-        # 1. The latency depends on the limit, or changed meanwhile.
-        if self._level < probe.level and change > _DEPENDS * math.log(probe.level / self._level):
+        tolerance = self._adaptive.tolerance
+        # 1. It depends on the limit: this is still a queue.
+        fell = math.log(probe.latency / latency) - ended.error
+        has_queued = self._level < probe.level and fell > _DEPENDS * math.log(probe.level / self._level)
+        # 2. It is higher although the limit is lower: the back end has changed meanwhile.
+        has_changed = latency > probe.latency * (1 + ended.error) * math.sqrt(tolerance)
+        if has_queued or has_changed:
             self._step(probe, ended, now)
             return
-        # 2. It is that of an idle back end.
+        # 3. It is that of an idle back end.
         self.baseline = latency
-        accepted = self._adaptive.tolerance * latency / probe.first
+        accepted = tolerance * latency / probe.first
         level = probe.before * min(accepted, 1.0)
         if self._level < probe.before:
             # A step too far, which is relatively larger for a low limit: so processes that share a back end converge.

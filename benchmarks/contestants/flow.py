@@ -26,7 +26,7 @@ _P99 = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A period in which the back end serves this many calls at once."""
+    """A period in which the back end serves this many calls concurrently."""
 
     servers: int
     seconds: float
@@ -137,7 +137,7 @@ async def _measure(app: App, back_end: BackEnd, phase: Phase, settling: float) -
     seconds = loop.time() - began
     latencies = sorted(back_end.latencies)
     if not latencies:
-        raise SystemExit("no call ended: the topic has too few records, or the back end stands still")
+        raise SystemExit("no call ended: the topic has too few records, or the back end has stopped")
     return Result(
         servers=phase.servers,
         rate=len(latencies) / seconds,

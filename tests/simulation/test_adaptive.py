@@ -37,7 +37,7 @@ def rarely_slow(rng: random.Random) -> float:
 
 @dataclasses.dataclass
 class Found:
-    """What happened in a period."""
+    """Figures of a period."""
 
     rate: float
     median: float
@@ -57,7 +57,7 @@ class Caller:
     per_second: float | None = None
     """Runs that arrive; None is an endless backlog."""
     wrong: float = 0.0
-    """Share of runs that fail whatever the back end does."""
+    """Share of runs that fail with an idle back end too."""
     waiting: int = 0
     running: int = 0
     runs: int = 0
@@ -223,6 +223,20 @@ def test_it_finds_the_knee_of_a_back_end_whose_capacity_changes(noise: Noise, se
         assert 0.85 * servers <= found.limit <= 1.4 * servers
         assert found.rate >= (0.85 if noise is exponential else 0.9) * servers / SERVICE
         assert found.median <= (1.75 if noise is exponential else 1.5) * alone.between(0.0, 20.0).median
+
+
+@pytest.mark.parametrize("changed_at", [31.5, 32.2, 32.6, 33.0, 33.4, 33.8, 34.2])
+def test_a_capacity_that_falls_during_a_probe_is_not_mistaken_for_an_idle_back_end(changed_at: float) -> None:
+    """The probe begins between 32 s and 33 s, and takes two seconds."""
+    caller = adaptive()
+    back_end = BackEnd(32, seed=19)
+    back_end.run([caller], changed_at)
+    back_end.servers = 8
+    back_end.run([caller], 47.0)
+
+    found = caller.between(42.0, 47.0)
+    assert found.limit <= 1.75 * 8
+    assert found.median <= 1.75 * SERVICE
 
 
 def test_a_fixed_limit_is_too_low_or_too_high_somewhere() -> None:

@@ -140,7 +140,7 @@ def test_a_few_failures_while_there_is_little_to_do_change_nothing() -> None:
 
 
 def test_it_probes_at_the_same_times_in_every_process() -> None:
-    """Whatever happened before, and whenever they started."""
+    """Also if they started at different times."""
     probed: set[float] = set()
     for offset in (0.0, 3.0, 7.0):
         handler = Handler(Adaptive(1, 8))
