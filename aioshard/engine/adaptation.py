@@ -74,7 +74,7 @@ class Adaptation:
         logger.debug(message, self._handler, self.limit, move.before, self._why(), extra=fields)
 
     def _apply(self) -> None:
-        self._shards.limit_workers(self.adaptive.maximum - self.limit)
+        self._shards.limit_workers(self.limit, self.adaptive.maximum)
         self._failures.workers = self.limit
 
     def _figures(self) -> Figures:

@@ -97,6 +97,8 @@ class FailureHandler:
             shards: Shards of the delivery.
             keyed: Whether it has a shard key; see `decide`.
         """
+        if keyed and delivery.recovery is None:
+            shards.note_failed(delivery)
         decision = self.decide(delivery, error, keyed=keyed)
         if isinstance(decision, AwaitBreaker):
             self._breaker.pause(delivery.epoch)

@@ -234,6 +234,8 @@ class ActiveHandler:
             builtin_key=not callable(spec.shard_by),
             parking=self.parking,
         )
+        if spec.shards is None:
+            self.shards[0].limit_workers(len(self.workers), len(self.workers))
         self.adaptation = self._make_adaptation()
         """Set if the concurrency is adaptive."""
 

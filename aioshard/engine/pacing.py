@@ -207,6 +207,13 @@ class LimitedShards(Shards):
             self._limits.spend()
         return delivery
 
+    def admits(self, delivery: Delivery) -> bool:
+        """See `Shards.admits`."""
+        admitted = super().admits(delivery)
+        if not admitted:
+            self._limits.put_back()
+        return admitted
+
     def next_after(self, delivery: Delivery) -> Delivery | None:
         """See `Shards.next_after`."""
         self.release(delivery)

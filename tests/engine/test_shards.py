@@ -265,14 +265,14 @@ def test_workers_beyond_the_limit_stay_idle_until_it_is_raised() -> None:
             tasks = [workers.create_task(serve(), name=f"worker {number}") for number in range(8)]
             await turns()
             _, deliveries = make_epoch([None] * 40)
-            shards.limit_workers(6)
+            shards.limit_workers(2, 8)
             await shards.put(deliveries)
             await turns()
             assert (len(running), waits) == (2, 8), "nobody was woken in vain"
-            shards.limit_workers(3)
+            shards.limit_workers(5, 8)
             await turns()
             assert (len(running), waits) == (5, 8)
-            shards.limit_workers(7)
+            shards.limit_workers(1, 8)
             ends.set()
             await turns()
             assert len(running) == 0

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
+from aioshard.core.fairness import most_failing_runs
 from aioshard.core.loop_block import LoopBlock
 from aioshard.core.sharding import is_plain, shown
 from aioshard.engine.batch_shards import BatchShards
@@ -313,6 +314,8 @@ class HandlerSnapshot:
         waited = self._now - delivery.arrived
         if self._no_start is not None:
             return self._no_start._replace(since=waited)
+        if self._shards_of(delivery).is_restrained(delivery):
+            return self._restrained(delivery, waited)
         pace = self.handler.pace
         due = 0.0 if pace is None else pace.due()
         if pace is not None and due:
@@ -323,6 +326,19 @@ class HandlerSnapshot:
                 "nothing if the rate is intended; otherwise raise rate_limit=",
             )
         return Cause("queued", waited, "waits for its turn, and starts next")
+
+    def _restrained(self, delivery: Delivery, waited: float) -> Cause:
+        failed = "the record before it in its shard failed"
+        if delivery.failure is not None:
+            failed = f"its last attempt failed with {delivery.failure}"
+        most = most_failing_runs(self.handler.concurrency, others_wait=True)
+        return Cause(
+            "queued",
+            waited,
+            f"waits for its turn: {failed}, and while other records wait, at most {most} of the "
+            f"{self.handler.concurrency} workers of handler {self._spec.name} run records of failing keys",
+            "fix the cause of the failures; a shorter timeout= makes room sooner if the runs hang",
+        )
 
     @functools.cached_property
     def _no_start(self) -> Cause | None:
