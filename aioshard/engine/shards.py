@@ -497,8 +497,7 @@ class Shards:
     @property
     def at_rest(self) -> bool:
         """Whether nothing will start until something arrives: all that is left is halted or behind a halted record."""
-        is_calm = not self._has_work and not self.yielding and not self._held and not self._restrained
-        return is_calm and len(self.halted) == len(self._blocked)
+        return not self._has_work and not self.yielding and not self._held and len(self.halted) == len(self._blocked)
 
     # Explanations; safe from any thread -----------------------------------------
 
