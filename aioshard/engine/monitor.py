@@ -74,6 +74,8 @@ class Monitor:
             watch.update_standstill()
         with watching("hanging tasks"):
             watch.update_hang()
+        with watching("dominant keys"):
+            watch.update_dominant_keys()
         for handler in self._engine.handlers:
             with watching("repeated failures"):
                 handler.failures.log.report_repeats()

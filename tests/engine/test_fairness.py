@@ -12,6 +12,7 @@ from aioshard.engine.epoch import Delivery
 from aioshard.engine.outcomes import Recovery
 from aioshard.engine.pacing import LimitedShards, Pace, StartLimits
 from aioshard.engine.shards import DeliveryBatch, Shards
+from aioshard.observe import Finding
 from aioshard.testing import TestClient, run
 from tests.engine.deliveries import add, make_epoch, start
 from tests.engine.live_apps import engine_of, publish, until
@@ -309,5 +310,59 @@ def test_only_so_many_failing_keys_are_remembered() -> None:
             shards.note_failed(delivery)
         await shards.put(deliveries)
         assert [delivery.is_failing for delivery in deliveries[:2]] == [False, True]
+
+    run(test())
+
+
+# Keys that take most of the time --------------------------------------------------------
+
+
+def dominant_keys(app: App) -> list[Finding]:
+    return [finding for finding in app.diagnose().findings if finding.kind == "dominant key"]
+
+
+@pytest.mark.parametrize("shares", [1, 2], ids=["one key", "two keys"])
+def test_a_key_that_takes_most_of_the_time_is_named(shares: int) -> None:
+    """Two keys that take a half each are no reason: they run at the same time."""
+    app = App("fair", show_keys=True)
+
+    @app.consume("orders", concurrency=8)
+    async def handle(record: Record) -> None:
+        await asyncio.sleep(0.5 if (record.key or b"").startswith(b"hot") else 0.005)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for number in range(1_000):
+                key = b"hot-%d" % (number // 2 % shares) if number % 2 else b"%d" % number
+                await client.publish("orders", b"", key=key, partition=0)
+            await asyncio.sleep(15.0)
+            assert dominant_keys(app) == [], "not after a few looks"
+            await asyncio.sleep(15.0)
+            found = dominant_keys(app)
+            if shares == 2:
+                assert found == []
+            else:
+                assert len(found) == 1
+                assert "hot-0" in found[0].sentence
+                assert "handle" in found[0].sentence
+                assert "hot-0" in app.explain()
+
+    run(test())
+
+
+def test_a_key_without_a_backlog_is_not_named() -> None:
+    """It takes all the time because there is nothing else to do."""
+    app = App("fair")
+
+    @app.consume("orders", concurrency=8)
+    async def handle(_: Record) -> None:
+        await asyncio.sleep(0.99)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for _ in range(40):
+                await client.publish("orders", b"", key=b"k", partition=0)
+                await asyncio.sleep(1.0)
+            assert dominant_keys(app) == []
 
     run(test())
