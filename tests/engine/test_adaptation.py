@@ -270,7 +270,7 @@ def test_a_batch_that_is_to_be_retried_later_counts_as_one_overload() -> None:
         async with TestClient(app) as client:
             await publish(client, 50)
             await asyncio.sleep(5.0)
-            assert adaptive_of(app).moves == {}, "one run is no overload"
+            assert adaptive_of(app).moves == {}, "one run is too few"
             await publish(client, 2_000)
             await asyncio.sleep(5.0)
             assert adaptive_of(app).moves["overload"] >= 1

@@ -28,7 +28,7 @@ class Handler:
 
     def __init__(self, failing: int) -> None:
         self.failing = failing
-        """The first so many keys fail."""
+        """Number of keys that fail: the first ones."""
         self.healthy = 0
         """Processed records of the other nine tenths of the keys."""
         self.hanging = 0
@@ -80,7 +80,7 @@ def healthy_in_ten_seconds(handler: Handler, **options: Any) -> int:
 @pytest.mark.parametrize(
     "options",
     [{}, {"retry": Retry(attempts=1)}, {"retry": Retry(attempts=1_000, initial=0.1, maximum=0.1)}],
-    ids=["given up", "given up at once", "retried"],
+    ids=["given up", "given up immediately", "retried"],
 )
 def test_healthy_keys_keep_their_rate_while_a_tenth_of_the_keys_times_out(options: dict[str, Any]) -> None:
     undisturbed = healthy_in_ten_seconds(Handler(0), **options)
@@ -91,7 +91,7 @@ def test_healthy_keys_keep_their_rate_while_a_tenth_of_the_keys_times_out(option
 
 
 def test_failing_keys_use_the_workers_that_nobody_else_needs_but_never_all() -> None:
-    """So a record of another key starts at once."""
+    """So a record of another key need not wait."""
     handler = Handler(KEYS)
     app = app_of(handler)
 
@@ -323,7 +323,7 @@ def dominant_keys(app: App) -> list[Finding]:
 
 @pytest.mark.parametrize("shares", [1, 2], ids=["one key", "two keys"])
 def test_a_key_that_takes_most_of_the_time_is_named(shares: int) -> None:
-    """Two keys that take a half each are no reason: they run at the same time."""
+    """Two keys that take a half each are fine: they run concurrently."""
     app = App("fair", show_keys=True)
 
     @app.consume("orders", concurrency=8)
@@ -351,7 +351,7 @@ def test_a_key_that_takes_most_of_the_time_is_named(shares: int) -> None:
 
 
 def test_a_key_without_a_backlog_is_not_named() -> None:
-    """It takes all the time because there is nothing else to do."""
+    """It takes all the time, but nothing waits."""
     app = App("fair")
 
     @app.consume("orders", concurrency=8)
