@@ -88,6 +88,10 @@ class Move(NamedTuple):
     before: int
     at: float
     """Time of the change."""
+    latency: float | None = None
+    """Seconds of work per success at that time; None if unknown."""
+    baseline: float | None = None
+    """The same with an idle back end."""
 
 
 class Round(NamedTuple):
@@ -256,7 +260,7 @@ class AdaptiveLimit:
         self._level = min(max(level, self._adaptive.minimum), self._adaptive.maximum)
         self.limit = int(self._level + _HALF)
         if self.limit != before:
-            self.move = Move(reason, before, now.at)
+            self.move = Move(reason, before, now.at, self.latency, self.baseline)
             settling = max(settling, _SETTLING * (self.latency or 0.0))
         self._begin_round(now, settling)
 

@@ -104,20 +104,21 @@ class Adaptation:
         )
 
     def _why(self) -> str:
-        """Say in words why the limit moved last."""
-        latency = _shown(self._limit.latency)
-        baseline = _shown(self._limit.baseline)
-        match self._limit.move.reason:
+        """Say in words why the limit moved last, with the latencies of then."""
+        move = self._limit.move
+        latency = _shown(move.latency)
+        baseline = _shown(move.baseline)
+        match move.reason:
             case "start":
                 return "it has not moved since the start"
             case "spare":
-                return f"records take {latency}, as with an idle back end, so it bears more"
+                return f"records took {latency}, as with an idle back end, so it bears more"
             case "queue":
-                return f"records take {latency}, and {baseline} with an idle back end, so they queue there"
+                return f"records took {latency}, and {baseline} with an idle back end, so they queued there"
             case "overload":
-                return "the handler raises RetryLater: its back end is overloaded"
+                return "the handler raised RetryLater: its back end was overloaded"
             case "failures":
-                return "no run succeeds"
+                return "no run succeeded"
             case "probe":
                 return f"the latency of an idle back end is measured regularly; it was {baseline}"
 

@@ -94,7 +94,12 @@ def test_the_latency_brings_it_back_to_the_tolerance() -> None:
         handler.second(0.01, succeed=count)
 
     assert 40 <= handler.second(0.0195, succeed=3_200) <= 41  # 64 × 1.2 / 1.95
-    assert handler.limit.move.reason == "queue"
+    moved = handler.limit.move
+    assert moved.reason == "queue"
+    assert moved.latency == pytest.approx(0.0195)
+    assert moved.baseline == pytest.approx(0.01)
+    handler.second(0.011, succeed=3_600)
+    assert handler.limit.move is moved, "it says what was so when the limit moved"
 
 
 def test_an_overload_takes_back_the_last_raise_and_then_halves() -> None:
