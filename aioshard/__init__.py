@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.attempts import BatchContext, CallNext, Context
-from aioshard.core.options import Batch, CircuitBreaker, DeadLetter, Limit, Park, Retry
+from aioshard.core.options import Adaptive, Batch, CircuitBreaker, DeadLetter, Limit, Park, Retry
 from aioshard.errors import AioshardError, BatchError, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, LimitStatistics, PartitionStatistics, Statistics
 from aioshard.ports import Message
@@ -29,6 +29,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "AioshardError",
     "App",
     "Batch",

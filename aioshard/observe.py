@@ -4,8 +4,10 @@
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from aioshard.core.adaptive import MoveReason
 from aioshard.core.histogram import HistogramCounts
 from aioshard.core.loop_block import LoopBlock
 
@@ -72,12 +74,35 @@ class TopicStatistics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdaptiveStatistics:
+    """The adaptive concurrency of one handler; `HandlerStatistics.concurrency` is its current limit."""
+
+    minimum: int
+    maximum: int
+    before: int
+    """The limit before it moved last."""
+    reason: MoveReason
+    """Why it moved last."""
+    why: str
+    """The same in a sentence."""
+    since: float | None
+    """Seconds since it moved last; None if it has not moved."""
+    latency: float | None
+    """Seconds of work per processed record, lately; None until it is known."""
+    baseline: float | None
+    """The same with an idle back end."""
+    moves: Mapping[str, int]
+    """Number of moves by reason."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HandlerStatistics:
     """One handler; the counters continue across rebalances."""
 
     name: str
     topics: tuple[str, ...]
     concurrency: int
+    """Maximum number of concurrent runs; with `Adaptive`, the current limit."""
     busy: int
     """Workers with a record or batch in flight."""
     shards: int
@@ -103,6 +128,8 @@ class HandlerStatistics:
     """`halt`, `skip`, `dead letters to TOPIC` or `parks in TOPIC`."""
     superseded: int = 0
     expired: int = 0
+    adaptive: AdaptiveStatistics | None = None
+    """None with a fixed concurrency."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Never, TypeVar, get_args
 
 from aioshard.attempts import Middleware, call_in_process
-from aioshard.core.options import Batch, DeadLetter, Limit, OnFailure, Park, Retry, is_positive, is_topic, is_whole
+from aioshard.core.options import (
+    Adaptive,
+    Batch,
+    DeadLetter,
+    Limit,
+    OnFailure,
+    Park,
+    Retry,
+    is_positive,
+    is_topic,
+    is_whole,
+)
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.dependencies import Overrides, dependencies_of, injected_names
 from aioshard.engine.handler import Handler, Keep, RunIn
@@ -51,7 +62,7 @@ class Router:
         shard_by: ShardBy = "key",
         shards: int | None = None,
         shard_queue_size: int | None = None,
-        concurrency: int | None = None,
+        concurrency: int | Adaptive | None = None,
         timeout: float | None = None,
         retry: Retry | None = None,
         on_failure: OnFailure = "halt",
@@ -83,7 +94,7 @@ class Router:
             shard_queue_size: Capacity of each fixed shard's queue, in records; by default an equal share of
                 `max_buffered_records`. A partition whose next record belongs to a full queue waits.
             concurrency: Workers, 64 by default; not allowed with *shards*. Each has one record or batch in flight, from
-                its start until its result is published.
+                its start until its result is published. `Adaptive(minimum, maximum)` follows what the back end bears.
             timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
             retry: When and how often to retry a failed record; `Retry()` by default.
@@ -134,7 +145,8 @@ class Router:
             keep=keep,
             max_age=max_age,
         )
-        workers = shards or concurrency or _CONCURRENCY
+        adaptive = concurrency if isinstance(concurrency, Adaptive) else None
+        workers = shards or (concurrency.maximum if isinstance(concurrency, Adaptive) else concurrency) or _CONCURRENCY
         _check_source(topics, pattern)
         _check_failure_policy(on_failure, topics, pattern)
         if decode is not None:
@@ -164,6 +176,7 @@ class Router:
                 shards=shards,
                 shard_queue_size=shard_queue_size,
                 concurrency=workers,
+                adaptive=adaptive,
                 timeout=None if timeout is None else float(timeout),
                 retry=Retry() if retry is None else retry,
                 on_failure=on_failure,
@@ -181,6 +194,7 @@ class Router:
                 max_age=None if max_age is None else float(max_age),
             )
             if run_in == "process":
+                _check_not_adaptive(handler)
                 _check_not_injected(handler)
                 process_call(handler, registers=True)
             self._add(handler)
@@ -263,7 +277,7 @@ def _check_options(
     shard_by: ShardBy,
     shards: int | None,
     shard_queue_size: int | None,
-    concurrency: int | None,
+    concurrency: int | Adaptive | None,
     timeout: float | None,
     retry: Retry | None,
     batch: Batch | None,
@@ -283,7 +297,9 @@ def _check_options(
     has_queue = shards is not None and is_whole(shard_queue_size)
     expected = "a whole number of at least 1, and shards as well: shards on demand have no queue"
     _check_option("shard_queue_size", shard_queue_size, has_queue, expected)
-    _check_option("concurrency", concurrency, is_whole(concurrency), "a whole number of at least 1")
+    is_concurrency = isinstance(concurrency, Adaptive) or is_whole(concurrency)
+    expected = "a whole number of at least 1, or Adaptive(minimum, maximum)"
+    _check_option("concurrency", concurrency, is_concurrency, expected)
     _check_option("decode", decode, callable(decode), _DECODES)
     is_other_topic = batch is None and publish_to not in topics and is_topic(publish_to)
     expected = (
@@ -430,6 +446,16 @@ def process_call(handler: Handler, *, registers: bool = False) -> bytes:
             f"handler {handler.name!r} was given run_in='process' and cannot be sent to a worker process ({error}): "
             "define the function, its payload's type and decode=… by 'def' and 'class' at the top level of a module"
         ) from error
+
+
+def _check_not_adaptive(handler: Handler) -> None:
+    """Refuse an adaptive concurrency for a handler that runs in worker processes."""
+    if handler.adaptive is not None:
+        raise HandlerError(
+            f"handler {handler.name!r} was given run_in='process' and concurrency={handler.adaptive}: the worker "
+            "processes limit its runs, and they compute instead of waiting for a back end; set processes=, or leave "
+            "run_in out"
+        )
 
 
 def _check_not_injected(handler: Handler) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19
+from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19
 from benchmarks.machine import described, machine
 from benchmarks.report import Report
 from benchmarks.stage import ContestantFailedError, Stage, stage
@@ -31,6 +31,7 @@ ON_A_BROKER: dict[str, Run] = {
     "p5": p5.run,
     "p6": p6.run,
     "p8": p8.run,
+    "p9": p9.run,
     "p10": p10.run,
     "p11": p11.run,
     "p12": p12.run,

@@ -11,7 +11,7 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import cut, print_result, table
-from aioshard.core.options import DeadLetter, OnFailure
+from aioshard.core.options import Adaptive, DeadLetter, OnFailure
 from aioshard.engine.handler import Handler
 from aioshard.errors import MissingExtraError
 from aioshard.functions import name_of
@@ -94,6 +94,7 @@ def _handler(registration: Handler) -> dict[str, Any]:
         "shards": registration.shards,
         "shard_queue_size": registration.shard_queue_size,
         "concurrency": registration.concurrency,
+        "adaptive": registration.adaptive,
         "limit": registration.limit,
         "timeout": registration.timeout,
         "batch": registration.batch,
@@ -130,11 +131,15 @@ def _row(handler: dict[str, Any]) -> tuple[object, ...]:
         cut(handler["payload"] or f"decoded by {handler['decode']}()", _LONGEST),
         handler["shard_by"],
         handler["shards"] or "on demand",
-        handler["concurrency"],
+        handler["concurrency"] if handler["adaptive"] is None else _range(handler["adaptive"]),
         None if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
     )
+
+
+def _range(adaptive: Adaptive) -> str:
+    return f"{adaptive.minimum} to {adaptive.maximum}"
 
 
 def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[object, ...]]:

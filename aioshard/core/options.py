@@ -13,6 +13,9 @@ _DEFAULT_BURST = 0.05
 """The default burst of a rate limit, in seconds of its rate."""
 _LONGEST_NAME = 100
 """Characters in the name of a limit, which labels metrics."""
+_INITIAL = 8
+"""The default beginning of an adaptive concurrency."""
+_MOST_TOLERANCE = 10.0
 _TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
@@ -235,6 +238,63 @@ class Limit:
             return self
         burst = None if self.burst is None else max(self.burst // tasks, 1)
         return Limit(self.name, self.per_second / tasks, burst)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Concurrency that follows what the back end bears: `concurrency=Adaptive(1, 512)`.
+
+    The handler runs as many records concurrently as the back end serves without queueing. The limit doubles while the
+    latency is that of an idle back end, falls when runs begin to queue there, and falls when they raise `RetryLater`.
+    Every 16 seconds it is halved for two seconds to measure the latency of an idle back end (less often if runs take
+    longer than half a second). All processes do this at the same time, by the system clock, so that none mistakes the
+    queue of another for the back end itself: keep their clocks within half a second.
+
+    Attributes:
+        minimum: Lowest concurrency.
+        maximum: Highest concurrency.
+        initial: Concurrency at the start; None means 8, or the allowed value nearest to it. Better too low than too
+            high.
+        tolerance: Accepted latency, as a multiple of that of an idle back end. If a back end becomes slower
+            gradually, instead of queueing at one point, a higher tolerance gives more throughput.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> Adaptive(1, 512)
+        Adaptive(minimum=1, maximum=512, initial=None, tolerance=1.2)
+    """
+
+    minimum: int
+    maximum: int
+    initial: int | None = None
+    tolerance: float = 1.2
+
+    def __post_init__(self) -> None:
+        least, most, initial = self.minimum, self.maximum, self.initial
+        check(self, "minimum", is_whole(least), "a whole number of at least 1")
+        check(self, "maximum", is_whole(most) and most >= least, f"a whole number, at least minimum={least}")
+        is_valid = initial is None or (is_whole(initial, most) and initial >= least)
+        check(self, "initial", is_valid, f"a whole number from {least} to {most}")
+        is_valid = is_number(self.tolerance) and 1 < self.tolerance <= _MOST_TOLERANCE
+        check(self, "tolerance", is_valid, f"a number above 1, and at most {_MOST_TOLERANCE:g}")
+
+    @property
+    def beginning(self) -> int:
+        """Concurrency at the start."""
+        return self.initial if self.initial is not None else min(max(_INITIAL, self.minimum), self.maximum)
+
+    def at_most(self, maximum: int) -> "Adaptive":
+        """Return the same with a lower maximum.
+
+        Example:
+            >>> Adaptive(16, 512, initial=100).at_most(8)
+            Adaptive(minimum=8, maximum=8, initial=8, tolerance=1.2)
+        """
+        most = min(self.maximum, maximum)
+        initial = None if self.initial is None else min(self.initial, most)
+        return Adaptive(min(self.minimum, most), most, initial, self.tolerance)
 
 
 # When retries are exhausted -----------------------------------------------------------

@@ -256,6 +256,13 @@ class BatchShards(Shards):
 
     # Overrides of `Shards` for batches ------------------------------------------
 
+    def note_failed(self, delivery: Delivery) -> None:
+        """Forget that a key failed: records of many keys run together."""
+
+    def admits(self, delivery: Delivery) -> bool:  # noqa: ARG002 - the signature of `Shards`
+        """See `Shards.admits`."""
+        return True
+
     def end(self, batch: DeliveryBatch, left: Sequence[Delivery] = ()) -> list[Delivery]:
         """See `Shards.end`."""
         self._running.discard(batch)

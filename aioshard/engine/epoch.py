@@ -72,6 +72,8 @@ class Delivery:
     """Whether its latest run was cancelled, so that the next one counts as a replay."""
     alone: bool = False
     """Whether it must not be batched with others."""
+    is_failing: bool = False
+    """Whether the latest run of its key had failed when this was set; see `Shards.admits`."""
 
     block: Block | None = None
     """Why it holds its shard without running; `Shards` sets it."""
@@ -144,8 +146,14 @@ class Delivery:
         if not self.failures:
             self.successes_before = succeeded
         self.failures += 1
+        self.mark_failing()
         self.failure = FailedAttempt(type(error).__name__, message_of(error), self.failures)
         return self.failure
+
+    def mark_failing(self) -> None:
+        """Let a worker ask its shards first whether it may run: the latest run of its key failed."""
+        self.is_failing = True
+        self.aside = True
 
     def fail_recovery(self, reason: str | None) -> int:
         """End a recovery with an error; return how often it has failed.
@@ -228,7 +236,13 @@ class Delivery:
         self.batch_offsets = ()
 
     def _update_aside(self) -> None:
-        self.aside = self.cancelled or self.recovery is not None or self.then is not None or self.refusal is not None
+        self.aside = (
+            self.cancelled
+            or self.is_failing
+            or self.recovery is not None
+            or self.then is not None
+            or self.refusal is not None
+        )
 
 
 class PastFailures(NamedTuple):

@@ -21,7 +21,7 @@ from aioshard.engine.outcomes import (
     RunAgain,
 )
 from aioshard.engine.shards import Shards
-from aioshard.errors import HandlerError, MessageRefusedError, SwallowedCancellationError
+from aioshard.errors import HandlerError, MessageRefusedError, RetryLater, SwallowedCancellationError
 
 _SLOW_RECOVERY = 1.0
 """Seconds; a healthy side topic acknowledges faster."""
@@ -77,7 +77,10 @@ class FailureHandler:
             "it is diverted when the circuit breaker has closed", self._recover_after_breaker
         )
         self._clock = clock
-        self._workers = workers
+        self.workers = workers
+        """Number of workers; an adaptive concurrency changes it."""
+        self.overloads = 0
+        """Failed runs of the handler that raised `RetryLater`."""
         self._breaker = HandlerBreaker(breaker, shards=shards, counters=counters, running=running, log=self.log)
         self._recovering: dict[Delivery, float] = {}
         """Deliveries whose recoveries workers run now, oldest first, with their start times."""
@@ -94,6 +97,8 @@ class FailureHandler:
             shards: Shards of the delivery.
             keyed: Whether it has a shard key; see `decide`.
         """
+        if keyed and delivery.recovery is None:
+            shards.note_failed(delivery)
         decision = self.decide(delivery, error, keyed=keyed)
         if isinstance(decision, AwaitBreaker):
             self._breaker.pause(delivery.epoch)
@@ -126,6 +131,7 @@ class FailureHandler:
             return self._decide_recovery(delivery, delivery.recovery, error)
         failure = delivery.fail(error, self.counters.processed)
         why = str(failure)
+        self.overloads += isinstance(error, RetryLater)
         # 2. The handler returned although it was cancelled: its effects are unknown.
         if isinstance(error, SwallowedCancellationError):
             return Halt(why)
@@ -170,6 +176,7 @@ class FailureHandler:
             error: Exception that the attempt raised.
             shards: Shards of the deliveries.
         """
+        self.overloads += isinstance(error, RetryLater)
         for delivery in deliveries:
             self.count_failed_behind(delivery, error)
         first = deliveries[0]
@@ -194,7 +201,7 @@ class FailureHandler:
         """
         now = self._clock()
         self._recoveries_in_doubt |= now - next(iter(self._recovering.values()), now) > _SLOW_RECOVERY
-        return not self._recoveries_in_doubt or len(self._recovering) < max(self._workers // 2, 1)
+        return not self._recoveries_in_doubt or len(self._recovering) < max(self.workers // 2, 1)
 
     async def recover(self, delivery: Delivery, recovery: Recovery) -> Outcome:
         """Run the recovery of a delivery."""

@@ -5,8 +5,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from aioshard.core.options import Batch, DeadLetter, Limit, OnFailure, Park, Retry
+from aioshard.core.options import Adaptive, Batch, DeadLetter, Limit, OnFailure, Park, Retry
 from aioshard.core.sharding import ShardBy, ShardKey, shard_key_of
+from aioshard.engine.adaptation import Adaptation
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
@@ -91,6 +92,9 @@ class Handler(NamedTuple):
     shards: int | None
     shard_queue_size: int | None
     concurrency: int
+    """The number of workers: with an adaptive concurrency its maximum."""
+    adaptive: Adaptive | None
+    """Bounds of the concurrency, if it follows the latency."""
     timeout: float | None
     """Seconds that an attempt may take."""
     retry: Retry
@@ -251,6 +255,29 @@ class ActiveHandler:
             parking=self.parking,
             latest=self._latest,
         )
+        if spec.shards is None:
+            self.shards[0].limit_workers(len(self.workers), len(self.workers))
+        self.adaptation = self._make_adaptation()
+        """Set if the concurrency is adaptive."""
+
+    def _make_adaptation(self) -> Adaptation | None:
+        spec = self.spec
+        if spec.adaptive is None:
+            return None
+        (shards,) = self.shards
+        return Adaptation(
+            spec.adaptive,
+            handler=spec.name,
+            shards=shards,
+            failures=self.failures,
+            counters=self.counters,
+            clock=self._resources.clock,
+        )
+
+    @property
+    def concurrency(self) -> int:
+        """Maximum number of concurrent runs now. Safe from any thread."""
+        return len(self.workers) if self.adaptation is None else self.adaptation.limit
 
     @property
     def _divert(self) -> Divert | None:
@@ -279,7 +306,8 @@ class ActiveHandler:
             return KeyLimitedShards(limit, spec.slots)
         bound = spec.queue_size(resources.buffer.bounds.records)
         batch, attempts = spec.batch, spec.retry.attempts
-        limits = None if limit is None and spec.slots is None else StartLimits(limit, spec.slots)
+        is_limited = limit is not None or spec.slots is not None or spec.adaptive is not None
+        limits = StartLimits(limit, spec.slots) if is_limited else None
         if batch is None:
             return Shards(bound) if limits is None else LimitedShards(limits, bound)
         if limits is None:
@@ -387,7 +415,7 @@ class ActiveHandler:
         return HandlerStatistics(
             name=spec.name,
             topics=topics,
-            concurrency=len(self.workers),
+            concurrency=self.concurrency,
             busy=len(busy),
             shards=len(self.shards[0]) if spec.shards is None else len(self.shards),
             processed=sum(topic.processed for topic in by_topic),
@@ -404,6 +432,7 @@ class ActiveHandler:
             on_failure=_describe_policy(spec.on_failure),
             superseded=sum(topic.superseded for topic in by_topic),
             expired=sum(topic.expired for topic in by_topic),
+            adaptive=None if self.adaptation is None else self.adaptation.statistics(),
         )
 
 

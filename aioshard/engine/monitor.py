@@ -33,9 +33,9 @@ which more than this share wait for it."""
 class Monitor:
     """Checks a running engine once a second; with more than 1,000 partitions less often.
 
-    Updates the watch. Logs one line when a problem begins and one when it is over: for a stuck partition, brokers that
-    do not answer, and a hanging task. Also keeps the history of the figures that the dashboard plots, because it must
-    exist before the dashboard is opened.
+    Updates the watch, and moves adaptive concurrencies. Logs one line when a problem begins and one when it is over:
+    for a stuck partition, brokers that do not answer, and a hanging task. Also keeps the history of the figures that
+    the dashboard plots, because it must exist before the dashboard is opened.
 
     Invariants:
         * Nothing that a check raises ends the app: the guard logs it once, and the other checks continue.
@@ -74,9 +74,14 @@ class Monitor:
             watch.update_standstill()
         with watching("hanging tasks"):
             watch.update_hang()
+        with watching("dominant keys"):
+            watch.update_dominant_keys()
         for handler in self._engine.handlers:
             with watching("repeated failures"):
                 handler.failures.log.report_repeats()
+            if handler.adaptation is not None:
+                with watching("the concurrency"):
+                    handler.adaptation.update()
         partitions = tuple(self._engine.rebalance.partitions)
         self._reported = {partition: report for partition, report in self._reported.items() if partition in partitions}
         for partition in partitions:

@@ -1,4 +1,4 @@
-"""Shards that start runs only as a limit allows: a rate limit, or the number of worker processes."""
+"""Shards that start runs only as a limit allows: a rate limit, the number of worker processes, or of workers."""
 
 import asyncio
 import heapq
@@ -95,12 +95,19 @@ class LimitedShards(Shards):
 
     def take(self) -> Delivery | None:
         """See `Shards.take`."""
-        if not self._has_work or not self._limits.allow(self.notify):
+        if not self._has_work or self._has_surplus or not self._limits.allow(self.notify):
             return None
         delivery = super().take()
         if delivery is not None and delivery.recovery is None:
             self._limits.spend(self.notify)
         return delivery
+
+    def admits(self, delivery: Delivery) -> bool:
+        """See `Shards.admits`."""
+        admitted = super().admits(delivery)
+        if not admitted:
+            self._limits.put_back(delivery)
+        return admitted
 
     def next_after(self, delivery: Delivery) -> Delivery | None:
         """See `Shards.next_after`."""
@@ -125,7 +132,7 @@ class LimitedBatchShards(BatchShards):
 
     def take_batch(self) -> DeliveryBatch | None:
         """See `BatchShards.take_batch`."""
-        if not self._has_work or not self._limits.allow(self.notify):
+        if not self._has_work or self._has_surplus or not self._limits.allow(self.notify):
             return None
         batch = super().take_batch()
         if batch is not None and batch.deliveries[0].recovery is None:
@@ -162,6 +169,8 @@ class KeyLimitedShards(Shards):
     def take(self) -> Delivery | None:
         """See `Shards.take`."""
         slots = self._slots
+        if self._has_surplus:
+            return None
         if slots is not None and not (self._has_work and slots.allows(self.notify)):
             return None
         while (delivery := super().take()) is not None:
@@ -170,6 +179,13 @@ class KeyLimitedShards(Shards):
                 return delivery
             self._wait_for_token(delivery, due)
         return None
+
+    def admits(self, delivery: Delivery) -> bool:
+        """See `Shards.admits`."""
+        admitted = super().admits(delivery)
+        if not admitted:
+            self._limit.put_back(delivery)
+        return admitted
 
     def next_after(self, delivery: Delivery) -> Delivery | None:
         """See `Shards.next_after`."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from aioshard.core.fairness import MOST_FAILING_KEYS, most_failing_runs
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block
 from aioshard.ports import RECORD_OVERHEAD
@@ -133,8 +134,9 @@ class Shards:
     Invariants:
         * At most one delivery per shard key runs, and no later arrival of that key has started (I4).
         * A key is in `_occupied` iff one of its deliveries is running, waiting for a retry, halted or about to resume.
-        * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning, blocked,
+        * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning, restrained, blocked,
           held (its gate is not open, and it owns no shard), or with a worker.
+        * While other deliveries may start, at most `FAILING_SHARE` of the workers begin runs of failing keys.
     """
 
     def __init__(self, bound: int | None = None, allows: Callable[[Callable[[], bool]], bool] | None = None) -> None:
@@ -157,6 +159,16 @@ class Shards:
         self._waking = False
         self._burst = 1
         self._allows = allows
+        self._workers = 1
+        """Number of workers that may run."""
+        self._reserve = 0
+        """Number of workers that stay idle, because the concurrency is limited."""
+        self._failing_keys: dict[Hashable, None] = {}
+        """Keys whose latest run failed, oldest first."""
+        self._failing_runs: set[Delivery] = set()
+        """Deliveries of failing keys that workers run now."""
+        self._restrained: list[tuple[float, int, Delivery]] = []
+        """Deliveries of failing keys that own their shards and wait until fewer of them run, oldest first."""
         self.yielding = 0
         """Number of workers that are yielding to the event loop although they have more to do."""
         self._on_idle: Callable[[], None] | None = None
@@ -172,6 +184,8 @@ class Shards:
         """Queue deliveries in order; wait while a bounded shard is full."""
         arrivals = self._arrivals
         if isinstance(arrivals, deque):
+            if self._failing_keys:
+                self._mark_failing(deliveries)
             arrivals.extend(deliveries)
             self.notify()
             return
@@ -199,7 +213,7 @@ class Shards:
             elif arrivals:
                 delivery = arrivals.popleft()
             else:
-                return None
+                return self._take_restrained() if self._restrained else None
             if delivery.epoch.gate and not self._may_start(delivery):
                 self._hold(delivery)
                 continue
@@ -236,6 +250,8 @@ class Shards:
         while waiting:
             successor = waiting.popleft()
             if not successor.epoch.gate or self._may_start(successor):
+                if self._failing_keys:
+                    self._mark_failing((successor,))
                 self._return(successor)
                 return
             self._hold(successor)
@@ -272,10 +288,79 @@ class Shards:
             delivery = heapq.heappop(self._returning)[2]
             if delivery.may_start:
                 return delivery
-            delivery.epoch.block(delivery.key)
-            self._hold(delivery)
-            self.release(delivery)
+            self._leave_shard(delivery)
         return None
+
+    def _leave_shard(self, delivery: Delivery) -> None:
+        """Hold a delivery that owns its shard and may not start, and let the shard resume without it."""
+        delivery.epoch.block(delivery.key)
+        self._hold(delivery)
+        self.release(delivery)
+
+    # Failing keys -------------------------------------------------------------
+
+    def note_failed(self, delivery: Delivery) -> None:
+        """Note that the latest run of a delivery's key failed, until one succeeds."""
+        key = delivery.key
+        if key is None or key in self._failing_keys:
+            return
+        if len(self._failing_keys) >= MOST_FAILING_KEYS:
+            del self._failing_keys[next(iter(self._failing_keys))]
+        self._failing_keys[key] = None
+        for queue in (self._front, self._arrivals):
+            if isinstance(queue, deque):
+                self._mark_failing(queue)
+
+    def _mark_failing(self, deliveries: Iterable[Delivery]) -> None:
+        """Let workers ask `admits` before they run a delivery of a failing key."""
+        failing = self._failing_keys
+        for delivery in deliveries:
+            if delivery.key in failing:
+                delivery.mark_failing()
+
+    def admits(self, delivery: Delivery) -> bool:
+        """Return whether a delivery whose key may be failing may run now; if not, it waits with its shard."""
+        if delivery.key is not None and delivery.key not in self._failing_keys:
+            return True
+        others_wait = bool(self._returning or self.unseen)
+        if len(self._failing_runs) >= most_failing_runs(self._workers, others_wait=others_wait):
+            heapq.heappush(self._restrained, (delivery.arrived, next(self._tie_break), delivery))
+            return False
+        self._failing_runs.add(delivery)
+        return True
+
+    def _take_restrained(self) -> Delivery | None:
+        """Return the oldest delivery of a failing key if one more may run, as nothing else waits."""
+        while self._may_take_restrained:
+            delivery = heapq.heappop(self._restrained)[2]
+            if delivery.may_start:
+                return delivery
+            self._leave_shard(delivery)
+        return None
+
+    @property
+    def _may_take_restrained(self) -> bool:
+        most = most_failing_runs(self._workers, others_wait=False)
+        return bool(self._restrained) and len(self._failing_runs) < most
+
+    def is_restrained(self, delivery: Delivery) -> bool:
+        """Whether a delivery waits because its key fails. Safe from any thread."""
+        return any(waiting is delivery for *_, waiting in tuple(self._restrained))
+
+    def _end_failing(self, batch: DeliveryBatch, left: Collection[Delivery]) -> None:
+        """Note how runs of failing keys ended, and let the oldest ones that wait take their places."""
+        for delivery in self._failing_runs.intersection(batch.deliveries):
+            self._failing_runs.discard(delivery)
+            if delivery not in left and delivery.recovery is None:
+                self._failing_keys.pop(delivery.key, None)
+            if self._restrained:
+                heapq.heappush(self._returning, heapq.heappop(self._restrained))
+
+    def _unrestrain(self) -> None:
+        """Look at all deliveries of failing keys again, because some may not start any more."""
+        for entry in self._restrained:
+            heapq.heappush(self._returning, entry)
+        self._restrained.clear()
 
     # Ending -------------------------------------------------------------------
 
@@ -306,6 +391,8 @@ class Shards:
                 behind[key].append(delivery)
                 delivery.epoch.settle(delivery)
                 delivery.epoch.block(key)
+        if self._failing_runs:
+            self._end_failing(batch, left)
         occupied = self._occupied
         for key, first in batch.keys.items():
             if key in behind:
@@ -345,6 +432,8 @@ class Shards:
 
     def put_back(self, batch: DeliveryBatch) -> None:
         """Requeue the deliveries of a cancelled batch ahead of everything else; hold those that may not start."""
+        if self._failing_runs:
+            self._end_failing(batch, batch.deliveries)
         requeued: list[Delivery] = []
         for delivery in (*batch.deliveries, *batch.left_out):
             if delivery.may_run_again:
@@ -415,7 +504,8 @@ class Shards:
     @property
     def owning(self) -> list[Delivery]:
         """Deliveries that occupy a shard without a worker running them: blocked, or about to resume."""
-        return [*tuple(self._blocked), *(delivery for *_, delivery in tuple(self._returning))]
+        waiting = (*tuple(self._returning), *tuple(self._restrained))
+        return [*tuple(self._blocked), *(delivery for *_, delivery in waiting)]
 
     @property
     def blocked(self) -> list[Delivery]:
@@ -474,6 +564,7 @@ class Shards:
     def close(self, epoch: Epoch) -> None:
         """Report to *epoch*, whose gate has closed, which shards will not resume while it drains."""
         self._closed.add(epoch)
+        self._unrestrain()
         for delivery in self._held.get(epoch, ()):
             epoch.settle(delivery)
         for delivery in self._blocked:
@@ -500,6 +591,7 @@ class Shards:
         """Drop the deliveries of an ended epoch, except those still running."""
         self._closed.discard(epoch)
         self._held.pop(epoch, None)
+        self._unrestrain()
         self._remove(lambda delivery: delivery.epoch is epoch)
         for delivery in [d for d in self._blocked if d.epoch is epoch]:
             self._forget_block(delivery)
@@ -548,7 +640,7 @@ class Shards:
         Returns:
             Whether a worker is being woken.
         """
-        if self._idle and not self._waking:
+        if self._can_wake and not self._waking:
             allows = self._allows
             if allows is None or (self._has_work and allows(self.notify)):
                 self._waking = True
@@ -557,7 +649,7 @@ class Shards:
 
     def _wake_workers(self) -> None:
         self._waking = False
-        if not self._idle or not self._has_work:
+        if not self._can_wake or not self._has_work:
             self._burst = 1
             return
         if self.yielding:
@@ -570,17 +662,38 @@ class Shards:
             self._burst *= 2 if self._allows is None else 1
         self.notify()
 
+    def limit_workers(self, allowed: int, existing: int) -> None:
+        """Let only a number of the existing workers run; busy ones end their runs first.
+
+        Fewer than all are possible with `LimitedShards` and `LimitedBatchShards`.
+        """
+        self._workers = allowed
+        self._reserve = existing - allowed
+        self.notify()
+
+    @property
+    def _can_wake(self) -> bool:
+        """Whether a worker is idle and may be woken."""
+        return len(self._idle) > self._reserve
+
+    @property
+    def _has_surplus(self) -> bool:
+        """Whether more workers are busy than the limit allows."""
+        return len(self._idle) < self._reserve
+
     @property
     def _has_work(self) -> bool:
         if self._returning:
             return True
         # A fixed shard whose head is blocked starts nothing, even if deliveries wait behind it.
-        return bool(self._front or self._arrivals) and not (self._is_fixed and self._occupied)
+        if (self._front or self._arrivals) and not (self._is_fixed and self._occupied):
+            return True
+        return self._may_take_restrained
 
     @property
     def _most_starts(self) -> int:
         """Upper bound of the runs that may start now; at least 1 if there is work."""
-        return len(self._returning) + self.unseen
+        return len(self._returning) + len(self._restrained) + self.unseen
 
     @property
     def unseen(self) -> int:

@@ -3,9 +3,11 @@
 from collections import deque
 from collections.abc import Hashable, Iterator
 
+from aioshard.core.fairness import KeyTimes
 from aioshard.core.loop_block import LoopBlock
 from aioshard.core.tail import Tail, tail_of
-from aioshard.engine.epoch import Epoch
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.handler import ActiveHandler
 from aioshard.engine.loop_watch import LoopWatch
 from aioshard.engine.runtime import Engine
 from aioshard.engine.trouble import Trouble
@@ -41,6 +43,9 @@ class Watch:
         self.lags: deque[tuple[float, dict[TopicPartition, int]]] = deque(maxlen=13)
         """The lag of each partition in the last minute, with the loop time of each."""
         self._facts: dict[Hashable, tuple[object, float]] = {}
+        self._key_times = {handler: KeyTimes() for handler in engine.handlers if handler.spec.batch is None}
+        self.dominant_keys: dict[ActiveHandler, tuple[Delivery, float]] = {}
+        """The key that takes most of the time of a handler's workers: a record of it, and its share of the time."""
 
     # Updates ----------------------------------------------------------------------------
 
@@ -57,6 +62,18 @@ class Watch:
         """Find out whether consuming makes progress; without a client it is not known whether a standstill is over."""
         if self.engine.client.transport is not None:
             self.standstill.check(self.engine.standstill)
+
+    def update_dominant_keys(self) -> None:
+        """Find out which keys the workers spend their time on."""
+        for handler, times in self._key_times.items():
+            running = [worker.delivery for worker in handler.workers if worker.delivery is not None]
+            times.look([delivery.key for delivery in running])
+            dominant = times.dominant
+            records = [delivery for delivery in running if dominant is not None and delivery.key == dominant.key]
+            if dominant is not None and records:
+                self.dominant_keys[handler] = records[0], dominant.share
+            elif dominant is None:
+                self.dominant_keys.pop(handler, None)
 
     def update_hang(self) -> None:
         """Find out whether a task hangs."""

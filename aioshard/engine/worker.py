@@ -283,6 +283,9 @@ class Worker(ABC):
             for delivery in self._ended(batch, (head,)):
                 self.failures.hold_back(delivery, recovery, self._shards)
             return
+        # 3. Its key fails, and enough others run that do.
+        if recovery is None and head.is_failing and not self._shards.admits(head):
+            return
         self._batch = batch
         self.delivery = head
         self.started = now
@@ -290,13 +293,13 @@ class Worker(ABC):
         outcome = Outcome.PROCESSED
         try:
             head.raise_refusal()
-            # 3. It is an attempt of the handler.
+            # 4. It is an attempt of the handler.
             if recovery is None:
                 self.running = running = self._observe(batch) if self._is_observed else self._attempt(batch)
                 returned = await running
                 if returned is not None:
                     refuse_awaitable(returned, AWAIT_IT)
-            # 4. It is a recovery.
+            # 5. It is a recovery.
             else:
                 self.running = recovering = self.failures.recover(head, recovery)
                 outcome = await recovering

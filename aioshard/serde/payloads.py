@@ -20,7 +20,8 @@ from aioshard.records import TOPIC_NAME, Record
 from aioshard.serde.header_names import is_utf8
 from aioshard.serde.side_records import Coordinates
 
-Headers = Mapping[str | bytes, bytes | str | None] | Iterable[tuple[str | bytes, bytes | str | None]]
+_Content = bytes | str | None
+Headers = Mapping[str, _Content] | Mapping[bytes, _Content] | Iterable[tuple[str | bytes, _Content]]
 """Headers of a message: a mapping, or pairs of a name and a content. A name in bytes, as in ASGI, is UTF-8."""
 
 _MOST_PARTITIONS = 2**31

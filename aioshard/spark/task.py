@@ -299,7 +299,8 @@ def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
         topic = work.on_failure.removeprefix(DEAD_LETTER)
         spec = spec._replace(on_failure="skip" if skip else DeadLetter(topic))
     if most is not None:
-        spec = spec._replace(concurrency=min(spec.concurrency, most))
+        adaptive = None if spec.adaptive is None else spec.adaptive.at_most(most)
+        spec = spec._replace(concurrency=min(spec.concurrency, most), adaptive=adaptive)
     return spec
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from aioshard.core.adaptive import MoveReason
 from aioshard.core.histogram import HistogramCounts
 from aioshard.observe import AppState, Statistics
 from aioshard.telemetry.versions import version
@@ -62,6 +63,12 @@ def _rows(app: Statistics) -> dict[tuple[str, ...], Sequence[tuple[Labels, Any]]
         ("topic",): [(labels[:2], row) for labels, row in topics],
         ("handler",): [((group, handler.name), handler) for handler in app.handlers],
         ("limit",): [((group, limit.name), limit) for limit in app.limits],
+        ("handler", "reason"): [
+            ((group, handler.name, reason), handler.adaptive.moves.get(reason, 0))
+            for handler in app.handlers
+            if handler.adaptive is not None
+            for reason in get_args(MoveReason)
+        ],
     }
 
 
@@ -297,7 +304,18 @@ METRICS: dict[str, MetricInfo] = {
     "aioshard_busy_workers": MetricInfo(
         "gauge", "Workers with a record or batch in flight.", attrgetter("busy"), ("handler",)
     ),
-    "aioshard_concurrency": MetricInfo("gauge", "Workers of the handler.", attrgetter("concurrency"), ("handler",)),
+    "aioshard_concurrency": MetricInfo(
+        "gauge",
+        "Maximum of concurrent runs of the handler; with an adaptive concurrency, its current limit.",
+        attrgetter("concurrency"),
+        ("handler",),
+    ),
+    "aioshard_concurrency_changes": MetricInfo(
+        "counter",
+        "Changes of an adaptive concurrency by reason: spare, queue, overload, failures, probe.",
+        float,
+        ("handler", "reason"),
+    ),
     "aioshard_shards": MetricInfo("gauge", "Shards in use.", attrgetter("shards"), ("handler",)),
     "aioshard_limit_starts": MetricInfo(
         "counter", "Runs that started under a rate limit.", attrgetter("starts"), ("limit",)

@@ -10,6 +10,7 @@ import pytest
 
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.outcomes import Block
+from aioshard.engine.pacing import LimitedShards, StartLimits
 from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
@@ -238,3 +239,51 @@ def test_a_retry_without_delay_has_a_due_time_on_uvloop_too() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(test())
+
+
+def test_workers_beyond_the_limit_stay_idle_until_it_is_raised() -> None:
+    async def test() -> None:
+        shards = LimitedShards(StartLimits(None, None), None)
+        running: list[Delivery] = []
+        ends = asyncio.Event()
+        waits = 0
+
+        async def serve() -> None:
+            nonlocal waits
+            while True:
+                delivery = shards.take()
+                if delivery is None:
+                    waits += 1
+                    await shards.wait()
+                    continue
+                running.append(delivery)
+                await ends.wait()
+                running.remove(delivery)
+                shards.release(delivery)
+
+        async with asyncio.TaskGroup() as workers:
+            tasks = [workers.create_task(serve(), name=f"worker {number}") for number in range(8)]
+            await turns()
+            _, deliveries = make_epoch([None] * 40)
+            shards.limit_workers(2, 8)
+            await shards.put(deliveries)
+            await turns()
+            assert (len(running), waits) == (2, 8), "nobody was woken in vain"
+            shards.limit_workers(5, 8)
+            await turns()
+            assert (len(running), waits) == (5, 8)
+            shards.limit_workers(1, 8)
+            ends.set()
+            await turns()
+            assert len(running) == 0
+            assert shards.unseen == 0, "one worker has run all others"
+            for task in tasks:
+                task.cancel()
+
+    asyncio.run(test())
+
+
+async def turns(count: int = 60) -> None:
+    """Let the loop turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -38,11 +38,14 @@ class FailingWorld(World):
         self._read: dict[int, int] = {}
 
     def consume_options(self) -> dict[str, Any]:
-        return {
+        options: dict[str, Any] = {
             "retry": Retry(attempts=2, initial=0.05, maximum=1.0),
             "on_failure": POLICIES[self.policy],
             "timeout": TIMEOUT,
         }
+        if "concurrency" in self.shards:
+            options["concurrency"] = self.rng.choice([2, 4, 16])  # failing keys hold a share of them
+        return options
 
     async def handle(self, process: Process, record: Record, context: Context) -> None:
         clock = asyncio.get_running_loop().time

@@ -1,13 +1,15 @@
-"""The engine with rate limits and few or many workers, under seeded interleavings."""
+"""The engine with rate limits and few, many or an adaptive number of workers, under seeded interleavings."""
 
+from collections import Counter
 from typing import Any
 
-from aioshard import Context, Limit, Record
+from aioshard import Adaptive, Context, Limit, Record, RetryLater
 from tests.simulation.limits import StartLedger
 from tests.simulation.seeds import with_seeds
 from tests.simulation.world import Process, World, live
 
-KINDS = 8
+_ADAPTIVE = 8
+KINDS = 9
 
 
 class FlowWorld(World):
@@ -17,7 +19,11 @@ class FlowWorld(World):
         self.kind = seed % KINDS
         limit = self._limit()
         self.ledger = None if limit is None else StartLedger(limit)
+        self.moves: Counter[str] = Counter()
+        """Changes of adaptive concurrencies, by reason."""
         super().__init__(seed, shard_by="key", fixed_shards=self.kind == 5, clean=clean)
+        self.overload = self.rng.choice([0.0, 0.2])
+        """Share of runs that raise `RetryLater`, if the concurrency is adaptive."""
 
     def _limit(self) -> Limit | None:
         match self.kind:
@@ -35,7 +41,9 @@ class FlowWorld(World):
         options = super().consume_options()
         if self.ledger is not None:
             options["limit"] = self.ledger.limit
-        if self.kind != 5:
+        if self.kind == _ADAPTIVE:
+            options["concurrency"] = Adaptive(1, 16, initial=self.rng.choice([1, 2, 16]))
+        elif self.kind != 5:
             options["concurrency"] = self.rng.choice([1, 1, 2, 3, 8, 30])
         return options
 
@@ -43,6 +51,19 @@ class FlowWorld(World):
         if self.ledger is not None:
             self.ledger.note(self, process, record)
         await super().handle(process, record, context)
+
+    async def something_happens(self) -> None:
+        await super().something_happens()
+        for process in self.living:
+            handlers = () if process.engine is None else process.app.statistics().handlers
+            for handler in handlers:
+                if handler.adaptive is not None:
+                    self.moves |= Counter(handler.adaptive.moves)
+
+    async def _work(self, process: Process, *records: Record) -> bool:
+        if self.kind == _ADAPTIVE and not self.clean and not self.calm and self.rng.random() < self.overload:
+            raise RetryLater(0.1)
+        return await super()._work(process, *records)
 
 
 def simulate(seed: int, *, clean: bool) -> FlowWorld:
@@ -71,3 +92,13 @@ def test_nothing_runs_twice_when_drains_fit_their_deadline(seeds: range) -> None
     for seed in seeds:
         world = simulate(seed, clean=True)
         assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"
+
+
+def test_the_adaptive_concurrency_of_these_worlds_moves() -> None:
+    moves: Counter[str] = Counter()
+    for number in range(20):
+        moves += simulate(_ADAPTIVE + number * KINDS, clean=False).moves
+
+    assert moves["overload"] >= 3
+    assert moves["queue"] >= 3
+    assert moves["spare"] >= 1

@@ -26,7 +26,7 @@ Make = Callable[..., "Task"]
 
 HEAD = """
 import asyncio, threading, time
-from aioshard import App, CircuitBreaker, Context, DeadLetter, Park, Limit, Record, Retry
+from aioshard import Adaptive, App, CircuitBreaker, Context, DeadLetter, Limit, Park, Record, Retry
 
 app = App("history", stuck_after=0.5)
 seen = []
@@ -368,6 +368,17 @@ async def handle(record: Record) -> int:
     return most
 """)
     assert max(int(row["result"]) for row in task.rows(total_concurrency=6, at_once=3)) == 2
+
+
+@pytest.mark.parametrize("bounds", ["1, 16, initial=16", "16, 512"])
+def test_tasks_share_the_total_concurrency_of_an_adaptive_handler(make: Make, bounds: str) -> None:
+    """Its bounds are lowered to the share of the task."""
+    task = make(SHARED.format(concurrency=f"Adaptive({bounds})", other="elsewhere"), records=200)
+    task.broker.create_topic("elsewhere", 1)
+    task.broker.group("history").commit_from_outside({TopicPartition("elsewhere", 0): 0})
+    assert len(task.rows(total_concurrency=6, at_once=2, topics=("orders",))) == 200
+
+    assert task.module.most == 3
 
 
 SHARED = """

@@ -54,6 +54,15 @@ async def uses_state() -> None:
     await app.state.anything()
 
 
+async def publishes_with_headers(names: dict[str, str]) -> None:
+    """Publish with headers of each accepted form."""
+    await app.publish("orders", b"", headers={"id": "7"})
+    await app.publish("orders", b"", headers=names)
+    await app.publish("orders", b"", headers={b"id": b"7", b"trace": None})
+    await app.publish("orders", b"", headers=[("id", "7"), (b"trace", None)])
+    await app.publish("orders", b"", headers={"id": 7})  # wrong: not a content
+
+
 def any_app(app: App) -> App:
     """Take an app with any state."""
     return app

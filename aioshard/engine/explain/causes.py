@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
+from aioshard.core.fairness import most_failing_runs
 from aioshard.core.loop_block import LoopBlock
 from aioshard.core.sharding import is_plain, shown
 from aioshard.engine.batch_shards import BatchShards
@@ -19,7 +20,7 @@ from aioshard.engine.shards import Shards
 from aioshard.engine.stack import stack_of
 from aioshard.engine.watch import Watch
 from aioshard.engine.worker import Asked, Worker
-from aioshard.observe import IncompleteRecord, RecordState, Stack
+from aioshard.observe import AdaptiveStatistics, IncompleteRecord, RecordState, Stack
 from aioshard.records import counted
 
 
@@ -320,6 +321,8 @@ class HandlerSnapshot:
         waited = self._now - delivery.arrived
         if self._no_start is not None:
             return self._no_start._replace(since=waited)
+        if self._shards_of(delivery).is_restrained(delivery):
+            return self._restrained(delivery, waited)
         limit = self.handler.limit
         due = limit.due() if isinstance(limit, SharedLimit) else 0.0
         if limit is not None and due:
@@ -347,12 +350,28 @@ class HandlerSnapshot:
             "nothing if the rate is intended; otherwise raise per_second of the Limit",
         )
 
+    def _restrained(self, delivery: Delivery, waited: float) -> Cause:
+        failed = "the record before it in its shard failed"
+        if delivery.failure is not None:
+            failed = f"its last attempt failed with {delivery.failure}"
+        most = most_failing_runs(self.handler.concurrency, others_wait=True)
+        return Cause(
+            "queued",
+            waited,
+            f"waits for its turn: {failed}, and while other records wait, at most {most} of the "
+            f"{self.handler.concurrency} workers of handler {self._spec.name} run records of failing keys",
+            "fix the cause of the failures; a shorter timeout= makes room sooner if the runs hang",
+        )
+
     @functools.cached_property
     def _no_start(self) -> Cause | None:
         """The reason why no run may start: all workers or processes are busy. Once, as many records may wait for it."""
         spec = self._spec
-        count = len(self.handler.workers)
+        count = self.handler.concurrency
         if len(self.runs) >= count:
+            adaptation = self.handler.adaptation
+            if adaptation is not None:
+                return self._adaptive_limit(count, adaptation.statistics())
             limit = "concurrency" if spec.shards is None else "shards"
             if spec.run_in == "process" and spec.slots is None:
                 limit = "processes"
@@ -377,6 +396,22 @@ class HandlerSnapshot:
             None,
             f"waits for a worker process: all {spec.slots.number} have a record of handler {spec.name}; {reason}",
             "raise processes= if the machine has more cores; or find out why the runs take so long",
+            stack,
+        )
+
+    def _adaptive_limit(self, count: int, adaptive: AdaptiveStatistics) -> Cause:
+        reason, stack = self._longest_of(self.runs)
+        moved = "" if adaptive.since is None else f", {adaptive.before} until {adaptive.since:.1f} s ago"
+        advice = "find out why the runs take so long"
+        if count == adaptive.maximum:
+            advice = f"raise the maximum of concurrency=, if the back end bears more than that; or {advice}"
+        return Cause(
+            "queued",
+            None,
+            f"waits for its turn: all {count} runs that the adaptive concurrency of handler {self._spec.name} allows "
+            f"now ({adaptive.minimum} to {adaptive.maximum}{moved}) are in flight. It moved last because "
+            f"{adaptive.why}; {reason}",
+            advice,
             stack,
         )
 

@@ -5,7 +5,7 @@ from aioshard.engine.explain.partitions import examine
 from aioshard.engine.explain.problems import general_findings
 from aioshard.engine.partition import Partition
 from aioshard.engine.watch import Watch
-from aioshard.observe import Diagnosis, PartitionDiagnosis
+from aioshard.observe import Diagnosis, HandlerStatistics, PartitionDiagnosis
 
 
 def diagnose(watch: Watch) -> Diagnosis:
@@ -25,9 +25,11 @@ def explain(watch: Watch) -> str:
     """Explain in sentences, partition by partition, why each does not advance; safe to call from any thread."""
     diagnosis = diagnose(watch)
     lines = [f"The app is {diagnosis.state}."]
-    protocol = watch.engine.group_protocol
+    engine = watch.engine
+    protocol = engine.group_protocol
     if protocol is not None:
         lines.append(f"Its group protocol is {protocol.name}, because {protocol.reason}.")
+    lines += [_concurrency_of(handler.statistics()) for handler in engine.handlers if handler.adaptation is not None]
     for finding in diagnosis.findings:
         label = "Trouble: " if finding.kind == "trouble" else ""
         lines.append(f"{label}{_as_sentence(finding.sentence)}")
@@ -38,6 +40,13 @@ def explain(watch: Watch) -> str:
         lines.append(f"Record {run.topic}/{run.partition}/{run.offset} {run.reason.removeprefix('it ')}.")
         lines += _advice(run.what_to_do)
     return "\n".join(lines) + "\n"
+
+
+def _concurrency_of(handler: HandlerStatistics) -> str:
+    """Say how many runs an adaptive concurrency allows, and why."""
+    adaptive = handler.adaptive
+    bounds = "" if adaptive is None else f", of {adaptive.minimum} to {adaptive.maximum}: {adaptive.why}"
+    return f"The adaptive concurrency of handler {handler.name} is {handler.concurrency} now{bounds}."
 
 
 def explain_partition(watch: Watch, partition: Partition) -> str:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+from aioshard.core.sharding import shown
 from aioshard.core.text import message_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.explain.words import MOST_NAMED, for_seconds, without_numbers
@@ -88,6 +89,7 @@ def general_findings(watch: Watch) -> Iterator[Finding]:
     yield from _nothing_consumed(watch)
     for topic in sorted(watch.engine.rebalance.unhandled):
         yield Finding("topics", no_handler(topic), None, ADD_HANDLER)
+    yield from _dominant_keys(watch)
     left = watch.tail()
     if left.lag >= _MUCH_LEFT and left.heaviest * _FEW <= left.partitions:
         yield Finding(
@@ -95,6 +97,26 @@ def general_findings(watch: Watch) -> Iterator[Finding]:
             f"{counted(left.lag, 'record')} are left, and {left}",
             None,
             "`aioshard group lag --over 10` shows it for the whole group; assignor='cooperative-lag' balances backlogs",
+        )
+
+
+def _dominant_keys(watch: Watch) -> Iterator[Finding]:
+    """Yield findings about keys that take most of the time of their handlers' workers, while their records wait."""
+    show_keys = watch.engine.settings.show_keys
+    for handler, (delivery, share) in tuple(watch.dominant_keys.items()):
+        waiting = handler.sharder.shards_of(delivery).behind(delivery)
+        key = delivery.record.key
+        if waiting == 0:
+            continue
+        named = f"the shard of record {delivery!r}"
+        if key is not None:
+            named += f" (key {shown(key, show_keys=show_keys)})"
+        yield Finding(
+            "dominant key",
+            f"{named} took {share:.0%} of the time of handler {handler.spec.name}'s workers in the last minute, and "
+            f"{counted(waiting, 'record')} of its partition wait behind it: its records run one after the other",
+            None,
+            "spread its records over more keys, or make the handler faster for it; more workers do not help",
         )
 
 

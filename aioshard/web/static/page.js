@@ -358,6 +358,8 @@
   const recordName = (row) => `${row.topic}/${row.partition}/${row.offset}`;
   const keyText = (row) => (row.key === null ? "no key" : row.key) + (row.shard ? ` (shard ${row.shard})` : "");
 
+  const adaptive = (row) => (row.adaptive ? ` · adaptive, ${row.adaptive.minimum} to ${row.adaptive.maximum}: ${row.adaptive.why}` : "");
+
   // Content ---------------------------------------------------------------------------
 
   const VERDICTS = { stuck: ["bad", "stuck", 5], waiting: ["warn", "waiting", 4] };
@@ -477,7 +479,7 @@
       columns: [
         { label: "Handler", class: "name", by: (row) => row.name, make: () => [el("strong"), el("small")], update: (cell, row) => {
           write(cell.children[0], row.name);
-          write(cell.children[1], `${row.topics.join(", ")} · ${row.policy}`);
+          write(cell.children[1], `${row.topics.join(", ")} · ${row.policy}${adaptive(row)}`);
         } },
         state((row) => (row.pausedManually ? ["warn", "paused", 2] : row.outliving.length ? ["bad", "outlived", 3] : row.busy ? ["info", "working", 1] : ["good", "idle", 0])),
         meter("Busy", (row) => [row.busy, row.concurrency]),

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aioshard.core.histogram import DURATION_BOUNDS, HistogramCounts
 from aioshard.observe import (
+    AdaptiveStatistics,
     JournalStatistics,
     LimitStatistics,
     RebalanceKindStatistics,
@@ -41,8 +42,15 @@ TOPIC = TopicStatistics(
     waits=WAITS,
 )
 NOTHING = HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
+ADAPTIVE = AdaptiveStatistics(1, 512, 128, "queue", "they queue", 3.0, 0.024, 0.02, {"queue": 2, "spare": 4})
 HANDLER = dataclasses.replace(
-    fake_app.HANDLER, halted=1, outliving=("orders/3/101",), by_topic=(TOPIC,), shard_capacity=10_000, shard_depth=40
+    fake_app.HANDLER,
+    halted=1,
+    outliving=("orders/3/101",),
+    by_topic=(TOPIC,),
+    shard_capacity=10_000,
+    shard_depth=40,
+    adaptive=ADAPTIVE,
 )
 STATISTICS = dataclasses.replace(
     fake_app.STATISTICS,
@@ -119,6 +127,8 @@ def test_partition_metrics_match_the_statistics(name: str, expected: float) -> N
         ("aioshard_outliving_runs", {}, 1),
         ("aioshard_busy_workers", {}, 5),
         ("aioshard_concurrency", {}, 64),
+        ("aioshard_concurrency_changes_total", {"reason": "queue"}, 2),
+        ("aioshard_concurrency_changes_total", {"reason": "overload"}, 0),
         ("aioshard_shards", {}, 7),
     ],
 )

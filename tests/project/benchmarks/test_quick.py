@@ -20,6 +20,7 @@ CONTESTANTS = {
     "p5": {"plain loop", "aioshard"},
     "p6": {"aioshard"},
     "p8": {"aioshard"},
+    "p9": {"concurrency 8", "concurrency 64", "concurrency 512", "Adaptive(1, 512)"},
     "p10": {"aioshard, app", "aioshard, fused, local[1]", "aioshard, fused", "aioshard, mapInArrow"},
     "p11": {"aioshard, fused", "gather per 1,000 rows", "gather per 10,000 rows"},
     "p12": {"aioshard"},
@@ -31,7 +32,7 @@ CONTESTANTS = {
     "p19": {"aioshard run"},
 }
 """The minimum contestants of a quick run."""
-LONG = {"p1", "p3", "p4", "p5", "p6", "p8", "p10", "p11", "p12", "p13", "p15", "p16", "p17", "p18", "p19"}
+LONG = {"p1", "p3", "p4", "p5", "p6", "p8", "p9", "p10", "p11", "p12", "p13", "p15", "p16", "p17", "p18", "p19"}
 """Their quick runs take long, and the others go the same way."""
 
 
