@@ -27,6 +27,8 @@ Headers = Mapping[str, _Content] | Mapping[bytes, _Content] | Iterable[tuple[str
 _MOST_PARTITIONS = 2**31
 _MAX_FAULTS = 3
 """Maximum number of faults reported per value."""
+_MSGSPEC_NOT_UTF8 = "Invalid UTF-8 encoded string"
+"""The message of msgspec 0.23; versions before raise `UnicodeDecodeError`."""
 _MSGSPEC_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
 """Matches messages in which msgspec repeats the value."""
 
@@ -280,7 +282,8 @@ def _fault(error: Exception, value: bytes | None = None) -> str:
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
         return _listed(error.errors(include_url=False, include_input=False))
     if msgspec is not None and isinstance(error, msgspec.DecodeError):
-        return _without_value(str(error))
+        text = str(error)
+        return "a text in it is not UTF-8" if text == _MSGSPEC_NOT_UTF8 else _without_value(text)
     return ""
 
 

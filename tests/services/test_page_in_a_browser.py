@@ -93,7 +93,7 @@ async def read_what_it_says(watched: Watched, topic: str) -> None:
     await asyncio.gather(*(watched.moved(plot, 2) for plot in ("rate", "lag", "age", "time")))
     await expect(page.locator("#plot-time .now")).to_have_text(re.compile(r"^[\d.]+ ms$"))
     assert float((await page.locator("#plot-rate .now").inner_text()).replace(",", "")) > 0
-    stuck = page.locator("#findings > li").filter(has_text=f"{topic}/{HANGS}")
+    stuck = page.locator("#findings > li").filter(has_text="stuck").filter(has_text=f"{topic}/{HANGS}")
     await expect(stuck).to_contain_text("stuck", timeout=10_000)
     await expect(stuck).to_contain_text("in Shop.charged")
     await stuck.locator("summary").click()
