@@ -117,7 +117,7 @@ class Router:
                 `aioshard.message`, each goes to its own topic, with its own key. Not allowed with *batch*.
             keep: `"latest"` runs only the newest of the waiting records of a key; the others of its partition are
                 complete as superseded. For states and prices: a record says all that matters about its key. Records
-                without a key all run. Not allowed with *shards*.
+                without a key all run. Needs *shard_by* to be `"key"` or a function; not allowed with *shards*.
             max_age: Seconds since its timestamp after which a record does not start any more: it is complete as
                 expired or, with `on_failure=DeadLetter(...)`, becomes a dead letter.
             unknown: Refused.
@@ -145,8 +145,13 @@ class Router:
             keep=keep,
             max_age=max_age,
         )
-        adaptive = concurrency if isinstance(concurrency, Adaptive) else None
-        workers = shards or (concurrency.maximum if isinstance(concurrency, Adaptive) else concurrency) or _CONCURRENCY
+        adaptive = None
+        workers = shards or _CONCURRENCY
+        if isinstance(concurrency, Adaptive):
+            adaptive = concurrency
+            workers = concurrency.maximum
+        elif concurrency is not None:
+            workers = concurrency
         _check_source(topics, pattern)
         _check_failure_policy(on_failure, topics, pattern)
         if decode is not None:
@@ -309,18 +314,29 @@ def _check_options(
     shard_key_of(shard_by, one_topic=True)
     _check_option("keep", keep, keep in get_args(Keep), "'all' or 'latest'")
     _check_option("max_age", max_age, is_positive(max_age), "a number of seconds above 0, or None")
-    if shards is not None and keep == "latest":
-        raise HandlerError(
-            f"shards={shards} and keep='latest' were both given: a fixed shard has records of several keys, so leave "
-            "shards out for shards on demand"
-        )
     if shards is not None and concurrency is not None:
         raise HandlerError(
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
+    if keep == "latest":
+        _check_latest(shard_by, shards)
     if limit is not None and limit.per == "key":
         _check_key_limit(limit, shard_by, shards, batch)
+
+
+def _check_latest(shard_by: ShardBy, shards: int | None) -> None:
+    """Refuse shards in which a newer record says nothing about an older one: the older one would be lost."""
+    if shards is not None:
+        raise HandlerError(
+            f"keep='latest' and shards={shards} were both given: a fixed shard has records of several keys, so leave "
+            "shards out for shards on demand"
+        )
+    if shard_by in ("partition", "record"):
+        raise HandlerError(
+            f"keep='latest' and shard_by={shard_by!r} were both given: a newer record replaces an older one of the "
+            "same shard key, so use shard_by='key' or a function of the record"
+        )
 
 
 def _check_key_limit(limit: Limit, shard_by: ShardBy, shards: int | None, batch: Batch | None) -> None:

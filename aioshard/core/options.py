@@ -170,7 +170,7 @@ class Batch:
 
 
 LimitScope = Literal["process", "group", "key"]
-"""Who shares the tokens of a limit."""
+"""The scope in which a limit counts runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ async def publish(client: TestClient, *updates: tuple[str, int], partition: int 
 
 
 class Log:
-    """What a handler has run, in order; a run waits until it may end."""
+    """The runs of a handler, in order; each waits until it may end."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[str, int]] = []
@@ -405,8 +405,15 @@ def test_history_runs_whole() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"keep": "newest"}, {"max_age": 0}, {"max_age": "30"}, {"keep": "latest", "shards": 4}],
-    ids=["keep", "no age", "text", "fixed shards"],
+    [
+        {"keep": "newest"},
+        {"max_age": 0},
+        {"max_age": "30"},
+        {"keep": "latest", "shards": 4},
+        {"keep": "latest", "shard_by": "partition"},
+        {"keep": "latest", "shard_by": "record"},
+    ],
+    ids=["keep", "no age", "text", "fixed shards", "a partition", "no order"],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     app = App("freshness")

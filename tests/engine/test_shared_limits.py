@@ -1,4 +1,4 @@
-"""Who gets the next token of a limit: the shards that have waited longest."""
+"""The next token of a limit goes to the shards that have waited longest."""
 
 import asyncio
 from typing import Any, cast
