@@ -1,6 +1,5 @@
 """The adaptive concurrency of a running handler: reads what its runs come to, and moves the limit of its shards."""
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -9,7 +8,6 @@ from aioshard.core.options import Adaptive
 from aioshard.engine.counts import Counters
 from aioshard.engine.failures import FailureHandler
 from aioshard.engine.shards import Shards
-from aioshard.engine.timing import precise
 from aioshard.log_fields import get_logger
 from aioshard.observe import AdaptiveStatistics
 
@@ -32,6 +30,7 @@ class Adaptation:
         failures: FailureHandler,
         counters: Counters,
         clock: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
         """Begin with the initial concurrency.
 
@@ -42,6 +41,7 @@ class Adaptation:
             failures: The failure handler, which counts `RetryLater`.
             counters: The counters of the handler.
             clock: Returns the loop time.
+            now: Returns the time since the Unix epoch.
         """
         self.adaptive = adaptive
         self._handler = handler
@@ -50,8 +50,8 @@ class Adaptation:
         self._failures = failures
         self._counters = counters
         self._clock = clock
-        # Processes that share a back end must probe it at the same moments. A loop with virtual time keeps its own.
-        self._ahead = time.time() - clock() if precise(clock) is time.monotonic else 0.0
+        # Processes that share a back end must probe it at the same moments. A clock that is set must not move them.
+        self._ahead = now() - clock()
         self._moves: Counter[str] = Counter()
         self._apply()
 

@@ -131,7 +131,7 @@ class FailureHandler:
             return self._decide_recovery(delivery, delivery.recovery, error)
         failure = delivery.fail(error, self.counters.processed)
         why = str(failure)
-        self.overloads += isinstance(error, RetryLater)
+        self._note_overload(error)
         # 2. The handler returned although it was cancelled: its effects are unknown.
         if isinstance(error, SwallowedCancellationError):
             return Halt(why)
@@ -176,7 +176,7 @@ class FailureHandler:
             error: Exception that the attempt raised.
             shards: Shards of the deliveries.
         """
-        self.overloads += isinstance(error, RetryLater)
+        self._note_overload(error)
         for delivery in deliveries:
             self.count_failed_behind(delivery, error)
         first = deliveries[0]
@@ -185,6 +185,10 @@ class FailureHandler:
         block = Block(halted=False, error=str(first.failure), since=self._clock())
         for delivery in heads:
             shards.block(delivery, block, delay)
+
+    def _note_overload(self, error: BaseException) -> None:
+        if isinstance(error, RetryLater):
+            self.overloads += 1
 
     def count_failed_behind(self, delivery: Delivery, error: BaseException) -> None:
         """Count the failure of a record behind a failed one of its shard: it always runs again, after that one."""

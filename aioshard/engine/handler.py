@@ -225,6 +225,7 @@ class ActiveHandler:
         """One that serves all keys on demand, or the fixed ones."""
         self.failures = failures = self._make_failure_handler(resources)
         self._latest = Latest() if spec.keep == "latest" else None
+        divert = self._make_divert()
         kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
         self.workers = [
             kind(
@@ -236,7 +237,7 @@ class ActiveHandler:
                 lease=resources.lease,
                 clock=precise(resources.clock),
                 timeout=spec.timeout,
-                divert=self._divert,
+                divert=divert,
                 read=spec.read,
                 is_observed=resources.observe is not None,
                 run_ahead=resources.run_ahead,
@@ -272,6 +273,7 @@ class ActiveHandler:
             failures=self.failures,
             counters=self.counters,
             clock=self._resources.clock,
+            now=self._resources.now,
         )
 
     @property
@@ -279,9 +281,8 @@ class ActiveHandler:
         """Maximum number of concurrent runs now. Safe from any thread."""
         return len(self.workers) if self.adaptation is None else self.adaptation.limit
 
-    @property
-    def _divert(self) -> Divert | None:
-        """What inspects each delivery before it starts; None if nothing can be diverted before it has failed."""
+    def _make_divert(self) -> Divert | None:
+        """Return the function that inspects each delivery before it starts; None if nothing can be diverted then."""
         divert = combined(
             None if self._latest is None else self._latest.divert,
             self._expiring(),

@@ -4,6 +4,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 from aioshard.core.options import Batch
 from aioshard.engine.batch_shards import BatchShards
@@ -82,31 +83,22 @@ class StartLimits:
             self._rate.put_back(delivery)
 
 
-class LimitedShards(Shards):
-    """Shards whose runs start only when the limits allow it.
+_Tokens = TypeVar("_Tokens", StartLimits, KeyLimit)
 
-    Invariants:
-        * A delivery that `take` returns for a handler run has spent its token.
-    """
 
-    def __init__(self, limits: StartLimits, bound: int | None) -> None:
-        super().__init__(bound, limits.allow)
-        self._limits = limits
+class _TokenShards(Shards, Generic[_Tokens]):
+    """Shards in which a delivery that `take` returns for a run of the handler has spent a token."""
 
-    def take(self) -> Delivery | None:
-        """See `Shards.take`."""
-        if not self._has_work or self._has_surplus or not self._limits.allow(self.notify):
-            return None
-        delivery = super().take()
-        if delivery is not None and delivery.recovery is None:
-            self._limits.spend(self.notify)
-        return delivery
+    def __init__(self, tokens: _Tokens, bound: int | None, allows: Callable[[Callable[[], bool]], bool] | None) -> None:
+        """Make shards that return the token of a run which does not start; see `Shards` for the rest."""
+        super().__init__(bound, allows)
+        self._tokens: _Tokens = tokens
 
     def admits(self, delivery: Delivery) -> bool:
         """See `Shards.admits`."""
         admitted = super().admits(delivery)
         if not admitted:
-            self._limits.put_back(delivery)
+            self._tokens.put_back(delivery)
         return admitted
 
     def next_after(self, delivery: Delivery) -> Delivery | None:
@@ -116,9 +108,26 @@ class LimitedShards(Shards):
 
     def defer(self, batch: DeliveryBatch) -> None:
         """See `Shards.defer`."""
-        if batch.deliveries[0].recovery is None:
-            self._limits.put_back(batch.deliveries[0])
+        delivery = batch.deliveries[0]
+        if delivery.recovery is None:
+            self._tokens.put_back(delivery)
         super().defer(batch)
+
+
+class LimitedShards(_TokenShards[StartLimits]):
+    """Shards whose runs start only when the limits allow it."""
+
+    def __init__(self, limits: StartLimits, bound: int | None) -> None:
+        super().__init__(limits, bound, limits.allow)
+
+    def take(self) -> Delivery | None:
+        """See `Shards.take`."""
+        if not self._has_work or self._has_surplus or not self._tokens.allow(self.notify):
+            return None
+        delivery = super().take()
+        if delivery is not None and delivery.recovery is None:
+            self._tokens.spend(self.notify)
+        return delivery
 
 
 class LimitedBatchShards(BatchShards):
@@ -146,18 +155,16 @@ class LimitedBatchShards(BatchShards):
         super().defer(batch)
 
 
-class KeyLimitedShards(Shards):
+class KeyLimitedShards(_TokenShards[KeyLimit]):
     """Shards on demand in which the runs of each key start only as the limit of that key allows it.
 
     Invariants:
-        * A delivery that `take` returns for a handler run has spent a token of its key.
         * A delivery that waits for a token occupies its shard and no worker; other shards do not wait.
         * One timer serves all of them.
     """
 
     def __init__(self, limit: KeyLimit, slots: ProcessSlots | None) -> None:
-        super().__init__(None, None if slots is None else slots.allows)
-        self._limit = limit
+        super().__init__(limit, None, None if slots is None else slots.allows)
         self._slots = slots
         self._limited: dict[Delivery, float] = {}
         """The deliveries that wait for a token, each with the loop time at which there should be one."""
@@ -174,30 +181,11 @@ class KeyLimitedShards(Shards):
         if slots is not None and not (self._has_work and slots.allows(self.notify)):
             return None
         while (delivery := super().take()) is not None:
-            due = 0.0 if delivery.recovery is not None else self._limit.take(delivery)
+            due = 0.0 if delivery.recovery is not None else self._tokens.take(delivery)
             if not due:
                 return delivery
             self._wait_for_token(delivery, due)
         return None
-
-    def admits(self, delivery: Delivery) -> bool:
-        """See `Shards.admits`."""
-        admitted = super().admits(delivery)
-        if not admitted:
-            self._limit.put_back(delivery)
-        return admitted
-
-    def next_after(self, delivery: Delivery) -> Delivery | None:
-        """See `Shards.next_after`."""
-        self.release(delivery)
-        return self.take()
-
-    def defer(self, batch: DeliveryBatch) -> None:
-        """See `Shards.defer`."""
-        delivery = batch.deliveries[0]
-        if delivery.recovery is None:
-            self._limit.put_back(delivery)
-        super().defer(batch)
 
     # Waiting --------------------------------------------------------------------
 
@@ -205,7 +193,7 @@ class KeyLimitedShards(Shards):
         due = asyncio.get_running_loop().time() + seconds
         self._limited[delivery] = due
         heapq.heappush(self._schedule, (due, next(self._order), delivery))
-        self._limit.add_waiting(1)
+        self._tokens.add_waiting(1)
         self._alarm.ring_at(due)
 
     def _resume_due(self) -> None:
@@ -222,7 +210,7 @@ class KeyLimitedShards(Shards):
 
     def _stop_waiting(self, delivery: Delivery) -> None:
         del self._limited[delivery]
-        self._limit.add_waiting(-1)
+        self._tokens.add_waiting(-1)
 
     def token_due(self, delivery: Delivery) -> float | None:
         """Return the loop time at which the key of a delivery should have a token; None if it does not wait for one.

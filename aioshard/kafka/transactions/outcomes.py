@@ -8,7 +8,7 @@ from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
 
-class Outcome(enum.Enum):
+class TransactionOutcome(enum.Enum):
     """The end of a transaction."""
 
     COMMITTED = enum.auto()
@@ -38,7 +38,7 @@ class KnownOffsets:
 
     def outcome(
         self, offsets: Mapping[TopicPartition, CommittedOffset], stored: Mapping[TopicPartition, CommittedOffset]
-    ) -> Outcome:
+    ) -> TransactionOutcome:
         """Return the outcome of a transaction.
 
         Args:
@@ -50,13 +50,13 @@ class KnownOffsets:
         changes = {name for name, offset in ours.items() if self._known.get(name, offset) != offset}
         # 1. It was not committed: an offset is what it was before.
         if any(now.get(name) == self._known.get(name) for name in changes):
-            return Outcome.ABORTED
+            return TransactionOutcome.ABORTED
         # 2. It was: each offset is what it has made it. One alone may also be what another owner has made it.
         if changes and all(now.get(name) == ours[name] for name in changes):
-            return Outcome.COMMITTED
+            return TransactionOutcome.COMMITTED
         # 3. As far as we know, it changes no offset, as with only the messages of parked records. Or others have
         # committed since.
-        return Outcome.UNKNOWN
+        return TransactionOutcome.UNKNOWN
 
 
 def _comparable(offset: CommittedOffset) -> tuple[int, str]:

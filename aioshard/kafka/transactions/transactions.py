@@ -30,7 +30,7 @@ from aioshard.kafka.transactions.call import Call
 from aioshard.kafka.transactions.coordinator import Answer, Coordinator
 from aioshard.kafka.transactions.identity import TransactionalId, Version
 from aioshard.kafka.transactions.messages import MessageWriter
-from aioshard.kafka.transactions.outcomes import KnownOffsets, Outcome
+from aioshard.kafka.transactions.outcomes import KnownOffsets, TransactionOutcome
 from aioshard.kafka.transactions.outputs import OutputTopics
 from aioshard.kafka.transactions.requests import aborted, error_of, request_of
 from aioshard.kafka.transactions.writes import Writes
@@ -496,14 +496,14 @@ class Transactions:
             self.counts.undecided += 1
             raise CommitError(f"nobody can tell whether a transaction was committed ({unknown}): {error}") from error
         match self._known.outcome(offsets, stored):
-            case Outcome.COMMITTED:
+            case TransactionOutcome.COMMITTED:
                 self.counts.decided_committed += 1
                 self._known.note(offsets)
                 logger.info("a transaction counts as committed, because its offsets are: %s", unknown)
-            case Outcome.ABORTED:
+            case TransactionOutcome.ABORTED:
                 self.counts.decided_aborted += 1
                 raise unknown
-            case Outcome.UNKNOWN:
+            case TransactionOutcome.UNKNOWN:
                 self.counts.undecided += 1
                 raise CommitError(f"nobody can tell whether a transaction was committed: {unknown}")
 

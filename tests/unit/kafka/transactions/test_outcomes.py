@@ -12,7 +12,7 @@ from aioshard.kafka.offsets import GroupOffsets, Member
 from aioshard.kafka.transactions.answers import Meaning
 from aioshard.kafka.transactions.coordinator import Answer, Coordinator
 from aioshard.kafka.transactions.identity import TransactionalId
-from aioshard.kafka.transactions.outcomes import KnownOffsets, Outcome
+from aioshard.kafka.transactions.outcomes import KnownOffsets, TransactionOutcome
 from aioshard.kafka.transactions.transactions import Transactions
 from aioshard.kafka.wire.cluster import Cluster
 from aioshard.kafka.wire.codes import error_for
@@ -226,7 +226,7 @@ def test_a_transaction_without_offsets_leaves_its_outcome_unknown() -> None:
     """Those of deleted topics are left out; its messages may be visible or not."""
     known = KnownOffsets()
     known.learn({ORDERS: Committed(1, "")})
-    assert known.outcome({}, {}) is Outcome.UNKNOWN
+    assert known.outcome({}, {}) is TransactionOutcome.UNKNOWN
 
 
 async def test_a_client_that_is_closed_during_a_commit_does_not_know_its_outcome() -> None:
