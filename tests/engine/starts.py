@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 
 from aioshard import Limit, Record
+from aioshard.testing import TestClient
 
 
 class Starts:
@@ -34,3 +36,12 @@ def keeps(limit: Limit, times: Sequence[float], *, members: int = 1) -> bool:
         for first, last in itertools.combinations(range(len(times)), 2)
         if last - first < 300
     )
+
+
+async def move_a_partition(client: TestClient, chance: random.Random) -> None:
+    """Take a partition of the topic orders away and give it back, several times, at moments that chance decides."""
+    for _ in range(4):
+        await asyncio.sleep(chance.random() / 3)
+        await client.revoke("orders", 0)
+        await asyncio.sleep(chance.random() / 5)
+        await client.assign("orders", 0)

@@ -16,6 +16,14 @@ from tests.engine.starts import Starts, keeps
 LIMIT = Limit("stripe", 10.0, burst=4, per="group")
 
 
+def with_two_topics() -> InMemoryBroker:
+    """A broker with two topics of four partitions each."""
+    broker = InMemoryBroker()
+    broker.create_topic("orders", 4)
+    broker.create_topic("refunds", 4)
+    return broker
+
+
 def make(starts: Starts, *topics: str, limit: Limit = LIMIT, pattern: str | None = None) -> App:
     app = App("paced", auto_offset_reset="earliest", metadata_max_age=1.0)
 
@@ -113,9 +121,7 @@ def test_the_partitions_of_all_topics_of_all_handlers_count() -> None:
 
 def test_new_partitions_of_other_members_are_taken_up_with_the_metadata() -> None:
     async def test() -> None:
-        broker = InMemoryBroker()
-        broker.create_topic("orders", 4)
-        broker.create_topic("refunds", 4)
+        broker = with_two_topics()
         app = make(Starts(), "orders", "refunds")
         async with TestClient(app, broker=broker) as client:
             await client.revoke("refunds", 0)
@@ -158,9 +164,7 @@ def test_a_partition_counts_until_it_is_drained() -> None:
 
 def test_a_topic_that_is_denied_holds_back_no_other() -> None:
     async def test() -> None:
-        broker = InMemoryBroker()
-        broker.create_topic("orders", 4)
-        broker.create_topic("refunds", 4)
+        broker = with_two_topics()
         app = make(Starts(), "orders", "refunds")
         async with TestClient(app, broker=broker) as client:
             await client.revoke("orders", 0)

@@ -10,7 +10,7 @@ from aioshard import App, Batch, Limit, Record, Retry, Router
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.live_apps import publish
-from tests.engine.starts import Starts, keeps
+from tests.engine.starts import Starts, keeps, move_a_partition
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.003, 0.5])
@@ -267,11 +267,7 @@ def test_limits_and_order_hold_and_nothing_is_lost_or_repeated_across_rebalances
     async def test() -> None:
         async with TestClient(app) as client:
             await publish(client, 300, keys=20, partitions=2)
-            for _ in range(4):
-                await asyncio.sleep(chance.random() / 3)
-                await client.revoke("orders", 0)
-                await asyncio.sleep(chance.random() / 5)
-                await client.assign("orders", 0)
+            await move_a_partition(client, chance)
             await client.settle(timeout=120.0)
 
     run(test(), seed=seed)

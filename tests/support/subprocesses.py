@@ -14,6 +14,8 @@ import httpx
 from tests.support.paths import PROJECT
 
 DEADLINE = 40.0
+RUN_DEADLINE = 60.0
+"""Seconds for a whole run of a module."""
 
 
 class CommandProcess:
@@ -112,6 +114,26 @@ class CommandProcess:
 
 def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("AIOSHARD_")}
+
+
+async def run_module(module: str, *arguments: str, directory: Path = PROJECT, code: int = 0) -> str:
+    """Run a module in a process that ends by itself, in this directory; return the standard output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        cwd=directory,
+        env={**environment(), "PYTHONPATH": str(PROJECT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(RUN_DEADLINE):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == code, (output + errors).decode()
+    return output.decode()
 
 
 async def until_answer(

@@ -5,10 +5,8 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import sqlite3
-import sys
 import time
 import uuid
 from collections import Counter
@@ -32,6 +30,7 @@ from aioshard.testing import InMemoryBroker, TestClient, assert_idempotent, run
 from aioshard.web.server import serve_in_thread
 from tests.support.kafka import KafkaBroker
 from tests.support.paths import PROJECT
+from tests.support.subprocesses import run_module
 
 EXAMPLES = PROJECT / "examples"
 DEADLINE = 40.0
@@ -59,26 +58,8 @@ async def test_quickstart_prints_every_order_on_a_real_broker(own_kafka: KafkaBr
     await own_kafka.produce("orders", [(b"customer-%d" % (number % 7), b"{}") for number in range(100)])
     arguments = ["run", "quickstart:app", "--app-dir", str(EXAMPLES), "--until-caught-up"]
 
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "aioshard",
-        *arguments,
-        "--bootstrap-servers",
-        own_kafka.bootstrap,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    output = await run_module("aioshard", *arguments, "--bootstrap-servers", own_kafka.bootstrap)
 
-    assert process.returncode == 0, errors.decode()
     assert len(output.splitlines()) == 100
     assert sum((await own_kafka.committed("billing", "orders")).values()) == 100
 

@@ -1,9 +1,6 @@
 """The recipes of the page "Integrations" do what the page says; each test runs the code of the page."""
 
-import asyncio
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from aioshard.testing import TestClient, run
 from tests.project.docs.pages import blocks
 from tests.project.docs.recipes import PAGE, load, recipes
 from tests.support.kafka import KafkaBroker
-from tests.support.paths import PROJECT
+from tests.support.subprocesses import run_module
 
 CLAIM_CHECK = "Large messages: claim check"
 ENCRYPTION = "Encrypted payloads"
@@ -38,26 +35,6 @@ def test_every_recipe_is_tested_here() -> None:
 
 def header(record: Record, name: str) -> str:
     return (dict(record.headers)[name] or b"").decode()
-
-
-async def run_module(module: str, *arguments: str, directory: Path, code: int = 0) -> str:
-    """Run a module in a separate process, in this directory; return what it prints."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments),
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == code, (output + errors).decode()
-    return output.decode()
 
 
 # Claim check ---------------------------------------------------------------------------------
