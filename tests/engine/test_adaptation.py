@@ -83,6 +83,22 @@ async def limits(app: App, seconds: int) -> list[int]:
     return seen
 
 
+def test_a_concurrency_probes_by_the_time_of_day() -> None:
+    """Processes that share a back end have event loops of different ages, and must probe it at the same moments."""
+    app = App("adaptive")
+
+    @app.consume("orders", concurrency=Adaptive(1, 64))
+    async def handle(_: Record) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            (handler,) = engine_of(app).handlers
+            assert handler.adaptation is not None
+            assert handler.adaptation._figures().at == pytest.approx(client.broker.now(), abs=0.001)
+
+    run(test())
+
+
 def test_it_finds_what_the_back_end_bears_and_follows_it_up_and_down() -> None:
     app = App("adaptive")
     back_end = BackEnd(12)
