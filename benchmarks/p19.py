@@ -7,7 +7,7 @@ import time
 import uuid
 
 from benchmarks.report import Report, Verdict, spread
-from benchmarks.stage import PROJECT, Stage, Topic
+from benchmarks.stage import PROJECT, Stage, Topic, with_bytecode
 
 TITLE = "Start: from the spawn of `aioshard run` to its first record, in a new group, 8 partitions"
 
@@ -33,7 +33,7 @@ async def run(stage: Stage) -> Report:
 async def _start(stage: Stage, topic: Topic) -> tuple[float, float]:
     """Seconds from one spawn to the first record, and seconds of CPU up to it."""
     variables = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        **with_bytecode(os.environ),
         "AIOSHARD_BOOTSTRAP_SERVERS": stage.cluster.bootstrap,
         "GROUP": f"bench-{uuid.uuid4().hex[:8]}",
         "TOPIC": topic.name,

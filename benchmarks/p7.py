@@ -7,7 +7,7 @@ import sys
 import time
 
 from benchmarks.report import Report, Verdict, spread
-from benchmarks.stage import PROJECT
+from benchmarks.stage import PROJECT, with_bytecode
 
 TITLE = "Import: `import aioshard` above a bare interpreter"
 FORBIDDEN = ("pyspark", "pyarrow", "pandas", "fastapi", "starlette", "uvicorn", "aiohttp", "flask", "django")
@@ -48,7 +48,7 @@ async def _measure(statement: str) -> tuple[float, float]:
     """Return CPU and wall seconds of an interpreter that runs *statement*."""
     started = time.perf_counter()
     process_id = os.posix_spawn(
-        sys.executable, [sys.executable, "-c", statement], {**os.environ, "PYTHONPATH": _path()}
+        sys.executable, [sys.executable, "-c", statement], {**with_bytecode(os.environ), "PYTHONPATH": _path()}
     )
     _, status, used = await asyncio.to_thread(os.wait4, process_id, 0)
     if status != 0:
@@ -63,7 +63,7 @@ async def _output(script: str) -> bytes:
         "-c",
         script,
         cwd=PROJECT,
-        env={**os.environ, "PYTHONPATH": _path()},
+        env={**with_bytecode(os.environ), "PYTHONPATH": _path()},
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await process.communicate()

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -268,6 +269,14 @@ class Process:
             await self._process.wait()
 
 
+def with_bytecode(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which Python stores bytecode.
+
+    The packages that pip installed have theirs; ours, imported from the sources, would be compiled at each start.
+    """
+    return {name: value for name, value in variables.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 async def _start(spec: Spec) -> asyncio.subprocess.Process:
     if spec.contestant in (*PEERS, TRANSACTIONAL):
         arguments = await asyncio.to_thread(command, spec)
@@ -276,7 +285,7 @@ async def _start(spec: Spec) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *arguments,
         cwd=PROJECT,
-        env=environment() if spec.contestant == COMPILED else None,
+        env=with_bytecode(environment() if spec.contestant == COMPILED else os.environ),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
