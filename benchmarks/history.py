@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import IO
 
 from benchmarks.report import Cell
 from benchmarks.spec import Measurement, Spec, Work
-from benchmarks.stage import PROJECT, RUN_TIMEOUT, Contestant, ContestantFailedError, Runs, Stage, Topic
+from benchmarks.stage import PROJECT, RUN_TIMEOUT, Contestant, ContestantFailedError, Runs, Stage, Topic, with_bytecode
 from benchmarks.tables import rate_rows
 
 PLAIN_APP = "aioshard, app"
@@ -57,6 +58,7 @@ class _Jobs:
                 kind,
                 self._spec.to_json(),
                 cwd=PROJECT,
+                env=with_bytecode(os.environ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=self._log,

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.contestants.tail import PLAIN, TailSpec
 from benchmarks.report import Cell, Report, Verdict
-from benchmarks.stage import PROJECT, ContestantFailedError, Stage
+from benchmarks.stage import PROJECT, ContestantFailedError, Stage, with_bytecode
 
 TITLE = "Long tail: 32 unequal partitions, three topics, four members; one is killed after a third of the work"
 TOPICS = {"orders": 16, "refunds": 10, "clicks": 6}
@@ -53,7 +54,11 @@ class Tail:
         command = [sys.executable, "-m", "benchmarks.contestants.tail", spec]
         self.members.append(
             await asyncio.create_subprocess_exec(
-                *command, cwd=PROJECT, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+                *command,
+                cwd=PROJECT,
+                env=with_bytecode(os.environ),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
             )
         )
 

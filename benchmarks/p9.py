@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import os
 import sys
 import uuid
 
 from benchmarks.contestants.flow import Phase, Plan, Result
 from benchmarks.p1 import numbered_messages
 from benchmarks.report import Report, Verdict
-from benchmarks.stage import PROJECT, ContestantFailedError, Stage, Topic
+from benchmarks.stage import PROJECT, ContestantFailedError, Stage, Topic, with_bytecode
 
 TITLE = "Adaptive concurrency: a back end that serves 32, then 8, then 64 calls of 20 ms at a time"
 PARTITIONS = 8
@@ -59,6 +60,7 @@ async def _run(name: str, plan: Plan, topic: Topic) -> list[Result]:
         "benchmarks.contestants.flow",
         plan.to_json(),
         cwd=PROJECT,
+        env=with_bytecode(os.environ),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
