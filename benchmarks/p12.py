@@ -49,7 +49,8 @@ async def run(stage: Stage) -> Report:
                 Verdict(f"records lost, {name}", found.lost, must=0),
             ]
     report.notes.append(
-        "Stood still: for each partition the longest time in which nothing of it was processed; median."
+        "Stood still: for each partition the longest time in which nothing of it was processed; median. Under KIP-848, "
+        "brokers from 4.3 assign partitions at most once a second, unless consumer.assignment.interval.ms is shorter."
     )
     return report
 
