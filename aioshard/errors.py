@@ -253,7 +253,7 @@ class LogTruncatedError(OffsetOutOfRangeError):
 
 
 class UnknownPartitionError(_PermanentError, LookupError):
-    """The in-memory broker has no such topic or partition."""
+    """There is no such partition, or the in-memory broker has no such topic."""
 
 
 class CommitError(TransportError):

@@ -1,16 +1,11 @@
-"""Connections of commands to the brokers: settings, publishing, and side topics read from start to end."""
+"""Connections of commands to the brokers: settings, and publishing."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import TypeVar
 
-import click
-
 from aioshard.cli.output import progress
-from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.publisher import Publisher
-from aioshard.kafka.side_topics import TopicReader
 from aioshard.loops import loop_factory
 from aioshard.ports import Message
 from aioshard.settings import Settings
@@ -39,26 +34,3 @@ async def publish(settings: Settings, messages: Iterable[Message], label: str, *
     """Publish, wait for all acknowledgements, and show the progress under *label*; see `Publisher` and `progress`."""
     async with Publisher(settings) as publisher, progress(label, lambda: publisher.acknowledged, total=total):
         await publisher.publish(messages)
-
-
-@contextlib.asynccontextmanager
-async def opened(
-    settings: Settings, topic: str, partitions: Collection[int] = ()
-) -> AsyncIterator[tuple[KafkaAdmin, TopicReader]]:
-    """Connect to a side topic; yield an admin client and a reader.
-
-    Args:
-        settings: The brokers.
-        topic: Its name.
-        partitions: The partitions to read; empty means all.
-
-    Raises:
-        UsageError: It has no such partition.
-        TransportError: The topic does not exist, or no broker answers.
-    """
-    async with KafkaAdmin(settings) as administration:
-        existing = await administration.partitions(topic)
-        if missing := set(partitions) - existing:
-            raise click.UsageError(f"topic {topic!r} has no partition {min(missing)}: it has 0 to {max(existing)}")
-        async with TopicReader(settings, topic, partitions or existing) as reader:
-            yield administration, reader

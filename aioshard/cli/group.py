@@ -11,9 +11,10 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
-from aioshard.cli.output import as_text, cut, part_as_text, print_result, table
+from aioshard.cli.output import cut, part_as_text, print_result, table
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.tail import tail_of
+from aioshard.core.text import as_text
 from aioshard.errors import AuthorizationError, CommitRefusedError, GroupBusyError, StateError
 from aioshard.kafka.admin import KafkaAdmin, LogBounds
 from aioshard.kafka.groups import (

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from aioshard.cli.output import bytes_as_text
-from aioshard.records import TOPIC_NAME, Record
-from aioshard.serde.side_records import Coordinates, Failure
+from aioshard.dead_letters.filters import Filters, HeaderFilter
+from aioshard.records import TOPIC_NAME
+from aioshard.serde.side_records import Coordinates
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -157,41 +157,6 @@ def as_json(what: str) -> Callable[[F], F]:
 
 # Selecting dead letters and parked records --------------------------------------------
 
-
-class Selection(NamedTuple):
-    """Filters for the records of a side topic; a record must match all of them."""
-
-    partitions: tuple[int, ...] = ()
-    """Partitions of the side topic; empty means all."""
-    handler: str | None = None
-    group: str | None = None
-    error: str | None = None
-    source: str | None = None
-    """Topic of the original record."""
-    key: str | None = None
-    records: tuple[Coordinates, ...] = ()
-    since: dt.datetime | None = None
-    until: dt.datetime | None = None
-
-    def takes(self, original: Record, failure: Failure) -> bool:
-        """Return whether a record matches; the reader filters by partition."""
-        return (
-            self.handler in {None, failure.handler}
-            and self.group in {None, failure.group}
-            and self.error in {None, failure.error}
-            and self.source in {None, original.topic}
-            and (self.key is None or _is_key(original.key, self.key))
-            and (not self.records or Coordinates.of(original) in self.records)
-            and (self.since is None or failure.failed_at >= self.since.timestamp())
-            and (self.until is None or failure.failed_at < self.until.timestamp())
-        )
-
-
-def _is_key(key: bytes | None, given: str) -> bool:
-    """Return whether *given* is the key, either as text or as the commands print it."""
-    return key is not None and (key == given.encode("utf-8", "surrogateescape") or bytes_as_text(key) == given)
-
-
 _FILTERS = (
     click.option(
         "--partition",
@@ -216,6 +181,17 @@ _FILTERS = (
         help="Position of the original record; repeatable.",
     ),
     click.option(
+        "--header",
+        "headers",
+        type=HeaderFilter.parse,
+        metavar="NAME[=VALUE]",
+        multiple=True,
+        help="Header of the record; repeatable.",
+    ),
+    click.option(
+        "--text", metavar="SUBSTRING", help="Text that the key, the value or the message of the error contains."
+    ),
+    click.option(
         "--since", type=parse_time, metavar="TIME", help="Failed at this time (UTC) or later; -6h is six hours ago."
     ),
     click.option("--until", type=parse_time, metavar="TIME", help="Failed before this time."),
@@ -223,13 +199,16 @@ _FILTERS = (
 
 
 def filters(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a `Selection`; the command gets it as `selection`."""
+    """Add the options of `Filters`; the command gets them as `filters`."""
 
     @functools.wraps(command)
-    def selecting(**values: Any) -> Any:
-        selection = Selection(**{name: values.pop(name) for name in Selection._fields})
-        return command(selection=selection, **values)
+    def filtering(**values: Any) -> Any:
+        given = {name: values.pop(name) for name in Filters._fields}
+        for name in ("since", "until"):
+            if given[name] is not None:
+                given[name] = given[name].timestamp()
+        return command(filters=Filters(**given), **values)
 
     for option in reversed(_FILTERS):
-        selecting = option(selecting)
-    return selecting
+        filtering = option(filtering)
+    return filtering

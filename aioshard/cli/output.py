@@ -1,7 +1,6 @@
-"""Output of the commands: JSON, tables, safe text, progress and exit codes."""
+"""Output of the commands: JSON, tables, progress and exit codes."""
 
 import asyncio
-import base64
 import contextlib
 import dataclasses
 import json
@@ -25,6 +24,7 @@ from aioshard.errors import (
     NotVerifiedError,
     PlanError,
     SettingsError,
+    UnknownPartitionError,
 )
 from aioshard.records import counted
 
@@ -45,7 +45,7 @@ def exit_code(error: AioshardError) -> int:
     | --- | --- |
     | 0 | success |
     | 1 | crashed: no broker answers, or an unexpected error |
-    | 2 | wrong usage: invalid options, an unknown module or app, or a refused setting, handler or plan |
+    | 2 | wrong usage: invalid options, an unknown module, app or partition, or a refused setting, handler or plan |
     | 3 | unhealthy: halted records, failed dead letters, a failed verification; an app is not ready or lacks a topic |
     | 4 | not drained: records in flight, finished or failed are uncommitted; or the group is busy or has moved |
     | 5 | data loss: records to be read are no longer in the log |
@@ -59,6 +59,7 @@ _EXIT_CODES = {
     HandlerError: WRONG_USAGE,
     MissingExtraError: WRONG_USAGE,
     PlanError: WRONG_USAGE,
+    UnknownPartitionError: WRONG_USAGE,
     HaltedError: UNHEALTHY,
     MissingTopicError: UNHEALTHY,
     NotVerifiedError: UNHEALTHY,
@@ -86,16 +87,6 @@ def print_result(content: Any, lines: Iterable[str], *, as_json: bool, indent: i
             click.echo(line)
 
 
-def as_json_value(content: bytes | None) -> Any:
-    """Return a key or value for JSON: a string if it is UTF-8, otherwise `{"base64": "…"}`."""
-    if content is None:
-        return None
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return {"base64": base64.b64encode(content).decode()}
-
-
 # Text ---------------------------------------------------------------------------------
 
 
@@ -109,21 +100,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str
     lines = [["-" if cell is None else str(cell) for cell in line] for line in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
-def as_text(text: str) -> str:
-    """Return *text* on one line with unprintable characters escaped: a record must not control the terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def bytes_as_text(content: bytes | None) -> str:
-    """Return a key or value as text: as it is if it is UTF-8, otherwise in hexadecimal after `0x`; `-` for null."""
-    if content is None:
-        return "-"
-    try:
-        return as_text(content.decode())
-    except UnicodeDecodeError:
-        return f"0x{content.hex()}"
 
 
 def moment_as_text(seconds: float) -> str:

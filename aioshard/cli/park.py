@@ -7,20 +7,12 @@ from typing import Any, NamedTuple
 import click
 
 from aioshard.cli import options
-from aioshard.cli.brokers import opened, publish, run, settings_of
-from aioshard.cli.output import (
-    UNHEALTHY,
-    as_json_value,
-    as_text,
-    bytes_as_text,
-    cut,
-    moment_as_text,
-    part_as_text,
-    print_result,
-    progress,
-    table,
-)
+from aioshard.cli.brokers import publish, run, settings_of
+from aioshard.cli.output import UNHEALTHY, cut, moment_as_text, part_as_text, print_result, progress, table
 from aioshard.core.parking import NEVER
+from aioshard.core.text import as_json_value, as_text, bytes_as_text
+from aioshard.dead_letters.filters import EVERYTHING, Filters
+from aioshard.kafka.side_topics import opened_topic
 from aioshard.records import counted
 from aioshard.serde.side_records import (
     Coordinates,
@@ -51,10 +43,10 @@ class ParkedTopic(NamedTuple):
         """Return all parked records in order, each as it was parked last."""
         return [stored[max(stored)] for _, stored in sorted(self.records.items(), key=operator.itemgetter(0))]
 
-    def keys(self, selection: options.Selection) -> list[Key]:
+    def keys(self, filters: Filters) -> list[Key]:
         """Return the keys with a selected record, the one that has waited longest first."""
         records = self.latest()
-        chosen = {_identity(record) for record in records if selection.takes(record.original, record.failure)}
+        chosen = {_identity(record) for record in records if filters.takes(record.original, record.failure)}
         by_key: dict[object, Key] = {}
         for record in records:
             if _identity(record) in chosen:
@@ -71,7 +63,7 @@ def _identity(record: ParkedRecord) -> object:
     return record.coordinates if key is None else (record.coordinates.topic, record.coordinates.partition, key)
 
 
-async def _read(settings: Settings, topic: str, selection: options.Selection) -> ParkedTopic:
+async def _read(settings: Settings, topic: str, filters: Filters) -> ParkedTopic:
     """Read a side topic from its start to its end.
 
     Raises:
@@ -81,7 +73,7 @@ async def _read(settings: Settings, topic: str, selection: options.Selection) ->
     requests: set[Coordinates] = set()
     read = 0
     async with (
-        opened(settings, topic, selection.partitions) as (_, reader),
+        opened_topic(settings, topic, filters.partitions) as (_, reader),
         progress(f"reading {topic}", lambda: read),
     ):
         async for records in reader.read():
@@ -119,15 +111,13 @@ def command() -> None:
 )
 @options.bootstrap_servers()
 @options.as_json("the keys")
-def show(
-    topic: str, *, selection: options.Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool
-) -> None:
+def show(topic: str, *, filters: Filters, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
     """List the keys whose records are parked in TOPIC.
 
     The key that has waited longest comes first. A key is listed if one of its records matches the filters.
     """
-    parked = run(_read(settings_of(bootstrap_servers), topic, selection))
-    keys = parked.keys(selection)
+    parked = run(_read(settings_of(bootstrap_servers), topic, filters))
+    keys = parked.keys(filters)
     records = sum(map(len, keys))
     content = {
         "topic": topic,
@@ -184,8 +174,8 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
     return options.filters(click.option("--all", "everything", is_flag=True, help="All parked records.")(command))
 
 
-def _check(selection: options.Selection, *, everything: bool) -> None:
-    filtered = selection._replace(partitions=()) != options.Selection()
+def _check(filters: Filters, *, everything: bool) -> None:
+    filtered = filters._replace(partitions=()) != EVERYTHING
     if everything and filtered:
         raise click.UsageError("--all and a filter were both given: leave one of them out")
     if not everything and not filtered:
@@ -204,19 +194,17 @@ def _exit_code(topic: str, matches: int, *, everything: bool) -> int:
 @_selecting
 @options.bootstrap_servers()
 @options.as_json("the keys")
-def release_(
-    topic: str, *, selection: options.Selection, everything: bool, bootstrap_servers: str | None, as_json: bool
-) -> int:
+def release_(topic: str, *, filters: Filters, everything: bool, bootstrap_servers: str | None, as_json: bool) -> int:
     """Request that parked keys of TOPIC are retried now.
 
     --record selects the whole key of that record. The app does the work; while it does not run, the request waits in
     TOPIC. Exits with 3 if nothing matches.
     """
-    _check(selection, everything=everything)
+    _check(filters, everything=everything)
 
     async def work() -> list[Key]:
         settings = settings_of(bootstrap_servers)
-        keys = (await _read(settings, topic, selection)).keys(selection)
+        keys = (await _read(settings, topic, filters)).keys(filters)
         await publish(settings, [release(topic, key[0].coordinates) for key in keys], f"writing to {topic}")
         return keys
 
@@ -246,7 +234,7 @@ def release_(
 def drop(
     topic: str,
     *,
-    selection: options.Selection,
+    filters: Filters,
     everything: bool,
     yes: bool,
     bootstrap_servers: str | None,
@@ -256,12 +244,12 @@ def drop(
 
     --record selects only that record: later ones of its key continue without it. Exits with 3 if nothing matches.
     """
-    _check(selection, everything=everything)
+    _check(filters, everything=everything)
 
     async def work() -> list[str]:
         settings = settings_of(bootstrap_servers)
-        parked = await _read(settings, topic, selection)
-        records = [record for record in parked.latest() if selection.takes(record.original, record.failure)]
+        parked = await _read(settings, topic, filters)
+        records = [record for record in parked.latest() if filters.takes(record.original, record.failure)]
         if yes:
             stored = [parked.records[record.coordinates] for record in records]
             tombstones = [tombstone(topic, storage_key) for copies in stored for storage_key in sorted(copies)]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aioshard.cli import options
-from aioshard.cli.output import as_text, cut, print_result, table
+from aioshard.cli.output import cut, print_result, table
 from aioshard.cli.spark import session
+from aioshard.core.text import as_text
 from aioshard.errors import MissingExtraError, SettingsError
 from aioshard.spark.session import DEFAULT_MASTER, check_packages
 

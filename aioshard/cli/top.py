@@ -25,7 +25,8 @@ from aioshard.cli.health import (
     timeout_option,
     urls_argument,
 )
-from aioshard.cli.output import UNHEALTHY, as_text, print_json
+from aioshard.cli.output import UNHEALTHY, print_json
+from aioshard.core.text import as_text
 from aioshard.records import age
 
 _OUTCOMES = ("processed", "skipped", "dead_lettered", "parked", "superseded", "expired")

@@ -15,6 +15,7 @@ from aioshard.errors import (
     OffsetOutOfRangeError,
     TopicRecreatedError,
     TransportError,
+    UnknownPartitionError,
 )
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.errors import named, no_leader, request_error, undecided
@@ -504,20 +505,28 @@ class TopicReader:
         """Close all connections."""
         await self._reader.close()
 
-    async def read(self, start: Mapping[int, int] | None = None) -> AsyncIterator[list[Record]]:
+    async def read(
+        self, start: Mapping[int, int] | None = None, end: Mapping[int, int] | None = None
+    ) -> AsyncIterator[list[Record]]:
         """Yield all records in chunks; records of one partition are in offset order.
 
         If retention overtakes us while we read, continue at the new start of the log.
 
         Args:
             start: Offsets to begin at, for partitions that do not begin at their start.
+            end: Offsets to stop before, for partitions that are not read to their end.
 
         Raises:
             TransportError: The records cannot be read.
         """
-        ends = {topic_partition: self.ranges[topic_partition.partition].end for topic_partition in self._partitions}
+        ends: dict[TopicPartition, int] = {}
         for at in self._partitions:
-            self._reader.seek(at, max(self.ranges[at.partition].start, (start or {}).get(at.partition, 0)))
+            log = self.ranges[at.partition]
+            begin = max(log.start, (start or {}).get(at.partition, 0))
+            stop = min(log.end, (end or {}).get(at.partition, log.end))
+            if begin < stop:
+                ends[at] = stop
+                self._reader.seek(at, begin)
         loop = asyncio.get_running_loop()
         moved_at = loop.time()
         while unread := [partition for partition, end in ends.items() if self._reader.position(partition) < end]:
@@ -541,3 +550,26 @@ class TopicReader:
                     f"{named(unread)} could not be read for {_STALLED:g} s: check that the brokers run, and that each "
                     "partition has a leader"
                 )
+
+
+@contextlib.asynccontextmanager
+async def opened_topic(
+    settings: Settings, topic: str, partitions: Collection[int] = ()
+) -> AsyncIterator[tuple[KafkaAdmin, TopicReader]]:
+    """Connect to a topic; yield an admin client and a reader.
+
+    Args:
+        settings: The brokers.
+        topic: Its name.
+        partitions: The partitions to read; empty means all.
+
+    Raises:
+        UnknownPartitionError: It has no such partition.
+        TransportError: The topic does not exist, or no broker answers.
+    """
+    async with KafkaAdmin(settings) as administration:
+        existing = await administration.partitions(topic)
+        if missing := set(partitions) - existing:
+            raise UnknownPartitionError(f"topic {topic!r} has no partition {min(missing)}: it has 0 to {max(existing)}")
+        async with TopicReader(settings, topic, partitions or existing) as reader:
+            yield administration, reader

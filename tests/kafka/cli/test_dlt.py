@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import Settings
-from aioshard.cli.dlt import progress_group
+from aioshard.dead_letters.progress import progress_group
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.kafka.producer import KafkaProducer

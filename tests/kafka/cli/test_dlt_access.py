@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclOperation
 
-from aioshard.cli.dlt import progress_group
+from aioshard.dead_letters.progress import progress_group, sending_group
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.access import allow, create_scram_user
@@ -87,7 +87,8 @@ async def test_nothing_is_republished_without_storing_progress(
 async def test_an_unwritable_topic_is_named_and_the_dead_letter_stays_due(
     aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
 ) -> None:
-    await grant("group", progress_group(f"{topic}.dlt"), AclOperation.READ)
+    for group in (progress_group(f"{topic}.dlt"), sending_group(f"{topic}.dlt")):
+        await grant("group", group, AclOperation.READ)
     await grant("topic", topic, AclOperation.DESCRIBE)
 
     ended = await aioshard("dlt", "replay", f"{topic}.dlt")

@@ -3,9 +3,8 @@
 import time
 
 from aioshard import Settings
-from aioshard.cli.brokers import opened
-from aioshard.cli.dlt import DeadLetters, progress_group
-from aioshard.cli.options import Selection
+from aioshard.dead_letters.progress import progress_group
+from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
@@ -25,8 +24,7 @@ async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKa
     await producer.publish(dead_letter(letters_topic, record, Failure("g", "h", 1, "ValueError", "no", 1.7e9)))
     await producer.close()
 
-    async with opened(settings, letters_topic, ()) as (administration, reader):
-        dead_letters = DeadLetters(administration, reader, Selection())
+    async with DeadLetterTopic.opened(settings, letters_topic) as dead_letters:
         await dead_letters.store_progress([letter async for letter in dead_letters.letters()])
 
     stored = [

@@ -2,7 +2,8 @@
 
 import pytest
 
-from aioshard.cli.output import as_json_value, as_text, bytes_as_text, cut, moment_as_text, table
+from aioshard.cli.output import cut, moment_as_text, table
+from aioshard.core.text import as_json_value, as_text, bytes_as_text
 
 
 def test_columns_are_aligned_without_a_terminal() -> None:

@@ -5,9 +5,9 @@ import random
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aioshard.cli.dlt import ReplayedOffsets
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import Run
+from aioshard.dead_letters.progress import ReplayedOffsets
 from aioshard.ports import Committed
 
 OFFSETS = st.sets(st.integers(0, 40) | st.integers(0, 3000), max_size=60)
@@ -21,12 +21,11 @@ def test_exactly_the_records_finished_in_any_run_are_done(offsets: set[int], run
     stored: Committed | None = None
     finished: set[int] = set()
     for chosen in runs:
-        replayed = ReplayedOffsets(stored)
+        replayed = ReplayedOffsets() if stored is None else ReplayedOffsets(stored)
         for offset in sorted(offsets):
             if offset >= replayed.start:
                 replayed.add(offset)
-        for offset in chosen & offsets:
-            replayed.finish(offset)
+        replayed.finish(chosen & offsets)
         finished |= chosen & offsets
         assert {offset for offset in offsets if replayed.is_done(offset)} == finished
         stored = replayed.commit()
@@ -34,7 +33,7 @@ def test_exactly_the_records_finished_in_any_run_are_done(offsets: set[int], run
         assert stored.offset == min(offsets - finished, default=position)
         assert {offset for offset in offsets if replayed.is_done(offset)} == finished
 
-    after = ReplayedOffsets(stored)
+    after = ReplayedOffsets() if stored is None else ReplayedOffsets(stored)
 
     assert {offset for offset in offsets if after.is_done(offset)} == finished
 
@@ -49,26 +48,63 @@ def test_only_the_offset_of_a_foreign_commit_counts() -> None:
 
 def test_progress_that_does_not_fit_is_detected() -> None:
     chance = random.Random(7)
-    replayed = ReplayedOffsets(None)
+    replayed = ReplayedOffsets()
     for offset in range(120_000):
         replayed.add(offset)
     chosen = [offset for offset in range(1, 120_000) if chance.random() < 0.5]
 
-    for offset in chosen[:5000]:
-        replayed.finish(offset)
+    replayed.finish(chosen[:5000])
     assert len(replayed.commit().metadata) <= MOST_UNITS
     assert replayed.fits
 
-    for offset in chosen[5000:]:
-        replayed.finish(offset)
+    replayed.finish(chosen[5000:])
     assert len(replayed.commit().metadata) <= MOST_UNITS
     assert not replayed.fits
 
 
 def test_a_fully_replayed_prefix_needs_no_metadata() -> None:
-    replayed = ReplayedOffsets(None)
+    replayed = ReplayedOffsets()
     for offset in range(100_000):
         replayed.add(offset)
-        replayed.finish(offset)
+        replayed.finish([offset])
 
     assert replayed.commit() == Committed(100_000, "")
+
+
+@given(OFFSETS, OFFSETS, OFFSETS)
+def test_dead_letters_that_were_not_read_can_be_done_too(offsets: set[int], read: set[int], chosen: set[int]) -> None:
+    """As if some were sent by their positions: the others before them stay due."""
+    replayed = ReplayedOffsets()
+    for offset in sorted(offsets & read):
+        replayed.add(offset)
+    due_below = max(offsets & read, default=-1) + 1
+    replayed.finish(offsets & chosen)
+
+    after = ReplayedOffsets(replayed.commit())
+
+    known = {offset for offset in offsets if offset in read or offset >= due_below}
+    assert {offset for offset in known if after.is_done(offset)} == known & chosen
+
+
+@given(OFFSETS, OFFSETS, OFFSETS)
+def test_a_dead_letter_is_done_if_any_commit_says_so(offsets: set[int], first: set[int], second: set[int]) -> None:
+    commits = []
+    for chosen in (first, second):
+        replayed = ReplayedOffsets()
+        for offset in sorted(offsets):
+            replayed.add(offset)
+        replayed.finish(offsets & chosen)
+        commits.append(replayed.commit())
+
+    both = ReplayedOffsets(*commits)
+
+    assert {offset for offset in offsets if both.is_done(offset)} == offsets & (first | second)
+
+
+def test_a_copy_changes_independently() -> None:
+    replayed = ReplayedOffsets()
+    replayed.add(3)
+    copied = replayed.copy()
+    copied.finish([3])
+
+    assert (replayed.is_done(3), copied.is_done(3)) == (False, True)

@@ -1,0 +1,253 @@
+"""Reads a dead-letter topic: all letters in order, one of them, or figures about those that match filters."""
+
+import asyncio
+import contextlib
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Any
+
+from aioshard.dead_letters.filters import EVERYTHING, Filters
+from aioshard.dead_letters.letters import Letter
+from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
+from aioshard.errors import TransportError
+from aioshard.kafka.admin import KafkaAdmin
+from aioshard.kafka.side_topics import TopicReader, opened_topic
+from aioshard.ports import LogRange
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import Coordinates, read_dead_letter
+from aioshard.settings import Settings
+
+_AT_ONCE = 200
+"""Records that are decoded before other tasks run: they take a few milliseconds."""
+
+
+class DeadLetterTopic:
+    """An open dead-letter topic, read by one task at a time.
+
+    Example:
+        ```python
+        async with DeadLetterTopic.opened(settings, "orders.dlt") as topic:
+            await topic.fetch_progress()
+            survey = await topic.survey(Filters(error="TimeoutError"), newest=50)
+        ```
+    """
+
+    def __init__(self, administration: KafkaAdmin, reader: TopicReader) -> None:
+        """Read a topic with open clients; see `opened`."""
+        self.read = 0
+        """Number of dead letters read."""
+        self.others = 0
+        """Number of other records read."""
+        self.administration = administration
+        self.progress = {number: ReplayedOffsets() for number in reader.ranges}
+        """Which ones are done, by partition."""
+        self._reader = reader
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def opened(
+        cls, settings: Settings, topic: str, partitions: Collection[int] = ()
+    ) -> AsyncIterator["DeadLetterTopic"]:
+        """Connect to a topic.
+
+        Args:
+            settings: The brokers.
+            topic: Its name.
+            partitions: The partitions to read; empty means all.
+
+        Raises:
+            UnknownPartitionError: It has no such partition.
+            TransportError: The topic does not exist, or no broker answers.
+        """
+        async with opened_topic(settings, topic, partitions) as (administration, reader):
+            yield cls(administration, reader)
+
+    @property
+    def name(self) -> str:
+        """The name of the topic."""
+        return self._reader.topic
+
+    @property
+    def ranges(self) -> Mapping[int, LogRange]:
+        """Start and end of each partition when the topic was opened: later dead letters are not read."""
+        return self._reader.ranges
+
+    async def fetch_progress(self) -> None:
+        """Fetch which dead letters are done. Progress beyond the end belongs to a deleted topic.
+
+        Raises:
+            AuthorizationError: This user may not read with a group that stores the progress.
+            TransportError: The brokers did not answer.
+        """
+        partitions = [TopicPartition(self.name, number) for number in self.ranges]
+        groups = (progress_group(self.name), sending_group(self.name))
+        stored = [await self.administration.group_commits(group, partitions) for group in groups]
+        for at in partitions:
+            end = self.ranges[at.partition].end
+            found = [commits[at] for commits in stored]
+            commits = [committed for committed in found if committed is not None and committed.offset <= end]
+            self.progress[at.partition] = ReplayedOffsets(*commits)
+
+    async def letters(
+        self,
+        filters: Filters = EVERYTHING,
+        start: Mapping[int, int] | None = None,
+        end: Mapping[int, int] | None = None,
+    ) -> AsyncIterator[Letter]:
+        """Yield the dead letters that match, in offset order for each partition.
+
+        Args:
+            filters: Which ones.
+            start: Offsets to begin at, for partitions that are not read from their start.
+            end: Offsets to stop before, for partitions that are not read to their end.
+
+        Raises:
+            TransportError: The records cannot be read.
+        """
+        async for records in self._reader.read(start, end):
+            for number, record in enumerate(records, 1):
+                letter = self._decoded(record)
+                if letter is not None and filters.takes(letter.original, letter.failure):
+                    yield letter
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    async def due_letters(self, filters: Filters, *, again: bool = False) -> AsyncIterator[Letter]:
+        """Yield the dead letters that match and are not done, and note all others for `store_progress`.
+
+        Args:
+            filters: Which ones.
+            again: Whether to include those that are done.
+
+        Raises:
+            TransportError: The records cannot be read.
+        """
+        start = {} if again else {number: progress.start for number, progress in self.progress.items()}
+        async for letter in self.letters(start=start):
+            self.progress[letter.at.partition].add(letter.at.offset)
+            if (again or not letter.done) and filters.takes(letter.original, letter.failure):
+                yield letter
+
+    async def store_progress(self, done: Collection[Letter]) -> None:
+        """Store in the brokers that dead letters are done.
+
+        Raises:
+            TransportError: The progress was not stored, or has too many offsets for the brokers to store.
+        """
+        if not done:
+            return
+        offsets: dict[int, list[int]] = {}
+        for letter in done:
+            offsets.setdefault(letter.at.partition, []).append(letter.at.offset)
+        for number, finished in offsets.items():
+            self.progress[number].finish(finished)
+        commits = {TopicPartition(self.name, number): self.progress[number].commit() for number in offsets}
+        await self.administration.commit_without_member(progress_group(self.name), commits, retry=True)
+        for number in offsets:
+            if not self.progress[number].fits:
+                raise TransportError(
+                    f"the finished dead letters of {self.name}/{number} are too scattered: brokers cannot store all "
+                    "their offsets, and the next run will replay the latest ones again. Replay older ones without "
+                    "filters first"
+                )
+
+    def _decoded(self, record: Record) -> Letter | None:
+        dead_letter = read_dead_letter(record)
+        if dead_letter is None:
+            self.others += 1
+            return None
+        self.read += 1
+        done = self.progress[record.partition].is_done(record.offset)
+        return Letter(Coordinates.of(record), *dead_letter, done)
+
+    async def letter(self, partition: int, offset: int) -> Letter | None:
+        """Return one dead letter; None if there is none at this position.
+
+        Raises:
+            TransportError: It cannot be read.
+        """
+        end = {number: offset + 1 if number == partition else 0 for number in self.ranges}
+        async for letter in self.letters(start={partition: offset}, end=end):
+            if letter.at == (self.name, partition, offset):
+                return letter
+        return None
+
+    async def survey(self, filters: Filters = EVERYTHING, *, newest: int | None = 0) -> "Survey":
+        """Read the topic from its start to its end, and return figures about the dead letters that match.
+
+        Args:
+            filters: Which ones.
+            newest: How many of the newest ones to keep; None keeps all of them.
+
+        Raises:
+            TransportError: The records cannot be read.
+        """
+        survey = Survey(newest, dead_letters=-self.read, others=-self.others)
+        async for letter in self.letters(filters):
+            survey.add(letter)
+        survey.dead_letters += self.read
+        survey.others += self.others
+        return survey
+
+
+@dataclasses.dataclass(slots=True)
+class Survey:
+    """Figures about the dead letters that match filters."""
+
+    kept: int | None = 0
+    """How many of the newest ones to keep; None keeps all."""
+    selected: int = 0
+    """Number of those that match."""
+    done: int = 0
+    """Number of those that match and are done."""
+    dead_letters: int = 0
+    """Number of all."""
+    others: int = 0
+    """Number of other records in the topic."""
+    first_failed_at: float | None = None
+    last_failed_at: float | None = None
+    """Seconds since the epoch; None if none matches."""
+    errors: Counter[str] = dataclasses.field(default_factory=Counter)
+    handlers: Counter[str] = dataclasses.field(default_factory=Counter)
+    topics: Counter[str] = dataclasses.field(default_factory=Counter)
+    _newest: list[tuple[float, int, Letter]] = dataclasses.field(default_factory=list)
+    """A heap."""
+
+    def add(self, letter: Letter) -> None:
+        """Count a dead letter that matches."""
+        failed_at = letter.failure.failed_at
+        self.selected += 1
+        self.done += letter.done
+        self.errors[letter.failure.error] += 1
+        self.handlers[letter.failure.handler] += 1
+        self.topics[letter.original.topic] += 1
+        self.first_failed_at = failed_at if self.first_failed_at is None else min(failed_at, self.first_failed_at)
+        self.last_failed_at = failed_at if self.last_failed_at is None else max(failed_at, self.last_failed_at)
+        heapq.heappush(self._newest, (failed_at, self.selected, letter))
+        if self.kept is not None and len(self._newest) > self.kept:
+            heapq.heappop(self._newest)
+
+    @property
+    def newest(self) -> list[Letter]:
+        """The newest ones, the latest last."""
+        return [letter for _, _, letter in sorted(self._newest)]
+
+    def as_object(self, *, progress_known: bool = True) -> dict[str, Any]:
+        """Return the figures for JSON.
+
+        Args:
+            progress_known: Whether it is known which ones are done.
+        """
+        return {
+            "selected": self.selected,
+            "dead_letters": self.dead_letters,
+            "replayed": self.done if progress_known else None,
+            "first_failed_at": self.first_failed_at,
+            "last_failed_at": self.last_failed_at,
+            "errors": self.errors,
+            "handlers": self.handlers,
+            "topics": self.topics,
+            "other_records": self.others,
+        }
