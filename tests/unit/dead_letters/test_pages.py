@@ -41,7 +41,7 @@ def test_each_match_is_on_one_page_and_the_newest_come_first(
     partitions: list[list[tuple[int, int, bool]]], size: int, span: int
 ) -> None:
     """With gaps between the offsets, and times of failure in any order."""
-    made = {}
+    made: dict[int, list[tuple[int, Record, Failure]]] = {}
     expected: dict[int, list[At]] = {}
     for number, letters in enumerate(partitions):
         offset = 0
