@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -55,6 +56,7 @@ from aioshard.ports import (
     Partitioner,
     Producer,
     ProducerFactory,
+    Publish,
     SideTopics,
     SideTopicsFactory,
     TransportFactory,
@@ -79,6 +81,20 @@ _RUN_AHEAD = 0.005
 """Seconds for which workers of a backfill may run ahead: no heartbeat waits for them. Each turn of the event loop also
 polls the client, which costs as much as ten quick records."""
 _ANSWER_TIMEOUT = 10.0
+
+
+_INTERCEPTING: contextvars.ContextVar[Publish | None] = contextvars.ContextVar("aioshard intercepting", default=None)
+"""Where `App.publish` sends messages of a dry run."""
+
+
+@contextlib.contextmanager
+def intercept_publishing(publish: Publish) -> Iterator[None]:
+    """Pass messages of `App.publish` to *publish*, of this task and of all tasks that it starts within the context."""
+    token = _INTERCEPTING.set(publish)
+    try:
+        yield
+    finally:
+        _INTERCEPTING.reset(token)
 
 
 class App(Router, Generic[State]):
@@ -692,6 +708,8 @@ class App(Router, Generic[State]):
 
     async def _publish(self, call: AwaitedCall, outgoing: Message) -> int:
         call.begin()
+        if (intercepting := _INTERCEPTING.get()) is not None:
+            return await intercepting(outgoing)
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} is not running")
         self._check_loop()
@@ -956,6 +974,11 @@ class App(Router, Generic[State]):
             state = "is not running" if self._engine is None else "has drained: start it again to consume"
             raise StateError(f"app {self.group_id!r} {state}")
         return self._engine
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the app is starting or running, or its resources are still open."""
+        return self._exit is not None
 
     @property
     def _has_drained(self) -> bool:

@@ -322,6 +322,10 @@ class MessagesRefusedError(CommitError):
         super().__init__(message)
 
 
+class TakenOverError(_PermanentError):
+    """Another program does the same work now, and has fenced this one: nothing more can be committed here."""
+
+
 class SideTopicError(_PermanentError):
     """A topic for parked records cannot be used: not compacted, too few partitions, another group's, or full."""
 

@@ -1,8 +1,15 @@
 """Connections of commands to the brokers: settings, and publishing."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import contextlib
+import getpass
+import os
+import sys
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
+
+import click
 
 from aioshard.cli.output import progress
 from aioshard.kafka.publisher import Publisher
@@ -24,10 +31,55 @@ def settings_of(bootstrap_servers: str | None) -> Settings:
     return settings
 
 
+def open_runner() -> asyncio.Runner:
+    """Return a runner for coroutines that share connections, with input of the user between them."""
+    return asyncio.Runner(loop_factory=loop_factory())
+
+
 def run(work: Coroutine[object, object, T]) -> T:
     """Run a command's coroutine to its end."""
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with open_runner() as runner:
         return runner.run(work)
+
+
+@contextlib.contextmanager
+def entered(runner: asyncio.Runner, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Enter an async context for several calls of *runner*."""
+    yielded = runner.run(_enter(context))
+    try:
+        yield yielded
+    finally:
+        runner.run(_leave(context))
+
+
+async def _enter(context: AbstractAsyncContextManager[T]) -> T:
+    return await context.__aenter__()
+
+
+async def _leave(context: AbstractAsyncContextManager[T]) -> None:
+    await context.__aexit__(None, None, None)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask the user, unless *yes*; return if the answer is yes.
+
+    Raises:
+        UsageError: Nobody can answer, because the input is not a terminal.
+        Abort: The answer is no.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} Nothing was done, because there is no terminal to answer: give --yes")
+    click.confirm(question, abort=True, err=True)
+
+
+def os_user() -> str:
+    """Return the user of the operating system, for the audit log."""
+    try:
+        return f"user {getpass.getuser()}"
+    except (KeyError, OSError):  # a container may have no name for the user
+        return f"user {os.getuid()}"
 
 
 async def publish(settings: Settings, messages: Iterable[Message], label: str, *, total: int | None = None) -> None:

@@ -1,13 +1,19 @@
-"""`aioshard dlt`: dead letters, shown and replayed."""
+"""`aioshard dlt`: dead letters, shown, tried and replayed."""
 
-from collections.abc import Iterator
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
 from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.brokers import run, settings_of
-from aioshard.cli.loading import load_app
+from aioshard.cli.brokers import confirm, entered, open_runner, os_user, run, settings_of
+from aioshard.cli.loading import load_app, load_function
 from aioshard.cli.output import (
     UNHEALTHY,
     cut,
@@ -19,16 +25,24 @@ from aioshard.cli.output import (
     table,
 )
 from aioshard.core.text import as_text, bytes_as_text
+from aioshard.dead_letters import audit
+from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object
+from aioshard.dead_letters.edits import Transform, with_value
 from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.letters import Letter, as_object
+from aioshard.dead_letters.plan import Plan, make_plan
 from aioshard.dead_letters.reading import DeadLetterTopic, Survey
-from aioshard.dead_letters.replaying import Replaying
+from aioshard.dead_letters.replaying import planned, preview
+from aioshard.dead_letters.replaying import replay as run_plan
+from aioshard.dead_letters.results import Result
 from aioshard.dead_letters.runs import ThroughHandlers
 from aioshard.dead_letters.sending import ToTopic
+from aioshard.dead_letters.tries import Trial, Tried, message_as_object, tried_as_object, try_letters
 from aioshard.errors import AioshardError, AuthorizationError
-from aioshard.kafka.producer import KafkaProducer
+from aioshard.ports import Message
 from aioshard.records import counted
 from aioshard.settings import Settings
+from aioshard.signals import INTERRUPTED, Signals
 from aioshard.telemetry import logs
 
 _SHOWN = 20
@@ -46,31 +60,53 @@ def command() -> None:
 @command.command()
 @options.topic_argument
 @options.filters
+@options.at
 @click.option(
     "--limit",
     type=click.IntRange(0),
     metavar="N",
     help=f"Show at most N, the newest ones; by default {options.ROWS}, and with --json all.",
 )
+@click.option("--app", "target", metavar="MODULE:APP", help="Decode values as the handlers of this app do.")
+@options.app_dir
 @options.bootstrap_servers()
 @options.as_json("the dead letters and their counts")
-def show(topic: str, *, filters: Filters, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
+def show(
+    topic: str,
+    *,
+    filters: Filters,
+    limit: int | None,
+    target: str | None,
+    app_dir: str,
+    bootstrap_servers: str | None,
+    as_json: bool,
+) -> None:
     """Show the dead letters of TOPIC.
 
     Reads from the start of TOPIC to its current end, and commits nothing. Keys, values and messages are printed as
     they are in the topic, cut to a line; --json prints all of them.
     """
+    _check_at(filters, topic)
     newest = options.ROWS if limit is None and not as_json else limit
-    survey, progress_known = run(_survey(settings_of(bootstrap_servers), topic, filters, newest))
+    app = None if target is None else load_app(target, app_dir)
+
+    async def read() -> tuple[Survey, bool, list[Decoded]]:
+        survey, progress_known = await _survey(settings_of(bootstrap_servers), topic, filters, newest)
+        return survey, progress_known, [] if app is None else [await decoded(app, letter) for letter in survey.newest]
+
+    survey, progress_known, values = run(read())
+    letters = list(map(as_object, survey.newest))
+    for shown, value in zip(letters, values, strict=False):
+        shown["decoded"] = decoded_as_object(value)
     content = {
         "topic": topic,
-        "dead_letters": list(map(as_object, survey.newest)),
+        "dead_letters": letters,
         "summary": survey.as_object(progress_known=progress_known),
     }
-    print_result(content, _lines_of(topic, survey, progress_known=progress_known), as_json=as_json)
+    print_result(content, _lines_of(topic, survey, values, progress_known=progress_known), as_json=as_json)
 
 
-def _lines_of(topic: str, survey: Survey, *, progress_known: bool) -> Iterator[str]:
+def _lines_of(topic: str, survey: Survey, values: Sequence[Decoded], *, progress_known: bool) -> Iterator[str]:
     selected = part_as_text(survey.selected, survey.dead_letters, "dead letter")
     done = f", {survey.done} of them already replayed" if progress_known else ""
     yield f"{selected} in {topic}{done}"
@@ -84,7 +120,8 @@ def _lines_of(topic: str, survey: Survey, *, progress_known: bool) -> Iterator[s
             yield f"  {name}: {', '.join(listed)}"
     newest = survey.newest
     if newest:
-        yield from ["", *table(_HEADINGS, map(_cells, newest))]
+        shown = map(_text_of, values) if values else (bytes_as_text(letter.original.value) for letter in newest)
+        yield from ["", *table(_HEADINGS, map(_cells, newest, shown))]
         if len(newest) < survey.selected:
             yield f"\n{survey.selected - len(newest)} older ones are not shown: --limit shows more"
 
@@ -105,7 +142,13 @@ async def _survey(settings: Settings, topic: str, filters: Filters, newest: int 
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
 
 
-def _cells(letter: Letter) -> tuple[object, ...]:
+def _text_of(value: Decoded) -> str:
+    if value.faults:
+        return as_text("; ".join(f"{location}: {message}".removeprefix(": ") for location, message in value.faults))
+    return json.dumps(value.value)
+
+
+def _cells(letter: Letter, value: str) -> tuple[object, ...]:
     original = letter.original
     failure = letter.failure
     return (
@@ -116,9 +159,61 @@ def _cells(letter: Letter) -> tuple[object, ...]:
         as_text(failure.handler),
         failure.attempts,
         cut(as_text(f"{failure.error}: {failure.message}")),
-        cut(bytes_as_text(original.value)),
+        cut(value),
         "done" if letter.done else "",
     )
+
+
+# Options of the commands below -------------------------------------------------------
+
+
+_again = click.option("--again", is_flag=True, help="Include those that were replayed before.")
+_transform = click.option(
+    "--transform",
+    metavar="MODULE:FUNCTION",
+    help="Change each record: the function takes the Record, and returns the new value, or None to leave it alone.",
+)
+_yes = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+_log_level = click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
+    default="critical",
+    show_default=True,
+    help="Lowest level that is logged, with --app; error shows the traceback of each failure.",
+)
+
+
+def _check_at(filters: Filters, topic: str) -> None:
+    for position in filters.at:
+        if position.topic != topic:
+            raise click.UsageError(f"--at {position} is not in {topic}: it takes positions in the dead-letter topic")
+
+
+def _open_app(target: str, app_dir: str, bootstrap_servers: str | None, log_level: str, filters: Filters) -> App:
+    """Load an app, and check that it has brokers and that the filters fit its group."""
+    logs.configure(log_level)
+    audit.logger.setLevel(logging.WARNING)
+    app = load_app(target, app_dir)
+    if bootstrap_servers is not None:
+        app.configure(bootstrap_servers=bootstrap_servers)
+    app.settings.require_bootstrap_servers()
+    if filters.group not in {None, app.group_id}:
+        raise click.UsageError(
+            f"--group {filters.group} was given, but the handlers of --app {target} belong to {app.group_id!r}"
+        )
+    return app
+
+
+def _transform_of(function: str | None, app_dir: str, value: str | None, value_file: str | None) -> Transform | None:
+    if sum(given is not None for given in (function, value, value_file)) > 1:
+        raise click.UsageError("--transform, --value and --value-file exclude each other: give one of them")
+    if function is not None:
+        return load_function(function, app_dir)
+    if value is not None:
+        return with_value(value.encode("utf-8", "surrogateescape"))
+    if value_file is not None:
+        return with_value(Path(value_file).read_bytes())
+    return None
 
 
 # replay -------------------------------------------------------------------------------
@@ -127,14 +222,23 @@ def _cells(letter: Letter) -> tuple[object, ...]:
 @command.command()
 @options.topic_argument
 @options.filters
+@options.at
 @click.option(
     "--app",
     "target",
     metavar="MODULE:APP",
     help="Run the handlers of this app on them in this process, instead of sending them back.",
 )
+@_transform
+@click.option("--value", metavar="VALUE", help="New value of the one dead letter that is selected.")
+@click.option(
+    "--value-file",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="PATH",
+    help="File with the new value of the one dead letter that is selected.",
+)
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Process at most N records.")
-@click.option("--again", is_flag=True, help="Include those that were replayed before.")
+@_again
 @click.option(
     "--timestamp",
     type=click.Choice(["now", "original"]),
@@ -142,14 +246,10 @@ def _cells(letter: Letter) -> tuple[object, ...]:
     show_default=True,
     help="Time of the records that are sent back. A topic may delete old ones before a consumer reads them.",
 )
+@click.option("--dry-run", is_flag=True, help="Only show how many would be replayed.")
+@_yes
 @options.app_dir
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
-    default="critical",
-    show_default=True,
-    help="Lowest level that is logged, with --app; error shows the traceback of each failure.",
-)
+@_log_level
 @options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS, or the setting of the app")
 @options.as_json("the result")
 def replay(
@@ -157,9 +257,14 @@ def replay(
     *,
     filters: Filters,
     target: str | None,
+    transform: str | None,
+    value: str | None,
+    value_file: str | None,
     limit: int | None,
     again: bool,
     timestamp: str,
+    dry_run: bool,
+    yes: bool,
     app_dir: str,
     log_level: str,
     bootstrap_servers: str | None,
@@ -167,65 +272,234 @@ def replay(
 ) -> int:
     """Send the dead letters of TOPIC back, or process them with --app.
 
-    The brokers store the progress as committed offsets of the group aioshard-dlt.TOPIC, so a second run leaves out
-    finished ones. A record that is sent back arrives behind newer ones of its key, and in every group that reads its
-    topic. Exits with 3 if some failed.
+    First asks for confirmation, with their number. The records and the progress are written in one transaction, so
+    no record is sent twice. A record that is sent back arrives behind newer ones of its key, and in every group that
+    reads its topic. A first Ctrl-C ends the run after the transaction in progress. Exits with 3 if some failed, and
+    with 4 if another run has taken over.
     """
+    _check_at(filters, topic)
     app = None
     if target is None:
         settings = settings_of(bootstrap_servers)
     else:
-        logs.configure(log_level)
-        app = load_app(target, app_dir)
-        if bootstrap_servers is not None:
-            app.configure(bootstrap_servers=bootstrap_servers)
+        app = _open_app(target, app_dir, bootstrap_servers, log_level, filters)
         settings = app.settings
-        settings.require_bootstrap_servers()
-        if filters.group not in {None, app.group_id}:
-            raise click.UsageError(
-                f"--group {filters.group} was given, but the handlers of --app {target} belong to {app.group_id!r}"
-            )
         filters = filters._replace(group=app.group_id)
-    replaying = Replaying(topic=topic, filters=filters, limit=limit, again=again)
-    verb = "sent back" if app is None else "processed"
-    try:
-        run(_replay(settings, app, replaying, keep_time=timestamp == "original"))
-    except (AioshardError, KeyboardInterrupt) as error:
-        _report(replaying, verb, error, as_json=as_json)
-        raise
-    _report(replaying, verb, None, as_json=as_json)
-    return UNHEALTHY if replaying.failed else 0
-
-
-async def _replay(settings: Settings, app: App | None, replaying: Replaying, *, keep_time: bool) -> None:
-    producer = KafkaProducer(settings)  # connects on use
-    try:
-        async with DeadLetterTopic.opened(settings, replaying.topic, replaying.filters.partitions) as dead_letters:
-            await dead_letters.fetch_progress()
-            destination = (
-                ToTopic(dead_letters.administration, producer, keep_time) if app is None else ThroughHandlers(app)
+    change = _transform_of(transform, app_dir, value, value_file)
+    verb = ToTopic.verb if app is None else ThroughHandlers.verb
+    result = Result()
+    with open_runner() as runner, entered(runner, DeadLetterTopic.opened(settings, topic)) as dead_letters:
+        plan = runner.run(_plan(dead_letters, filters, limit=limit, again=again))
+        if len(plan) != 1 and (value is not None or value_file is not None):
+            raise click.UsageError(
+                f"a value was given for one dead letter, and {len(plan):,} match: select one with --at"
             )
-            async with progress(f"replaying {replaying.topic}", replaying.done.total):
-                await replaying.run(dead_letters, destination)
-    finally:
-        await producer.close()
+        if dry_run:
+            if change is not None:
+                result = runner.run(preview(dead_letters, plan, change))
+            _report_plan(topic, plan, result if change else None, verb, as_json=as_json)
+            return 0
+        if plan.due:
+            confirm(_question(topic, plan, app, changed=change is not None), yes=yes)
+
+        async def work(signals: Signals) -> None:
+            stop = asyncio.Event()
+            signals.on_first(stop.set)
+            async with progress(f"replaying {topic}", result.done.total):
+                await run_plan(
+                    settings,
+                    dead_letters,
+                    plan,
+                    result,
+                    who=os_user(),
+                    app=app,
+                    transform=change,
+                    keep_time=timestamp == "original",
+                    stop=stop,
+                )
+
+        try:
+            with Signals("ending after the records in progress") as signals:
+                runner.run(work(signals))
+        except AioshardError as error:
+            _report(topic, plan, result, verb, error, as_json=as_json)
+            raise
+    _report(topic, plan, result, verb, None, as_json=as_json)
+    if result.stopped:
+        return INTERRUPTED
+    return UNHEALTHY if result.failed else 0
 
 
-def _report(replaying: Replaying, verb: str, error: BaseException | None, *, as_json: bool) -> None:
+async def _plan(dead_letters: DeadLetterTopic, filters: Filters, *, limit: int | None, again: bool) -> Plan:
+    await dead_letters.fetch_progress()
+    async with progress(f"reading {dead_letters.name}", lambda: dead_letters.read):
+        return await make_plan(dead_letters, filters, limit=limit, again=again)
+
+
+def _question(topic: str, plan: Plan, app: App | None, *, changed: bool) -> str:
+    letters = counted(len(plan), "dead letter")
+    after = ", after the transform," if changed else ""
+    if app is None:
+        return f"Send {letters} of {topic} back{after} to their topics ({_by_topic(plan.topics)})?"
+    return (
+        f"Run the handlers of app {app.group_id!r}{after} on {letters} of {topic} ({_by_topic(plan.topics)})? Their "
+        "messages are published, and all their other effects are real."
+    )
+
+
+def _by_topic(topics: Counter[str]) -> str:
+    return ", ".join(f"{topic} {count}" for topic, count in topics.most_common())
+
+
+def _report_plan(topic: str, plan: Plan, result: Result | None, verb: str, *, as_json: bool) -> None:
+    """Print how many dead letters a run would work on, and the result of the transform."""
+    content: dict[str, Any] = {
+        "topic": topic,
+        "dry_run": True,
+        "selected": len(plan),
+        "topics": plan.topics,
+        "errors": plan.errors,
+    }
+    lines = [f"{counted(len(plan), 'dead letter')} would be {verb}"]
+    if plan.topics:
+        lines[0] += f": {_by_topic(plan.topics)}"
+    if result is not None:
+        changed = result.done.total()
+        content |= {"changed": changed, "left": result.left, "failed": _failed(result)}
+        lines.append(
+            f"The transform changes {changed:,}, leaves {result.left:,} alone and fails for {len(result.failed):,}"
+        )
+    print_result(content, lines, as_json=as_json)
+    if result is not None:
+        _echo_failed(result)
+
+
+def _report(topic: str, plan: Plan, result: Result, verb: str, error: BaseException | None, *, as_json: bool) -> None:
     """Print the result; on standard error if the run was cut short."""
+    is_cut_short = error is not None or result.stopped
+    total = result.done.total()
     if as_json:
-        failed = [
-            {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
-            for letter, why in replaying.failed
-        ]
         reason = None if error is None else str(error) or type(error).__name__
-        print_json({"topic": replaying.topic, "done": replaying.done, "failed": failed, "error": reason})
+        content = {"topic": topic, "done": result.done, "failed": _failed(result), "error": reason}
+        print_json({**content, "edited": result.edited, "left": result.left, "stopped": result.stopped})
     else:
-        total = replaying.done.total()
-        topics = ", ".join(f"{topic} {count}" for topic, count in replaying.done.most_common())
-        result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {verb}"
-        click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
-    for letter, why in replaying.failed[:_SHOWN]:
+        line = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {verb}"
+        click.echo(f"{line}: {_by_topic(result.done)}" if result.done else line, err=is_cut_short)
+        if result.left:
+            click.echo(f"The transform left {counted(result.left, 'dead letter')} alone", err=is_cut_short)
+        if result.stopped:
+            due = len(plan) - total - len(result.failed) - result.left
+            click.echo(f"Stopped: {counted(due, 'dead letter')} of this run stay due", err=True)
+    _echo_failed(result)
+
+
+def _failed(result: Result) -> list[dict[str, str]]:
+    return [
+        {"record": str(failed.letter.source), "dead_letter": str(failed.letter.at), "error": failed.reason}
+        for failed in result.failed
+    ]
+
+
+def _echo_failed(result: Result) -> None:
+    for letter, why in result.failed[:_SHOWN]:
         click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)
-    if len(replaying.failed) > _SHOWN:
-        click.echo(f"Failed: {len(replaying.failed) - _SHOWN} more; --json names all of them", err=True)
+    if len(result.failed) > _SHOWN:
+        click.echo(f"Failed: {len(result.failed) - _SHOWN} more; --json names all of them", err=True)
+
+
+# try ----------------------------------------------------------------------------------
+
+
+@command.command("try")
+@options.topic_argument
+@options.filters
+@options.at
+@click.option("--app", "target", metavar="MODULE:APP", required=True, help="The app whose handlers run.")
+@_transform
+@click.option(
+    "--limit", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Run at most N records."
+)
+@_again
+@_yes
+@options.app_dir
+@_log_level
+@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS, or the setting of the app")
+@options.as_json("the results, with the messages that would be published")
+def try_(
+    topic: str,
+    *,
+    filters: Filters,
+    target: str,
+    transform: str | None,
+    limit: int,
+    again: bool,
+    yes: bool,
+    app_dir: str,
+    log_level: str,
+    bootstrap_servers: str | None,
+    as_json: bool,
+) -> int:
+    """Run handlers on dead letters, but publish and commit nothing.
+
+    The handlers really run, once for each record, with the resources of the app. Their messages are shown instead of
+    published, and all dead letters stay due. Requests and writes that a handler makes itself are real. Exits with 3 if
+    some failed.
+    """
+    _check_at(filters, topic)
+    app = _open_app(target, app_dir, bootstrap_servers, log_level, filters)
+    filters = filters._replace(group=app.group_id)
+    function = _transform_of(transform, app_dir, None, None)
+
+    async def read(dead_letters: DeadLetterTopic) -> list[Letter]:
+        plan = await _plan(dead_letters, filters, limit=limit, again=again)
+        return [item.letter async for item in planned(dead_letters, plan, None, Result())]
+
+    async def run_handlers(letters: list[Letter], signals: Signals) -> Trial:
+        stop = asyncio.Event()
+        signals.on_first(stop.set)
+        return await try_letters(app, letters, transform=function, stop=stop)
+
+    with open_runner() as runner:
+        with entered(runner, DeadLetterTopic.opened(app.settings, topic)) as dead_letters:
+            letters = runner.run(read(dead_letters))
+        if letters:
+            confirm(
+                f"Run the handlers of app {app.group_id!r} on {counted(len(letters), 'dead letter')} of {topic}? "
+                "Nothing is published or committed, but requests and writes that they make themselves are real.",
+                yes=yes,
+            )
+        with Signals("ending after the handlers in progress") as signals:
+            trial = runner.run(run_handlers(letters, signals))
+    content = {
+        "topic": topic,
+        "tried": list(map(tried_as_object, trial.tried)),
+        "other_messages": list(map(message_as_object, trial.unattributed)),
+    }
+    print_result(content, _lines_of_trial(trial), as_json=as_json)
+    return UNHEALTHY if any(tried.error is not None for tried in trial.tried) else 0
+
+
+def _lines_of_trial(trial: Trial) -> Iterator[str]:
+    succeeded = part_as_text(
+        sum(tried.error is None and not tried.left for tried in trial.tried), len(trial.tried), "dead letter"
+    )
+    yield f"{succeeded} would succeed; nothing was published or committed"
+    for tried in trial.tried:
+        yield f"{tried.letter.source} (dead letter {tried.letter.at}): {_outcome_of(tried)}"
+        yield from map(_line_of_message, tried.messages)
+    if trial.unattributed:
+        yield "Published by tasks and threads that no handler waits for:"
+        yield from map(_line_of_message, trial.unattributed)
+
+
+def _outcome_of(tried: Tried) -> str:
+    if tried.left:
+        return "left alone by the transform"
+    if tried.error is not None:
+        return f"failed: {as_text(tried.error)}"
+    took = "" if tried.seconds is None else f" in {tried.seconds:.3f} s"
+    return f"succeeded{took}"
+
+
+def _line_of_message(message: Message) -> str:
+    return f"  to {message.topic}: {cut(bytes_as_text(message.key))}: {cut(bytes_as_text(message.value))}"

@@ -1,12 +1,14 @@
-"""Load the app that `MODULE:APP` names on the command line, or explain why there is none."""
+"""Load the app or the function that an argument of the command line names, or explain why there is none."""
 
 import importlib
 import itertools
 import operator
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import click
 
@@ -43,6 +45,31 @@ def load_app(target: str, directory: str = ".") -> App:
     if not isinstance(app, App):
         raise click.UsageError(f"{target!r} is a {type(app).__name__}, not an aioshard.App: {_apps(module)}")
     return app
+
+
+def load_function(target: str, directory: str = ".") -> Callable[..., Any]:
+    """Import the function that *target* names.
+
+    Args:
+        target: `package.module:function`.
+        directory: As for `load_app`.
+
+    Raises:
+        UsageError: The module or the function does not exist, or cannot be called.
+        ClickException: The module raised an error.
+    """
+    name, _, attribute = target.partition(":")
+    if not attribute or not all(part.isidentifier() for part in name.split(".")):
+        raise click.UsageError(f"{target!r} is not MODULE:FUNCTION, such as shop.fixes:add_currency")
+    sys.path.insert(0, str(Path(directory).resolve()))
+    module = _import(name, directory)
+    try:
+        function = operator.attrgetter(attribute)(module)
+    except AttributeError:
+        raise click.UsageError(f"module {name!r} has no attribute {attribute!r}") from None
+    if not callable(function):
+        raise click.UsageError(f"{target!r} is a {type(function).__name__}, not a function")
+    return cast("Callable[..., Any]", function)
 
 
 def _import(name: str, directory: str) -> ModuleType:

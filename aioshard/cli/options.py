@@ -199,11 +199,11 @@ _FILTERS = (
 
 
 def filters(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `Filters`; the command gets them as `filters`."""
+    """Add the options of `Filters`; the command gets them as `filters`, together with those of `at`."""
 
     @functools.wraps(command)
     def filtering(**values: Any) -> Any:
-        given = {name: values.pop(name) for name in Filters._fields}
+        given = {name: values.pop(name) for name in Filters._fields if name in values}
         for name in ("since", "until"):
             if given[name] is not None:
                 given[name] = given[name].timestamp()
@@ -212,3 +212,12 @@ def filters(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_FILTERS):
         filtering = option(filtering)
     return filtering
+
+
+at = click.option(
+    "--at",
+    type=coordinates,
+    metavar="TOPIC/PARTITION/OFFSET",
+    multiple=True,
+    help="Position of the dead letter; repeatable.",
+)

@@ -24,6 +24,7 @@ from aioshard.errors import (
     NotVerifiedError,
     PlanError,
     SettingsError,
+    TakenOverError,
     UnknownPartitionError,
 )
 from aioshard.records import counted
@@ -47,7 +48,7 @@ def exit_code(error: AioshardError) -> int:
     | 1 | crashed: no broker answers, or an unexpected error |
     | 2 | wrong usage: invalid options, an unknown module, app or partition, or a refused setting, handler or plan |
     | 3 | unhealthy: halted records, failed dead letters, a failed verification; an app is not ready or lacks a topic |
-    | 4 | not drained: records in flight, finished or failed are uncommitted; or the group is busy or has moved |
+    | 4 | not drained: records are uncommitted; or the group is busy or has moved; or another run has taken over |
     | 5 | data loss: records to be read are no longer in the log |
     | 130 | interrupted, or ended by a second signal |
     """
@@ -66,6 +67,7 @@ _EXIT_CODES = {
     NotDrainedError: NOT_DRAINED,
     GroupBusyError: NOT_DRAINED,
     GroupMovedError: NOT_DRAINED,
+    TakenOverError: NOT_DRAINED,
     DataLossError: DATA_LOST,
 }
 

@@ -47,6 +47,8 @@ class Filters(NamedTuple):
 
     partitions: tuple[int, ...] = ()
     """Partitions of the side topic; empty means all."""
+    at: tuple[Coordinates, ...] = ()
+    """Positions in the side topic; empty means all."""
     handler: str | None = None
     group: str | None = None
     error: str | None = None
@@ -65,8 +67,12 @@ class Filters(NamedTuple):
     until: float | None = None
     """Before this time of the failure."""
 
+    def takes_at(self, at: Coordinates) -> bool:
+        """Return whether the position of a record in the side topic matches."""
+        return (not self.partitions or at.partition in self.partitions) and (not self.at or at in self.at)
+
     def takes(self, original: Record, failure: Failure) -> bool:
-        """Return whether a record matches; the reader filters by partition."""
+        """Return whether a record matches, wherever it is in the side topic."""
         return (
             self.handler in {None, failure.handler}
             and self.group in {None, failure.group}

@@ -1,24 +1,15 @@
 """A dead letter that a command or the dashboard works on."""
 
-from collections.abc import Callable
+import hashlib
 from typing import Any, NamedTuple
 
 from aioshard.core.text import as_json_value
+from aioshard.dead_letters.filters import Filters
 from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates, Failure
 
-
-class Identity(NamedTuple):
-    """The record that a dead letter is about: two dead letters with the same identity are about one failure.
-
-    A process that is killed after it wrote a dead letter and before it committed the offset writes it again. The
-    position alone is not enough: a topic that was deleted and created again has other records at the same offsets.
-    """
-
-    source: Coordinates
-    timestamp: float
-    content: int
-    """Hash of key and value, of this process."""
+Place = tuple[int, int]
+"""Partition and offset in the dead-letter topic."""
 
 
 class Letter(NamedTuple):
@@ -31,16 +22,32 @@ class Letter(NamedTuple):
     done: bool
     """Whether it was sent back or processed before."""
 
+    def matches(self, filters: Filters) -> bool:
+        """Return whether it matches all filters."""
+        return filters.takes_at(self.at) and filters.takes(self.original, self.failure)
+
+    @property
+    def place(self) -> Place:
+        """Partition and offset of the dead letter."""
+        return self.at.partition, self.at.offset
+
     @property
     def source(self) -> Coordinates:
         """The position of the original record."""
         return Coordinates.of(self.original)
 
     @property
-    def identity(self) -> Identity:
-        """The record that it is about."""
+    def identity(self) -> bytes:
+        """A hash of the record: dead letters with the same one are about the same failure.
+
+        A process that is killed after it wrote a dead letter and before it committed the offset writes it again. The
+        position alone does not tell: a topic that was deleted and created again has other records at the same offsets.
+        """
         original = self.original
-        return Identity(self.source, original.timestamp, hash((original.key, original.value)))
+        digest = hashlib.blake2b(repr((self.source, original.timestamp)).encode(), digest_size=16)
+        for content in (original.key, original.value):
+            digest.update(b"-" if content is None else b"+%d:" % len(content) + content)
+        return digest.digest()
 
 
 def as_object(letter: Letter, *, payload: bool = True) -> dict[str, Any]:
@@ -70,7 +77,3 @@ def as_object(letter: Letter, *, payload: bool = True) -> dict[str, Any]:
         **failure,
     }
     return shown if payload else {**shown, "hidden": True}
-
-
-Finished = Callable[[Letter, str | None], None]
-"""Called for each dead letter: with None if it is done, otherwise with the reason why not."""

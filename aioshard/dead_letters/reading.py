@@ -11,10 +11,9 @@ from typing import Any
 from aioshard.dead_letters.filters import EVERYTHING, Filters
 from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
-from aioshard.errors import TransportError
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.side_topics import TopicReader, opened_topic
-from aioshard.ports import LogRange
+from aioshard.ports import Committed, LogRange
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import Coordinates, read_dead_letter
 from aioshard.settings import Settings
@@ -43,6 +42,10 @@ class DeadLetterTopic:
         self.administration = administration
         self.progress = {number: ReplayedOffsets() for number in reader.ranges}
         """Which ones are done, by partition."""
+        self.kept: Mapping[TopicPartition, Committed | None] = {}
+        """The offsets of `progress_group`, as they were fetched."""
+        self.sent: Mapping[TopicPartition, Committed | None] = {}
+        """Those of `sending_group`."""
         self._reader = reader
 
     @classmethod
@@ -82,11 +85,11 @@ class DeadLetterTopic:
             TransportError: The brokers did not answer.
         """
         partitions = [TopicPartition(self.name, number) for number in self.ranges]
-        groups = (progress_group(self.name), sending_group(self.name))
-        stored = [await self.administration.group_commits(group, partitions) for group in groups]
+        self.kept = await self.administration.group_commits(progress_group(self.name), partitions)
+        self.sent = await self.administration.group_commits(sending_group(self.name), partitions)
         for at in partitions:
             end = self.ranges[at.partition].end
-            found = [commits[at] for commits in stored]
+            found = (self.kept[at], self.sent[at])
             commits = [committed for committed in found if committed is not None and committed.offset <= end]
             self.progress[at.partition] = ReplayedOffsets(*commits)
 
@@ -109,49 +112,10 @@ class DeadLetterTopic:
         async for records in self._reader.read(start, end):
             for number, record in enumerate(records, 1):
                 letter = self._decoded(record)
-                if letter is not None and filters.takes(letter.original, letter.failure):
+                if letter is not None and letter.matches(filters):
                     yield letter
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
-
-    async def due_letters(self, filters: Filters, *, again: bool = False) -> AsyncIterator[Letter]:
-        """Yield the dead letters that match and are not done, and note all others for `store_progress`.
-
-        Args:
-            filters: Which ones.
-            again: Whether to include those that are done.
-
-        Raises:
-            TransportError: The records cannot be read.
-        """
-        start = {} if again else {number: progress.start for number, progress in self.progress.items()}
-        async for letter in self.letters(start=start):
-            self.progress[letter.at.partition].add(letter.at.offset)
-            if (again or not letter.done) and filters.takes(letter.original, letter.failure):
-                yield letter
-
-    async def store_progress(self, done: Collection[Letter]) -> None:
-        """Store in the brokers that dead letters are done.
-
-        Raises:
-            TransportError: The progress was not stored, or has too many offsets for the brokers to store.
-        """
-        if not done:
-            return
-        offsets: dict[int, list[int]] = {}
-        for letter in done:
-            offsets.setdefault(letter.at.partition, []).append(letter.at.offset)
-        for number, finished in offsets.items():
-            self.progress[number].finish(finished)
-        commits = {TopicPartition(self.name, number): self.progress[number].commit() for number in offsets}
-        await self.administration.commit_without_member(progress_group(self.name), commits, retry=True)
-        for number in offsets:
-            if not self.progress[number].fits:
-                raise TransportError(
-                    f"the finished dead letters of {self.name}/{number} are too scattered: brokers cannot store all "
-                    "their offsets, and the next run will replay the latest ones again. Replay older ones without "
-                    "filters first"
-                )
 
     def _decoded(self, record: Record) -> Letter | None:
         dead_letter = read_dead_letter(record)

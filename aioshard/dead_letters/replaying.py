@@ -1,74 +1,156 @@
-"""One run over the dead letters of a topic: in chunks, with the progress stored after each."""
+"""One run over the dead letters of a topic: read again, edited, and sent or processed in chunks."""
 
-import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator
 
-from aioshard.dead_letters.filters import Filters
-from aioshard.dead_letters.letters import Letter
+from aioshard.app import App
+from aioshard.core.text import message_of
+from aioshard.dead_letters.audit import audit, places_as_text
+from aioshard.dead_letters.edits import Transform, edited
+from aioshard.dead_letters.filters import EVERYTHING
+from aioshard.dead_letters.ledger import Ledger
+from aioshard.dead_letters.plan import Plan
 from aioshard.dead_letters.reading import DeadLetterTopic
+from aioshard.dead_letters.results import Result, Work
 from aioshard.dead_letters.runs import ThroughHandlers
 from aioshard.dead_letters.sending import ToTopic
-from aioshard.engine.tasks import finish
 from aioshard.ports import record_size
+from aioshard.records import counted
 from aioshard.serde.side_records import Coordinates
+from aioshard.settings import Settings
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Replaying:
-    """One run over the dead letters of a topic."""
+async def replay(
+    settings: Settings,
+    topic: DeadLetterTopic,
+    plan: Plan,
+    result: Result,
+    *,
+    who: str,
+    app: App | None = None,
+    transform: Transform | None = None,
+    keep_time: bool = False,
+    stop: asyncio.Event,
+) -> None:
+    """Take over from any other run, work on the dead letters of a plan, and write the audit log.
 
-    topic: str
-    filters: Filters
-    limit: int | None = None
-    """Maximum number of records."""
-    again: bool = False
-    """Whether to include those that are done."""
-    done: Counter[str] = dataclasses.field(default_factory=Counter)
-    """By topic."""
-    failed: list[tuple[Letter, str]] = dataclasses.field(default_factory=list)
-    """Those that stay due, each with the reason."""
-    records: dict[Coordinates, bool] = dataclasses.field(default_factory=dict)
-    """The records of this run, and whether they are done."""
+    Args:
+        settings: The brokers.
+        topic: The topic, with all partitions.
+        plan: Its dead letters that are due.
+        result: Receives how far the run has come, also if it fails.
+        who: The operator, for the audit log.
+        app: The app, not running, whose handlers run on them; without it, they are sent back.
+        transform: Changes the records before.
+        keep_time: Whether records that are sent keep their timestamps; otherwise they get the current time.
+        stop: Ends the run early, after the chunk that is in progress.
 
-    async def run(self, dead_letters: DeadLetterTopic, destination: ToTopic | ThroughHandlers) -> None:
-        """Read the topic, and replay its dead letters in chunks.
-
-        Raises:
-            AioshardError: The run was cut short; `done` has what was done before.
-        """
-        chunk: list[Letter] = []
-        size = 0
-        async for letter in dead_letters.due_letters(self.filters, again=self.again):
-            chunk.append(letter)
-            if letter.source in self.records:
-                continue  # the app was killed between the dead letter and the commit
-            self.records[letter.source] = False
-            size += record_size(letter.original.key, letter.original.value, letter.original.headers)
-            if len(self.records) == self.limit:
-                break
-            if len(chunk) >= destination.most_records or size >= destination.most_bytes:
-                await self._process(dead_letters, destination, chunk)
-                chunk = []
-                size = 0
-        await self._process(dead_letters, destination, chunk)
-
-    async def _process(
-        self, dead_letters: DeadLetterTopic, destination: ToTopic | ThroughHandlers, letters: Sequence[Letter]
-    ) -> None:
-        """Replay dead letters, the first one of each record, and store which ones are done."""
-        due = {letter.source: letter for letter in reversed(letters) if not self.records[letter.source]}
-        try:
-            if due:
-                await destination.process([due[source] for source in sorted(due)], self._finished)
-        finally:
-            done = [letter for letter in letters if self.records[letter.source]]
-            # Even if interrupted: otherwise the next run would replay these again.
-            await finish(dead_letters.store_progress(done), "store the progress")
-
-    def _finished(self, letter: Letter, why: str | None) -> None:
-        if why is None:
-            self.records[letter.source] = True
-            self.done[letter.original.topic] += 1
+    Raises:
+        TakenOverError: Another run has taken over.
+        AioshardError: The run was cut short.
+    """
+    if not (plan.due or plan.covered):
+        return
+    async with Ledger.opened(settings, topic) as ledger:
+        plan.adopt(topic)
+        destination: ToTopic | ThroughHandlers
+        if app is None:
+            destination = ToTopic(topic.administration, ledger, keep_time=keep_time)
         else:
-            self.failed.append((letter, why))
+            destination = ThroughHandlers(app, ledger, stop)
+        try:
+            await ledger.store(plan.covered)
+            async for chunk in _chunks(planned(topic, plan, transform, result), destination, stop):
+                await _process(destination, chunk, result, topic.name, who)
+        finally:
+            result.stopped = stop.is_set()
+
+
+async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> Result:
+    """Return how many dead letters of a plan a transform would change, and for which ones it fails.
+
+    Raises:
+        TransportError: The records cannot be read.
+    """
+    result = Result()
+    async for item in planned(topic, plan, transform, result):
+        result.finish([item])
+    return result
+
+
+async def _chunks(
+    work: AsyncIterator[Work], destination: ToTopic | ThroughHandlers, stop: asyncio.Event
+) -> AsyncIterator[list[Work]]:
+    """Yield dead letters that fit together, in the order of their records; nothing more once *stop* is set."""
+    chunk: list[Work] = []
+    size = 0
+    async for item in work:
+        if stop.is_set():
+            return
+        chunk.append(item)
+        size += record_size(item.record.key, item.record.value, item.record.headers)
+        if len(chunk) >= destination.most_records or size >= destination.most_bytes:
+            yield sorted(chunk, key=_source_of)
+            chunk = []
+            size = 0
+    if chunk and not stop.is_set():
+        yield sorted(chunk, key=_source_of)
+
+
+def _source_of(item: Work) -> Coordinates:
+    return item.letter.source
+
+
+async def planned(
+    topic: DeadLetterTopic, plan: Plan, transform: Transform | None, result: Result
+) -> AsyncIterator[Work]:
+    """Read the dead letters of a plan again, and yield them as the transform changes them.
+
+    Args:
+        topic: The topic.
+        plan: Its dead letters.
+        transform: Changes the records; None leaves them as they are.
+        result: Receives those that the transform leaves alone, or fails for.
+
+    Raises:
+        TransportError: The records cannot be read.
+    """
+    async for letter in topic.letters(EVERYTHING, *plan.bounds()):
+        places = plan.due.get(letter.place)
+        if places is None:
+            continue
+        item = await _edited(Work(letter, letter.original, places), transform, result)
+        if item is not None:
+            yield item
+
+
+async def _process(
+    destination: ToTopic | ThroughHandlers, chunk: list[Work], result: Result, topic: str, who: str
+) -> None:
+    """Send or process dead letters, and write the audit log."""
+    edited_before = result.edited
+    try:
+        await destination.process(chunk, result)
+    finally:
+        if result.places:
+            changed = result.edited - edited_before
+            sentence = f"{counted(len(result.places), 'dead letter')} {destination.verb}"
+            if changed:
+                sentence += f", {changed:,} of them edited"
+            audit(destination.action, topic, places_as_text(result.places), who, sentence)
+            result.places.clear()
+
+
+async def _edited(item: Work, transform: Transform | None, result: Result) -> Work | None:
+    """Return a dead letter as the transform changes it; None if it stays as it is, which *result* then knows."""
+    if transform is None:
+        return item
+    try:
+        record = await edited(item.record, transform)
+    except Exception as error:  # noqa: BLE001 - the user's own function
+        result.fail(item, f"the transform failed: {type(error).__name__}: {message_of(error)}")
+        return None
+    if record is None:
+        result.left += 1
+        return None
+    return item._replace(record=record)

@@ -1,19 +1,23 @@
 """Runs the handlers of an app on dead letters, in this process."""
 
+import asyncio
 import functools
 from collections.abc import Sequence
 
 from aioshard.app import App
 from aioshard.core.sharding import identity
-from aioshard.dead_letters.letters import Finished, Letter
+from aioshard.dead_letters.ledger import Ledger
+from aioshard.dead_letters.results import Result, Work
 from aioshard.engine.control import halted_of
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.handler import Completed
+from aioshard.engine.handler import Adapt, Completed
+from aioshard.engine.tasks import finish
 from aioshard.errors import HaltedError, HandlerError
 from aioshard.kafka.memory.broker import InMemoryBroker
 from aioshard.kafka.memory.side_topics import InMemorySideTopics
 from aioshard.kafka.memory.transport import InMemoryTransport
 from aioshard.kafka.producer import KafkaProducer
+from aioshard.ports import ProducerFactory
 from aioshard.records import Record, counted
 from aioshard.serde.side_records import Coordinates
 
@@ -22,7 +26,7 @@ _SHARES = 100
 
 
 class ThroughHandlers:
-    """Runs the app's handlers on dead letters in this process. Used by one command.
+    """Runs the app's handlers on dead letters in this process. Used by one run.
 
     The app is the real one, with its retries, timeouts, batches, limits and resources, and its messages are
     published. Only its input comes from here, and a record that fails again stays a dead letter.
@@ -31,70 +35,163 @@ class ThroughHandlers:
         * Dead letters of one shard key run in offset order; after a failure, the later ones do not run.
     """
 
+    action = "process"
     verb = "processed"
     most_records = 10_000
     most_bytes = 64 * 1024 * 1024
 
-    def __init__(self, app: App) -> None:
-        """Create a destination; *app* starts at the earliest record from now on, and without a journal."""
-        # A failed record must not keep the others of its partition from being read.
+    def __init__(self, app: App, ledger: Ledger, stop: asyncio.Event) -> None:
+        """Create a destination; *app* starts at the earliest record from now on, and without a journal.
+
+        Args:
+            app: The app, not running.
+            ledger: Stores which dead letters are done.
+            stop: Ends a run early, as `App.stop` does: handlers that run may finish.
+        """
+        # A failed record must not keep the others of its partition from being read. Exactly-once processing would write
+        # the messages of handlers into the input, which is in memory.
         app.configure(
             auto_offset_reset="earliest",
             journal=None,
+            processing_guarantee="at_least_once",
             max_buffered_records=_SHARES * self.most_records,
             max_buffered_bytes=_SHARES * self.most_bytes,
         )
         self._app = app
+        self._ledger = ledger
+        self._stop = stop
         self._blocked: set[object] = set()
         """Handlers and shard keys of failed records."""
 
-    async def process(self, letters: Sequence[Letter], finished: Finished) -> None:
+    async def process(self, work: Sequence[Work], result: Result) -> None:
         """Process dead letters of different records.
 
         Raises:
             HandlerError: The app has no handler for a dead letter.
             AioshardError: The app cannot start or continue.
         """
-        keys = {letter.source: self._key(letter.original) for letter in letters}
-        remaining = {letter.source: letter for letter in letters}
-        runnable = [letter.original for letter in letters if keys[letter.source] not in self._blocked]
+        for item in work:
+            shard_of(self._app, item)
+        for group in distinct(work):
+            if not self._stop.is_set():
+                await self._process(group, result)
+
+    async def _process(self, work: Sequence[Work], result: Result) -> None:
+        """Process dead letters of records at different positions."""
+        keys = {item.letter.source: shard_of(self._app, item) for item in work}
+        remaining = {item.letter.source: item for item in work}
+        runnable = [item.record for item in work if keys[item.letter.source] not in self._blocked]
+        done: list[Work] = []
 
         def completed(delivery: Delivery) -> None:
-            finished(remaining.pop(Coordinates.of(delivery.record)), None)
+            done.append(remaining.pop(Coordinates.of(delivery.record)))
 
-        if runnable:
-            failed = {Coordinates.of(delivery.record): delivery for delivery in await self._run(runnable, completed)}
-            for source, delivery in sorted(failed.items()):
-                self._blocked.add(keys[source])
-                finished(remaining.pop(source), f"{delivery.failure} ({counted(delivery.failures, 'attempt')})")
-        for letter in remaining.values():
-            finished(letter, "an older dead letter of its key failed")
+        try:
+            if runnable:
+                halted = await run_in_memory(
+                    self._app,
+                    runnable,
+                    make_producer=lambda: KafkaProducer(self._app.settings),
+                    adapt=lambda handler: handler.for_history()._replace(on_failure="halt", shards=None),
+                    completed=completed,
+                    stop=self._stop,
+                )
+                failed = {Coordinates.of(delivery.record): delivery for delivery in halted}
+                for source, delivery in sorted(failed.items()):
+                    self._blocked.add(keys[source])
+                    result.fail(remaining.pop(source), f"{delivery.failure} ({counted(delivery.failures, 'attempt')})")
+            if not self._stop.is_set():
+                for item in remaining.values():
+                    result.fail(item, "an older dead letter of its key failed")
+        finally:
+            # Even if interrupted: otherwise the next run would process these again.
+            await finish(self._store(done, result), "store the progress")
 
-    async def _run(self, records: Sequence[Record], completed: Completed) -> Sequence[Delivery]:
-        """Run the handlers on records, and return those that failed; the later ones of their keys do not run."""
-        app = self._app
-        broker = InMemoryBroker(partitions=max(record.partition for record in records) + 1)
-        broker.restore(records)
-        async with app.started(
-            functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed"),
-            lambda: KafkaProducer(app.settings),
-            lambda: InMemorySideTopics(broker),
-            adapt=lambda handler: handler.for_history()._replace(on_failure="halt", shards=None),
-            observe=lambda _: completed,
-        ):
-            try:
-                await app.serve(until_caught_up=True)
-            except HaltedError:
-                return halted_of(app.running_engine())
-            return []
+    async def _store(self, done: Sequence[Work], result: Result) -> None:
+        await self._ledger.store([place for item in done for place in item.places])
+        result.finish(done)
 
-    def _key(self, record: Record) -> object:
-        """Return the handler and the shard key of a record; the record itself if it has none."""
-        for handler in self._app.handlers:
-            if handler.takes(record.topic):
-                key = identity(handler.shard_key, record)
-                return Coordinates.of(record) if key is None else (handler.name, key)
+
+async def run_in_memory(
+    app: App,
+    records: Sequence[Record],
+    *,
+    make_producer: ProducerFactory,
+    adapt: Adapt,
+    completed: Completed,
+    stop: asyncio.Event,
+) -> Sequence[Delivery]:
+    """Run the handlers of an app on records at different positions, until they are complete or wait behind halted ones.
+
+    Args:
+        app: The app, not running.
+        records: Its only input.
+        make_producer: Creates the producer of the handlers.
+        adapt: Replaces each handler.
+        completed: Called with each complete delivery.
+        stop: Ends the run early: handlers that run may finish.
+
+    Returns:
+        The halted deliveries.
+    """
+    broker = InMemoryBroker(partitions=max(record.partition for record in records) + 1)
+    broker.restore(records)
+    async with app.started(
+        functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed"),
+        make_producer,
+        lambda: InMemorySideTopics(broker),
+        adapt=adapt,
+        observe=lambda _: completed,
+    ):
+        stopping = asyncio.create_task(_stop_when(stop, app), name="stop the run when asked to")
+        try:
+            await app.serve(until_caught_up=True)
+        except HaltedError:
+            pass
+        finally:
+            stopping.cancel()
+        return halted_of(app.running_engine())
+
+
+async def _stop_when(stop: asyncio.Event, app: App) -> None:
+    await stop.wait()
+    app.stop()
+
+
+def distinct(work: Sequence[Work]) -> list[list[Work]]:
+    """Split dead letters into groups, each with at most one of a position.
+
+    A topic that was deleted and created again has had several records at a position.
+    """
+    groups: list[dict[Coordinates, Work]] = []
+    for item in work:
+        for group in groups:
+            if item.letter.source not in group:
+                group[item.letter.source] = item
+                break
+        else:
+            groups.append({item.letter.source: item})
+    return [list(group.values()) for group in groups]
+
+
+def shard_of(app: App, item: Work) -> object:
+    """Return the handler and the shard key of a dead letter; its record if it has none.
+
+    Raises:
+        HandlerError: The app has no handler for it, or it was edited into a message for another topic.
+    """
+    record = item.record
+    source = item.letter.source
+    if record.topic != source.topic or record.partition != source.partition:
         raise HandlerError(
-            f"the app has no handler for topic {record.topic!r}: exclude its dead letters with a filter, such as "
-            "--topic or --handler"
+            f"the transform returned a message for {record.topic}/{record.partition} instead of {source}: handlers run "
+            "only records at their own position; send it back instead"
         )
+    for handler in app.handlers:
+        if handler.takes(record.topic):
+            key = identity(handler.shard_key, record)
+            return Coordinates.of(record) if key is None else (handler.name, key)
+    raise HandlerError(
+        f"the app has no handler for topic {record.topic!r}: exclude its dead letters with a filter, such as "
+        "--topic or --handler"
+    )

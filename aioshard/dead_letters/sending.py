@@ -1,63 +1,83 @@
-"""Sends dead letters back to the topics that their records came from."""
+"""Sends the records of dead letters back to their topics."""
 
-import asyncio
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from aioshard.dead_letters.letters import Finished, Letter
-from aioshard.errors import AuthorizationError
+from aioshard.dead_letters.ledger import Ledger
+from aioshard.dead_letters.results import Result, Work
+from aioshard.errors import AuthorizationError, MessageRefusedError, MessagesRefusedError
 from aioshard.kafka.admin import KafkaAdmin
-from aioshard.ports import Producer
+from aioshard.ports import Message
 from aioshard.serde import side_records
 from aioshard.serde.side_records import DeadLetterRecord
 
 
-@dataclasses.dataclass(slots=True)
 class ToTopic:
-    """Publishes dead letters as the original records. Used by one command.
+    """Publishes dead letters as the original records. Used by one run.
 
     Invariants:
-        * A dead letter is done only when the brokers have acknowledged its record.
+        * The record of a dead letter is visible if and only if the dead letter is done.
     """
 
+    action = "send"
+    """For the audit log."""
     verb = "sent back"
     """For messages: dead letters were …"""
     most_records = 1000
-    """Maximum number to replay together; if the command is killed, the next run replays them again."""
+    """Maximum number to send in one transaction."""
     most_bytes = 32 * 1024 * 1024
 
-    administration: KafkaAdmin
-    """Describes the topics."""
-    producer: Producer
-    """Idempotent; closed by the caller."""
-    keep_time: bool
-    """Whether records keep their timestamps."""
+    def __init__(self, administration: KafkaAdmin, ledger: Ledger, *, keep_time: bool = False) -> None:
+        """Create a destination.
 
-    async def process(self, letters: Sequence[Letter], finished: Finished) -> None:
-        """Send dead letters, those of one partition in this order, until each is acknowledged.
+        Args:
+            administration: Describes the topics.
+            ledger: Sends the records.
+            keep_time: Whether records keep their timestamps; otherwise they get the current time.
+        """
+        self._administration = administration
+        self._ledger = ledger
+        self._keep_time = keep_time
+        self._partitions: dict[str, frozenset[int]] = {}
+
+    async def process(self, work: Sequence[Work], result: Result) -> None:
+        """Send records, those of one partition in this order, and report which ones are done.
 
         Raises:
-            TransportError: A topic does not exist, or some were not acknowledged, for a transient reason or one that
-                concerns all.
+            AuthorizationError: This user may not write to a topic. Nothing was sent.
+            TransportError: A topic does not exist, or the transaction failed. Nothing was sent, unless nobody can tell.
         """
-        partitions = {
-            topic: await self.administration.partitions(topic)
-            for topic in {letter.original.topic for letter in letters}
-        }
+        for topic in {item.record.topic for item in work} - self._partitions.keys():
+            self._partitions[topic] = await self._administration.partitions(topic)
+        remaining = list(work)
+        while remaining:
+            messages = [self._message(item) for item in remaining]
+            try:
+                await self._ledger.store([place for item in remaining for place in item.places], messages)
+            except MessagesRefusedError as error:
+                remaining = _without(remaining, error.refused, result)
+            else:
+                result.finish(remaining)
+                return
 
-        async def send(letter: Letter) -> None:
-            original = letter.original
-            # To the original partition: another partitioner may have been used for the key.
-            partition = original.partition if original.partition in partitions[original.topic] else None
-            timestamp = original.timestamp if self.keep_time and original.timestamp >= 0 else None
-            dead = DeadLetterRecord(original, letter.failure)
-            await self.producer.publish(side_records.replay(dead, letter.at, partition=partition, timestamp=timestamp))
-            finished(letter, None)
+    def _message(self, item: Work) -> Message:
+        record = item.record
+        # To the original partition: another partitioner may have been used for the key.
+        partition = record.partition if record.partition in self._partitions[record.topic] else None
+        timestamp = record.timestamp if self._keep_time and record.timestamp >= 0 else None
+        letter = item.letter
+        return side_records.replay(
+            DeadLetterRecord(record, letter.failure), letter.at, partition=partition, timestamp=timestamp
+        )
 
-        answers = await asyncio.gather(*map(send, letters), return_exceptions=True)
-        for letter, answer in zip(letters, answers, strict=True):
-            if answer is None:
-                continue
-            if getattr(answer, "retriable", True) or isinstance(answer, AuthorizationError):
-                raise answer
-            finished(letter, str(answer))
+
+def _without(work: Sequence[Work], refused: Mapping[int, MessageRefusedError], result: Result) -> list[Work]:
+    """Report records that the brokers refuse, and return the others.
+
+    Raises:
+        AuthorizationError: This user may not write to a topic: that concerns more than these records.
+    """
+    for index, error in refused.items():
+        if isinstance(error.__cause__, AuthorizationError):
+            raise error.__cause__
+        result.fail(work[index], str(error))
+    return [item for index, item in enumerate(work) if index not in refused]

@@ -287,6 +287,38 @@ def _fault(error: Exception, value: bytes | None = None) -> str:
     return ""
 
 
+class Fault(NamedTuple):
+    """A part of a value that cannot be decoded."""
+
+    location: str
+    """Names of fields and numbers of elements with dots between them; empty for the whole value."""
+    message: str
+    """The decoder's message, without the decoded value."""
+
+
+def faults_of(error: DecodeError) -> list[Fault]:
+    """Return all parts of a value that a validation library has refused; the whole value for any other error.
+
+    Example:
+        >>> payload = payload_of(dict[str, bool], "handler 'on_order'")
+        >>> try:
+        ...     payload.read(Record("orders", 0, 41, None, b'{"paid": [], "late": 1.5}', (), 0.0))
+        ... except DecodeError as error:
+        ...     [fault.location for fault in faults_of(error)]
+        ['paid', 'late']
+    """
+    cause = error.__context__
+    pydantic = sys.modules.get("pydantic_core")
+    msgspec = sys.modules.get("msgspec")
+    if pydantic is not None and isinstance(cause, pydantic.ValidationError):
+        faults = cause.errors(include_url=False, include_input=False)
+        return [Fault(".".join(map(str, fault["loc"])), _message_of(fault)) for fault in faults]
+    if msgspec is not None and isinstance(cause, msgspec.ValidationError):
+        message, _, location = _without_value(str(cause)).partition(" - at `$")
+        return [Fault(location.rstrip("`").lstrip("."), message)]
+    return [Fault("", str(error))]
+
+
 def _listed(faults: Sequence[Any]) -> str:
     """List the first faults that pydantic has found."""
     first = "; ".join(map(_format_fault, faults[:_MAX_FAULTS]))
@@ -304,9 +336,13 @@ def _without_value(text: str) -> str:
 
 
 def _format_fault(fault: Mapping[str, Any]) -> str:
-    """Format one fault reported by pydantic; the messages of some types repeat the value, so the type is named."""
-    text = fault["type"] if fault["type"] in ("union_tag_invalid", "uuid_parsing") else fault["msg"]
-    return f"{'.'.join(map(str, fault['loc']))}: {text}".removeprefix(": ")
+    """Format one fault reported by pydantic."""
+    return f"{'.'.join(map(str, fault['loc']))}: {_message_of(fault)}".removeprefix(": ")
+
+
+def _message_of(fault: Mapping[str, Any]) -> str:
+    """Return the message of a fault; those of some types repeat the value, so the type is named."""
+    return str(fault["type"] if fault["type"] in ("union_tag_invalid", "uuid_parsing") else fault["msg"])
 
 
 def _raised_in(error: BaseException) -> str:

@@ -96,7 +96,9 @@ class Writes:
 
     def refuse(self, index: int, error: Exception) -> None:
         """Note that a message can never be written."""
-        self.refused[index] = MessageRefusedError(str(error))
+        refusal = MessageRefusedError(str(error))
+        refusal.__cause__ = error
+        self.refused[index] = refusal
 
     def refuse_topic(self, topic: str, error: Exception) -> None:
         """Note that no message for a topic can be written, and give up those that are not stored."""

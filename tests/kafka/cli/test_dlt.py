@@ -240,7 +240,9 @@ class Replay:
 
     async def run(self, *options: str, **expected: int) -> Any:
         """`aioshard dlt replay`, which must end with this code."""
-        ended = await self._aioshard("dlt", "replay", self.topic, *options, "--bootstrap-servers", self.kafka.bootstrap)
+        ended = await self._aioshard(
+            "dlt", "replay", self.topic, "--yes", *options, "--bootstrap-servers", self.kafka.bootstrap
+        )
         assert ended.code == expected.get("code", 0), ended
         return ended
 
@@ -356,6 +358,9 @@ async def test_many_dead_letters_are_republished_in_order(replay: Replay) -> Non
         "done": {replay.source: 2500},
         "failed": [],
         "error": None,
+        "edited": 0,
+        "left": 0,
+        "stopped": False,
     }
     assert await replay.arrived() == [b"%d" % number for number in numbers]
 
@@ -417,7 +422,7 @@ async def test_the_embedded_broker_stores_replay_progress(aioshard: Aioshard, to
         producer = KafkaProducer(Settings(bootstrap_servers=broker.bootstrap_servers))
         await producer.publish(dead_letter(f"{topic}.dlt", record(1, topic=topic), failure()))
         await producer.close()
-        command = ["dlt", "replay", f"{topic}.dlt", "--bootstrap-servers", broker.bootstrap_servers]
+        command = ["dlt", "replay", f"{topic}.dlt", "--yes", "--bootstrap-servers", broker.bootstrap_servers]
 
         ended = await aioshard(*command)
         again = await aioshard(*command)

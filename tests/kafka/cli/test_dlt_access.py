@@ -77,7 +77,7 @@ async def test_nothing_is_republished_without_storing_progress(
 ) -> None:
     await grant("topic", topic, *WRITE)
 
-    ended = await aioshard("dlt", "replay", f"{topic}.dlt")
+    ended = await aioshard("dlt", "replay", f"{topic}.dlt", "--yes")
 
     assert ended.code == 1
     assert f"the brokers do not allow this user to read with group '{progress_group(topic)}.dlt'" in ended.errors
@@ -89,16 +89,17 @@ async def test_an_unwritable_topic_is_named_and_the_dead_letter_stays_due(
 ) -> None:
     for group in (progress_group(f"{topic}.dlt"), sending_group(f"{topic}.dlt")):
         await grant("group", group, AclOperation.READ)
+    await grant("transactional_id", f"{sending_group(f'{topic}.dlt')}:all", *WRITE)
     await grant("topic", topic, AclOperation.DESCRIBE)
 
-    ended = await aioshard("dlt", "replay", f"{topic}.dlt")
+    ended = await aioshard("dlt", "replay", f"{topic}.dlt", "--yes")
 
     assert ended.code == 1
     assert f"the brokers do not allow this user to write to topic '{topic}'" in ended.errors
     assert "0 dead letters were sent back" in ended.errors
 
     await grant("topic", topic, *WRITE)
-    again = await aioshard("dlt", "replay", f"{topic}.dlt")
+    again = await aioshard("dlt", "replay", f"{topic}.dlt", "--yes")
 
     assert again.output == f"1 dead letter was sent back: {topic} 1\n"
     assert [record.value for record in await kafka.read(topic)] == [b"v"]

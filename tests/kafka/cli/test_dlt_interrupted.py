@@ -71,7 +71,17 @@ async def _fill(kafka: SharedKafka, dead_letter_topic: str, source: str) -> None
 async def _replay(kafka: SharedKafka, dead_letter_topic: str, *options: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "aioshard", "dlt", "replay", dead_letter_topic, *options, "--bootstrap-servers", kafka.bootstrap),
+        *(
+            "-m",
+            "aioshard",
+            "dlt",
+            "replay",
+            dead_letter_topic,
+            "--yes",
+            *options,
+            "--bootstrap-servers",
+            kafka.bootstrap,
+        ),
         cwd=PROJECT,
         env={name: value for name, value in os.environ.items() if not name.startswith("AIOSHARD_")},
         stdout=asyncio.subprocess.PIPE,

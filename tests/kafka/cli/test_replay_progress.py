@@ -3,7 +3,10 @@
 import time
 
 from aioshard import Settings
-from aioshard.dead_letters.progress import progress_group
+from aioshard.dead_letters.filters import EVERYTHING
+from aioshard.dead_letters.ledger import Ledger
+from aioshard.dead_letters.plan import make_plan
+from aioshard.dead_letters.progress import progress_group, sending_group
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.records import Record
@@ -25,12 +28,17 @@ async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKa
     await producer.close()
 
     async with DeadLetterTopic.opened(settings, letters_topic) as dead_letters:
-        await dead_letters.store_progress([letter async for letter in dead_letters.letters()])
+        plan = await make_plan(dead_letters, EVERYTHING)
+        async with Ledger.opened(settings, dead_letters) as ledger:
+            plan.adopt(dead_letters)
+            await ledger.store(list(plan.due))
 
     stored = [
         record.value
         for record in await kafka.read("__consumer_offsets")
-        if progress_group(letters_topic).encode() in (record.key or b"") and record.value is not None
+        if progress_group(letters_topic).encode() in (record.key or b"")
+        and sending_group(letters_topic).encode() not in (record.key or b"")
+        and record.value is not None
     ]
     version, expires = int.from_bytes(stored[-1][:2]), int.from_bytes(stored[-1][-8:]) / 1000
     assert version == WITH_EXPIRY

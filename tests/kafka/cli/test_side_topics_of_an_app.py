@@ -69,7 +69,7 @@ async def test_a_dead_letter_of_an_app_is_shown_and_republished_to_it(
                 pass
         handler.bad = set()
 
-        replayed = await json_of(aioshard, kafka, "dlt", "replay", f"{topic}.dlt")
+        replayed = await json_of(aioshard, kafka, "dlt", "replay", f"{topic}.dlt", "--yes")
 
         await handler.has_processed(b"1", b"3", b"2")
     (letter,) = shown["dead_letters"]

@@ -1,0 +1,77 @@
+"""Decodes dead letters as their handlers do, to show why a handler cannot."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from aioshard.app import App
+from aioshard.core.text import as_json_value, message_of
+from aioshard.dead_letters.letters import Letter
+from aioshard.engine.handler import Handler
+from aioshard.errors import DecodeError
+from aioshard.records import Record
+from aioshard.serde.payloads import Fault, encoded_result, faults_of, shown
+
+
+class Decoded(NamedTuple):
+    """A dead letter as its handler sees it."""
+
+    handler: str | None
+    """Name of the app's handler for its topic; None without one."""
+    type: str | None
+    """The type that the handler takes; None if it takes the record itself, or a function decodes."""
+    value: Any
+    """The decoded value for JSON; the value itself if the handler takes the record."""
+    faults: Sequence[Fault] = ()
+    """The parts that cannot be decoded."""
+
+
+async def decoded(app: App, letter: Letter) -> Decoded:
+    """Decode a dead letter as the app's handler for its topic does. Never raises an error of the decoder."""
+    handler = next((handler for handler in app.handlers if handler.takes(letter.original.topic)), None)
+    if handler is None:
+        return Decoded(None, None, as_json_value(letter.original.value))
+    payload = handler.payload
+    if payload is None:
+        return Decoded(handler.name, None, as_json_value(letter.original.value))
+    name = None if payload.type is None else shown(payload.type)
+    try:
+        value = await _read(handler, letter.original)
+    except DecodeError as error:
+        return Decoded(handler.name, name, None, faults_of(error))
+    except Exception as error:  # noqa: BLE001 - the user's own decoder, such as one without its schema registry
+        return Decoded(handler.name, name, None, [Fault("", f"{type(error).__name__}: {message_of(error)}")])
+    return Decoded(handler.name, name, value_as_object(value))
+
+
+async def _read(handler: Handler, record: Record) -> object:
+    assert handler.payload is not None  # noqa: S101 - checked by the caller
+    value = handler.payload.read(record)
+    return await value if inspect.isawaitable(value) else value
+
+
+def value_as_object(value: object) -> Any:
+    """Return a decoded value or the result of a handler for JSON."""
+    if value is None or isinstance(value, bytes):
+        return as_json_value(value)
+    try:
+        return json.loads(encoded_result(value) or b"null")
+    except Exception as error:  # noqa: BLE001 - the user's own `repr`, or an object that contains itself
+        return f"it cannot be shown ({type(error).__name__})"
+
+
+def decoded_as_object(found: Decoded, *, payload: bool = True) -> dict[str, Any]:
+    """Return a decoded dead letter for JSON.
+
+    Args:
+        found: The dead letter.
+        payload: Whether to include the value, and the messages of faults, which may contain parts of it.
+    """
+    faults = [{"location": fault.location, "message": fault.message if payload else None} for fault in found.faults]
+    return {
+        "handler": found.handler,
+        "type": found.type,
+        "value": found.value if payload else None,
+        "faults": faults,
+    }

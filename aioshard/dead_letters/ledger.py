@@ -1,0 +1,89 @@
+"""Stores which dead letters of a topic are done: for one run at a time, in the transaction that sends their records."""
+
+import contextlib
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Self
+
+from aioshard.dead_letters.letters import Place
+from aioshard.dead_letters.progress import progress_group, sending_group
+from aioshard.dead_letters.reading import DeadLetterTopic
+from aioshard.errors import TakenOverError, TransportError
+from aioshard.kafka.transactions.standalone import StandaloneTransactions
+from aioshard.ports import Message
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+
+
+class Ledger:
+    """Which dead letters are done; while it is open, this run is the only one that can add to it.
+
+    Invariants:
+        * The records of a transaction are visible if and only if their dead letters are stored as done.
+        * A run that another one has replaced stores nothing any more.
+    """
+
+    def __init__(self, topic: DeadLetterTopic, transactions: StandaloneTransactions) -> None:
+        """Write with open transactions; see `opened`."""
+        self._topic = topic
+        self._transactions = transactions
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def opened(cls, settings: Settings, topic: DeadLetterTopic) -> AsyncIterator[Self]:
+        """Take over from any other run, then fetch the progress of *topic*.
+
+        Raises:
+            AuthorizationError: This user may not read with a group that stores the progress, or may not use the
+                transactional id.
+            TransportError: The brokers do not answer.
+        """
+        async with StandaloneTransactions.opened(settings, sending_group(topic.name)) as transactions:
+            await transactions.take_over()
+            await topic.fetch_progress()
+            transactions.learn(topic.sent)
+            ledger = cls(topic, transactions)
+            await ledger._keep([at.partition for at in topic.sent if topic.sent[at] != topic.kept[at]])
+            yield ledger
+
+    async def store(self, done: Collection[Place], messages: Sequence[Message] = ()) -> None:
+        """Publish messages, and store that dead letters are done, in one transaction.
+
+        Raises:
+            MessagesRefusedError: Some messages can never be written. Nothing has changed.
+            TakenOverError: Another run has taken over; it continues from what was stored before.
+            TransportError: Nothing has changed, unless nobody can tell. Or the finished dead letters are too scattered
+                for brokers to store their offsets: then nothing was published.
+        """
+        if not done:
+            return
+        offsets: dict[int, list[int]] = {}
+        for partition, offset in done:
+            offsets.setdefault(partition, []).append(offset)
+        following = {number: self._topic.progress[number].copy() for number in offsets}
+        for number, finished in offsets.items():
+            following[number].finish(finished)
+            if not following[number].fits:
+                raise TransportError(
+                    f"the finished dead letters of {self._topic.name}/{number} are too scattered: brokers cannot store "
+                    "all their offsets. Finish older ones without filters first",
+                    retriable=False,
+                )
+        commits = {
+            TopicPartition(self._topic.name, number): progress.commit() for number, progress in following.items()
+        }
+        try:
+            await self._transactions.commit(messages, commits)
+        except TakenOverError as error:
+            raise TakenOverError(
+                f"another run on {self._topic.name} has begun: this one has ended, and that one continues from here"
+            ) from error
+        self._topic.progress.update(following)
+        await self._keep(following)
+
+    async def _keep(self, partitions: Collection[int]) -> None:
+        """Copy the progress of partitions to the group whose offsets brokers keep for years."""
+        if not partitions:
+            return
+        topic = self._topic
+        commits = {TopicPartition(topic.name, number): topic.progress[number].commit() for number in partitions}
+        await topic.administration.commit_without_member(progress_group(topic.name), commits, retry=True)

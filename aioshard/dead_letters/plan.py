@@ -1,0 +1,116 @@
+"""Which dead letters a run works on: found before it begins, so that an operator sees how many there are."""
+
+import asyncio
+import dataclasses
+from array import array
+from collections import Counter
+from typing import NamedTuple
+
+from aioshard.dead_letters.filters import EVERYTHING, Filters
+from aioshard.dead_letters.letters import Place
+from aioshard.dead_letters.reading import DeadLetterTopic
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """The dead letters that match filters and are due, one for each record.
+
+    A record may have several dead letters: if a process is killed after it wrote one and before it committed, the
+    record is delivered again. The first one is used; all of them are done together, whether they match or not.
+    """
+
+    due: dict[Place, list[Place]] = dataclasses.field(default_factory=dict)
+    """The dead letters to work on, in the order in which they were read, each with all of its record."""
+    covered: list[Place] = dataclasses.field(default_factory=list)
+    """Dead letters that match and are due, whose record was finished by another one."""
+    topics: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How many records come from each topic."""
+    errors: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How many failed with each error."""
+    offsets: dict[int, "array[int]"] = dataclasses.field(default_factory=dict)
+    """The offsets of all dead letters, by partition."""
+    again: bool = False
+    """Whether dead letters that are done are included."""
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.due)
+
+    def adopt(self, topic: DeadLetterTopic) -> None:
+        """Leave out what is done by now, according to the progress of *topic*, which learns all dead letters."""
+        for number, offsets in self.offsets.items():
+            for offset in offsets:
+                topic.progress[number].add(offset)
+        if self.again:
+            return
+        for place, places in list(self.due.items()):
+            if any(topic.progress[number].is_done(offset) for number, offset in places):
+                self.covered += places
+                del self.due[place]
+        self.covered = [place for place in self.covered if not topic.progress[place[0]].is_done(place[1])]
+
+    def bounds(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the offsets between which its dead letters are, by partition: the first, and one past the last."""
+        starts: dict[int, int] = {}
+        ends = dict.fromkeys(self.offsets, 0)
+        for number, offset in self.due:
+            starts[number] = min(offset, starts.get(number, offset))
+            ends[number] = max(offset + 1, ends.get(number, 0))
+        return starts, ends
+
+
+class _Chosen(NamedTuple):
+    """The first dead letter of a record that matches."""
+
+    place: Place
+    topic: str
+    error: str
+
+
+async def make_plan(
+    topic: DeadLetterTopic,
+    filters: Filters,
+    *,
+    limit: int | None = None,
+    again: bool = False,
+    stop: asyncio.Event | None = None,
+) -> Plan:
+    """Read a topic from its start to its end, and find the dead letters that match and are due.
+
+    Keeps some 200 bytes for each dead letter, and no record.
+
+    Args:
+        topic: The topic, with its progress, and all partitions open.
+        filters: Which dead letters.
+        limit: Maximum number of records.
+        again: Whether to include those that are done.
+        stop: Ends the reading; the plan then has no dead letters.
+
+    Raises:
+        TransportError: The records cannot be read.
+    """
+    plan = Plan(again=again, offsets={number: array("q") for number in topic.ranges})
+    places: dict[bytes, list[Place]] = {}
+    """The dead letters of each record that are due."""
+    chosen: dict[bytes, _Chosen] = {}
+    done: set[bytes] = set()
+    async for letter in topic.letters(EVERYTHING):
+        if stop is not None and stop.is_set():
+            return Plan()
+        number, offset = letter.place
+        plan.offsets[number].append(offset)
+        identity = letter.identity
+        if letter.done and not again:
+            done.add(identity)
+            continue
+        places.setdefault(identity, []).append(letter.place)
+        if identity not in chosen and letter.matches(filters):
+            chosen[identity] = _Chosen(letter.place, letter.original.topic, letter.failure.error)
+    for identity, found in chosen.items():
+        if identity in done:
+            plan.covered += places[identity]
+        elif limit is None or len(plan.due) < limit:
+            plan.due[found.place] = places[identity]
+            plan.topics[found.topic] += 1
+            plan.errors[found.error] += 1
+    return plan

@@ -1,0 +1,245 @@
+"""Dry runs: handlers really run on dead letters, but nothing is published and nothing is stored."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from aioshard.app import App, intercept_publishing
+from aioshard.core.options import Retry
+from aioshard.core.text import as_json_value, message_of
+from aioshard.dead_letters.decoding import value_as_object
+from aioshard.dead_letters.edits import Transform, edited
+from aioshard.dead_letters.letters import Letter
+from aioshard.dead_letters.results import Work
+from aioshard.dead_letters.runs import distinct, run_in_memory, shard_of
+from aioshard.engine.current_record import current_record
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import Handler
+from aioshard.errors import MessageError
+from aioshard.ports import UNKNOWN_OFFSET, Message
+from aioshard.records import Record
+from aioshard.serde.payloads import unwritable
+from aioshard.serde.side_records import Coordinates
+
+_FOR_TRIALS: Final[dict[str, Any]] = {
+    "auto_offset_reset": "earliest",
+    "journal": None,
+    "processing_guarantee": "at_least_once",
+}
+"""Settings of an app that runs on dead letters from memory."""
+
+
+class Tried(NamedTuple):
+    """A dead letter on which its handler has run."""
+
+    letter: Letter
+    record: Record
+    """The record that the handler got."""
+    error: str | None
+    """Why the run has failed, or the transform; None if the handler has succeeded."""
+    left: bool
+    """Whether the transform left it alone, so that nothing ran."""
+    result: object
+    """The handler's result."""
+    seconds: float | None
+    """Duration of the run; None if nothing ran."""
+    messages: Sequence[Message]
+    """The messages that the run would have published."""
+
+
+class Trial(NamedTuple):
+    """The results of a dry run."""
+
+    tried: Sequence[Tried]
+    """In the order of the records."""
+    unattributed: Sequence[Message]
+    """Messages of tasks and threads that a handler had started and did not wait for."""
+
+
+async def try_letters(
+    app: App, letters: Iterable[Letter], *, transform: Transform | None = None, stop: asyncio.Event | None = None
+) -> Trial:
+    """Run the handlers of an app on dead letters, each once, and collect the messages instead of publishing them.
+
+    Handlers run with the app's resources, dependencies, middleware and timeouts. An app that runs in this process is
+    not disturbed: its resources are used. One that does not run is started for this and ended. There are no retries, a
+    failed record does not keep later ones of its key from running, and batches have one record. Nothing is committed,
+    and all dead letters stay as they are. Other effects of a handler, such as requests and writes to a database, are
+    real.
+
+    Args:
+        app: The app.
+        letters: Dead letters of its group.
+        transform: Changes the records before.
+        stop: Ends it early; the rest is left out.
+
+    Raises:
+        HandlerError: The app has no handler for a dead letter. Nothing has run.
+        AioshardError: The app cannot start.
+    """
+    tried: list[Tried] = []
+    work: list[Work] = []
+    for letter in sorted(letters, key=lambda letter: letter.source):
+        item = Work(letter, letter.original, [letter.place])
+        try:
+            record = item.record if transform is None else await edited(item.record, transform)
+        except Exception as error:  # noqa: BLE001 - the user's own function
+            why = f"the transform failed: {type(error).__name__}: {message_of(error)}"
+            tried.append(_not_run(item, error=why))
+            continue
+        if record is None:
+            tried.append(_not_run(item, left=True))
+            continue
+        item = item._replace(record=record)
+        shard_of(app, item)
+        work.append(item)
+    collector = _Collector()
+    for group in distinct(work):
+        if stop is not None and stop.is_set():
+            break
+        tried += await _run(app, group, collector, stop or asyncio.Event())
+    return Trial(sorted(tried, key=lambda one: one.letter.source), collector.others)
+
+
+def _not_run(item: Work, *, error: str | None = None, left: bool = False) -> Tried:
+    return Tried(item.letter, item.record, error, left, None, None, ())
+
+
+async def _run(app: App, work: Sequence[Work], collector: "_Collector", stop: asyncio.Event) -> list[Tried]:
+    """Run the handlers on different records."""
+    remaining = {item.letter.source: item for item in work}
+    tried: list[Tried] = []
+
+    def completed(delivery: Delivery) -> None:
+        source = Coordinates.of(delivery.record)
+        item = remaining.pop(source)
+        run = getattr(delivery, "run", None)
+        error = None if delivery.failure is None else str(delivery.failure)
+        tried.append(
+            Tried(
+                item.letter,
+                item.record,
+                error,
+                left=False,
+                result=None if run is None else run[2],
+                seconds=None if run is None else run[1] - run[0],
+                messages=(),
+            )
+        )
+
+    async with _trial_of(app) as trial:
+        with intercept_publishing(collector.publish):
+            await run_in_memory(
+                trial,
+                [item.record for item in work],
+                make_producer=lambda: collector,
+                adapt=_once,
+                completed=completed,
+                stop=stop,
+            )
+    return [one._replace(messages=collector.of(one.letter.source)) for one in tried]
+
+
+def _once(handler: Handler) -> Handler:
+    """Return the handler without retries, and with a failure policy that completes each record."""
+    batch = None if handler.batch is None else dataclasses.replace(handler.batch, max_records=1, linger=0.0)
+    return handler.for_history()._replace(on_failure="skip", retry=Retry(attempts=1), shards=None, batch=batch)
+
+
+@contextlib.asynccontextmanager
+async def _trial_of(app: App) -> AsyncIterator[App]:
+    """Return an app to run: *app* itself, or one with its handlers and its open resources if it runs already."""
+    settings = app.settings
+    if app.is_started:
+        settings = settings.replace(assign=None, **_FOR_TRIALS)
+        trial: App = App(app.group_id, settings=settings, resources=functools.partial(_open_state, app))
+        trial.include_router(app)
+        yield trial
+        return
+    before = {name: getattr(settings, name) for name in _FOR_TRIALS}
+    app.configure(**_FOR_TRIALS)
+    try:
+        yield app
+    finally:
+        app.configure(**before)
+
+
+@contextlib.asynccontextmanager
+async def _open_state(app: App, _: App) -> AsyncIterator[Any]:
+    yield app.state
+
+
+class _Collector:
+    """Takes messages in place of a producer, and knows for which record a handler has published each."""
+
+    trouble: str | None = None
+
+    def __init__(self) -> None:
+        self.others: list[Message] = []
+        self._by_source: dict[Coordinates, list[Message]] = {}
+
+    async def publish(self, message: Message) -> int:
+        """Keep a message.
+
+        Raises:
+            MessageError: No broker can be sent the message.
+        """
+        why = unwritable(message)
+        if why is not None:
+            raise MessageError(f"a message for topic {message.topic!r} was refused: {why}")
+        current = current_record()
+        messages = self.others
+        if current is not None:
+            source = Coordinates(current.topic, current.partition, current.offset)
+            messages = self._by_source.setdefault(source, [])
+        messages.append(message)
+        return UNKNOWN_OFFSET
+
+    def of(self, source: Coordinates) -> Sequence[Message]:
+        """Return the messages of the run for a record, and forget them."""
+        return self._by_source.pop(source, ())
+
+    async def close(self) -> None:
+        """Do nothing: no connection was opened."""
+
+
+def tried_as_object(tried: Tried, *, payload: bool = True) -> dict[str, Any]:
+    """Return the result of a dry run for JSON.
+
+    Args:
+        tried: The result.
+        payload: Whether to include the value, the result, the messages and the text of the error.
+    """
+    shown: dict[str, Any] = {
+        "dead_letter": str(tried.letter.at),
+        "record": str(tried.letter.source),
+        "handler": tried.letter.failure.handler,
+        "succeeded": tried.error is None and not tried.left,
+        "left": tried.left,
+        "seconds": tried.seconds,
+        "edited": tried.record is not tried.letter.original,
+    }
+    if not payload:
+        error = tried.error
+        return {**shown, "error": None if error is None else error.partition(":")[0], "messages": len(tried.messages)}
+    return {
+        **shown,
+        "error": tried.error,
+        "value": as_json_value(tried.record.value),
+        "result": value_as_object(tried.result),
+        "messages": list(map(message_as_object, tried.messages)),
+    }
+
+
+def message_as_object(message: Message) -> dict[str, Any]:
+    """Return a message that was not published for JSON."""
+    return {
+        "topic": message.topic,
+        "partition": message.partition,
+        "key": as_json_value(message.key),
+        "value": as_json_value(message.value),
+        "headers": [[name, as_json_value(value)] for name, value in message.headers],
+    }
