@@ -1,5 +1,6 @@
 """Decodes dead letters as their handlers do, to show why a handler cannot."""
 
+import contextlib
 import inspect
 import json
 from collections.abc import Sequence
@@ -9,9 +10,9 @@ from aioshard.app import App
 from aioshard.core.text import as_json_value, message_of
 from aioshard.dead_letters.letters import Letter
 from aioshard.engine.handler import Handler
-from aioshard.errors import DecodeError
+from aioshard.errors import DecodeError, MessageError
 from aioshard.records import Record
-from aioshard.serde.payloads import Fault, encoded_result, faults_of, shown
+from aioshard.serde.payloads import Fault, encoded, encoded_result, faults_of, shown
 
 
 class Decoded(NamedTuple):
@@ -55,6 +56,8 @@ def value_as_object(value: object) -> Any:
     """Return a decoded value or the result of a handler for JSON."""
     if value is None or isinstance(value, bytes):
         return as_json_value(value)
+    with contextlib.suppress(MessageError):
+        return json.loads(encoded([value]))[0]
     try:
         return json.loads(encoded_result(value) or b"null")
     except Exception as error:  # noqa: BLE001 - the user's own `repr`, or an object that contains itself

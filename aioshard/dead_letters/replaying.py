@@ -127,18 +127,25 @@ async def planned(
 async def _process(
     destination: ToTopic | ThroughHandlers, chunk: list[Work], result: Result, topic: str, who: str
 ) -> None:
-    """Send or process dead letters, and write the audit log."""
-    edited_before = result.edited
+    """Send or process dead letters.
+
+    The audit log has them before anything changes: a process that is killed can write nothing more.
+    """
+    places = places_as_text(place for item in chunk for place in item.places)
+    changed = sum(item.record is not item.letter.original for item in chunk)
+    edited_ones = f", {changed:,} of them edited" if changed else ""
+    audit(
+        destination.action, topic, places, who, f"{counted(len(chunk), 'record')} to be {destination.verb}{edited_ones}"
+    )
+    before = result.done.total()
+    result.places.clear()
     try:
         await destination.process(chunk, result)
     finally:
-        if result.places:
-            changed = result.edited - edited_before
-            sentence = f"{counted(len(result.places), 'dead letter')} {destination.verb}"
-            if changed:
-                sentence += f", {changed:,} of them edited"
+        done = result.done.total() - before
+        if done < len(chunk):
+            sentence = f"{done:,} of {counted(len(chunk), 'record')} {destination.verb}"
             audit(destination.action, topic, places_as_text(result.places), who, sentence)
-            result.places.clear()
 
 
 async def _edited(item: Work, transform: Transform | None, result: Result) -> Work | None:

@@ -39,7 +39,7 @@ class Result:
     """Number of dead letters that the transform left alone."""
     failed: list[Failed] = dataclasses.field(default_factory=list)
     places: list[Place] = dataclasses.field(default_factory=list)
-    """The dead letters that were done since the audit log was written."""
+    """The dead letters that were done in the latest transaction."""
     stopped: bool = False
     """Whether the run ended early because it was asked to."""
 

@@ -1,10 +1,12 @@
 """Transactions of a program that commits offsets of a group without being a member of it."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Self
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Final, Self
 
-from aioshard.errors import TakenOverError, TransportError
+from aioshard.errors import CommitError, MessagesRefusedError, TakenOverError, TransportError
 from aioshard.kafka.errors import commit_error
 from aioshard.kafka.offsets import NO_MEMBER, GroupOffsets
 from aioshard.kafka.transactions.identity import TransactionalId
@@ -16,6 +18,13 @@ from aioshard.ports import Committed, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
+logger = logging.getLogger("aioshard.kafka.transactions")
+
+_ATTEMPTS: Final = 3
+"""How often a transaction is written that is aborted for a transient reason."""
+_PAUSE: Final = 0.2
+"""Seconds until a query is repeated."""
+
 
 class StandaloneTransactions:
     """Commits messages together with offsets of one group; one program at a time can.
@@ -24,11 +33,21 @@ class StandaloneTransactions:
         * After `take_over`, no transaction of an earlier program with the same group is open or can be committed.
     """
 
-    def __init__(self, transactions: Transactions, transactional: TransactionalId, group_id: str) -> None:
+    def __init__(
+        self,
+        transactions: Transactions,
+        transactional: TransactionalId,
+        offsets: GroupOffsets,
+        group_id: str,
+        patience: float,
+    ) -> None:
         """Use open transactions; see `opened`."""
         self._transactions = transactions
         self._id = transactional
+        self._offsets = offsets
         self._group_id = group_id
+        self._patience = patience
+        """Seconds to wait for the offsets of the group."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -48,7 +67,7 @@ class StandaloneTransactions:
             offsets = GroupOffsets(cluster, group_id)
             transactions = Transactions(cluster, transactional, offsets, group_id, timeout=settings.transaction_timeout)
             try:
-                yield cls(transactions, transactional, group_id)
+                yield cls(transactions, transactional, offsets, group_id, settings.transaction_timeout)
             finally:
                 await transactions.close()
         finally:
@@ -70,6 +89,8 @@ class StandaloneTransactions:
     async def commit(self, messages: Sequence[Message], offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit messages and offsets in one transaction, and wait until it has ended.
 
+        A transaction that was aborted for a transient reason is written again.
+
         Raises:
             MessagesRefusedError: Some messages can never be written. Nothing is visible or stored.
             TakenOverError: Another program has taken over. The offsets that it finds tell whether this transaction was
@@ -78,17 +99,58 @@ class StandaloneTransactions:
             CommitError: The transaction failed, or nobody can tell its outcome.
         """
         commits = {name: CommittedOffset(offset, -1, metadata) for name, (offset, metadata) in offsets.items()}
+        for attempt in range(_ATTEMPTS):
+            try:
+                await self._transactions.commit(messages, commits, NO_MEMBER)
+            except MessagesRefusedError:
+                raise
+            except WireError as error:
+                raise commit_error(error.cause, offsets, self._group_id) from error
+            except TransportError as error:
+                await self._settle(error)
+                # Messages and offsets are visible together, or not at all.
+                if await self._committed(offsets) == offsets:
+                    return
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                logger.info("a transaction of %s is written again: %s", self._id, error)
+            else:
+                return
+
+    async def _settle(self, failed: TransportError) -> None:
+        """Wait until nothing of a failed transaction can happen any more.
+
+        Raises:
+            TakenOverError: Another program has taken over.
+            TransportError: The brokers do not answer.
+        """
         try:
-            await self._transactions.commit(messages, commits, NO_MEMBER)
-        except WireError as error:
-            raise commit_error(error.cause, offsets, self._group_id) from error
-        except TransportError as error:
-            await self._raise_if_taken_over(error)
+            await self._transactions.settle()
+        except TransportError:
+            if self._id.is_fenced:
+                raise TakenOverError(f"another program has taken over group {self._group_id!r}") from failed
             raise
 
-    async def _raise_if_taken_over(self, error: TransportError) -> None:
-        """Ask for a new epoch, which the brokers refuse if another program has one."""
-        with contextlib.suppress(TransportError):
-            await self._transactions.settle()
-        if self._id.is_fenced:
-            raise TakenOverError(f"another program has taken over group {self._group_id!r}") from error
+    async def _committed(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
+        """Fetch what the group has committed.
+
+        Raises:
+            TransportError: The brokers do not answer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    stored = await self._offsets.committed(partitions)
+            except TimeoutError:
+                raise CommitError(
+                    f"nobody can tell whether a transaction was committed: the brokers did not return the offsets of "
+                    f"group {self._group_id!r} within {self._patience:g} s"
+                ) from None
+            except WireError as error:
+                if not error.retriable:
+                    raise commit_error(error.cause, partitions, self._group_id) from error
+                await asyncio.sleep(_PAUSE)
+            else:
+                return {name: Committed(found.offset, found.metadata) for name, found in stored.items()}

@@ -1,0 +1,140 @@
+"""Dead letters are decoded as their handlers do, and faults name each field."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from aioshard import App, Record
+from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object, value_as_object
+from aioshard.dead_letters.letters import Letter, as_object
+from aioshard.serde.side_records import Coordinates
+from tests.support.dead_letters import failure, record
+
+
+class Line(BaseModel):
+    price: int
+
+
+class Order(BaseModel):
+    total: int
+    lines: list[Line] = []
+
+
+class Refund(msgspec.Struct):
+    total: int
+
+
+def broken(_: Record) -> object:
+    raise RuntimeError("no schema registry")
+
+
+async def decode_later(record: Record) -> int:
+    await asyncio.sleep(0)
+    return int(record.value or b"")
+
+
+app = App("billing")
+
+
+@app.consume("orders")
+async def on_order(order: Order) -> None: ...
+
+
+@app.consume("refunds")
+async def on_refund(refund: Refund) -> None: ...
+
+
+@app.consume("raw")
+async def on_raw(record: Record) -> None: ...
+
+
+@app.consume("broken", decode=broken)
+async def on_broken(value: object) -> None: ...
+
+
+@app.consume("later", decode=decode_later)
+async def on_later(value: int) -> None: ...
+
+
+def letter(topic: str, value: bytes | None) -> Letter:
+    return Letter(Coordinates("t.dlt", 0, 1), record(1, topic=topic, value=value), failure(), done=False)
+
+
+def decode(topic: str, value: bytes | None) -> Decoded:
+    return asyncio.run(decoded(app, letter(topic, value)))
+
+
+def test_a_value_is_decoded_into_the_type_of_the_handler() -> None:
+    found = decode("orders", b'{"total": "7"}')
+
+    assert found == ("on_order", "Order", {"total": 7, "lines": []}, ())
+    assert decode("refunds", b'{"total": 7}').value == {"total": 7}
+    assert decode("later", b"17").value == 17
+
+
+def test_every_fault_names_its_field() -> None:
+    found = decode("orders", b'{"total": "x", "lines": [{"price": 1}, {"price": []}, {}]}')
+
+    assert found.value is None
+    assert [location for location, _ in found.faults] == ["total", "lines.1.price", "lines.2.price"]
+    assert found.faults[0].message == "Input should be a valid integer, unable to parse string as an integer"
+
+
+@pytest.mark.parametrize(
+    ("topic", "value", "location"),
+    [("refunds", b'{"total": "x"}', "total"), ("refunds", b"{", ""), ("orders", b"{", ""), ("orders", None, "")],
+)
+def test_a_fault_of_the_whole_value_has_no_location(topic: str, value: bytes | None, location: str) -> None:
+    (fault,) = decode(topic, value).faults
+
+    assert fault.location == location
+    assert fault.message
+
+
+def test_an_error_of_the_decoder_itself_is_shown() -> None:
+    (fault,) = decode("broken", b"v").faults
+
+    assert "RuntimeError: no schema registry" in fault.message
+
+
+@pytest.mark.parametrize(("topic", "handler"), [("raw", "on_raw"), ("unknown", None)])
+def test_a_value_that_no_handler_decodes_is_shown_as_it_is(topic: str, handler: str | None) -> None:
+    assert decode(topic, b"text") == (handler, None, "text", ())
+
+
+class Circle:
+    def __repr__(self) -> str:
+        raise RecursionError
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("text", "text"), (b"\xff", {"base64": "/w=="}), ({1}, [1]), (object, "<class 'object'>"), (None, None)],
+)
+def test_any_result_can_be_shown(value: object, shown: object) -> None:
+    assert value_as_object(value) == shown
+
+
+def test_a_result_that_fails_to_show_itself_is_no_error() -> None:
+    assert value_as_object(Circle()).startswith("it cannot be shown")
+
+
+def test_hidden_payloads_show_positions_and_classes_only() -> None:
+    secret = Letter(
+        Coordinates("t.dlt", 0, 1),
+        record(1, topic="orders", key=b"secret", value=b'{"total": "secret"}', headers=(("secret", b"secret"),)),
+        failure(message="secret"),
+        done=False,
+    )
+    found = asyncio.run(decoded(app, secret))
+
+    shown: Any = as_object(secret, payload=False)
+    faults: Any = decoded_as_object(found, payload=False)
+
+    assert "secret" not in repr(shown) + repr(faults)
+    assert shown["hidden"] is True
+    assert shown["error"] == "ValueError"
+    assert faults["faults"] == [{"location": "total", "message": None}]
