@@ -68,7 +68,7 @@ def load_function(target: str, directory: str = ".") -> Callable[..., Any]:
     except AttributeError:
         raise click.UsageError(f"module {name!r} has no attribute {attribute!r}") from None
     if not callable(function):
-        raise click.UsageError(f"{target!r} is a {type(function).__name__}, not a function")
+        raise click.UsageError(f"{target!r} is of type {type(function).__name__}, not a function")
     return cast("Callable[..., Any]", function)
 
 

@@ -248,6 +248,25 @@ async def test_a_topic_without_a_handler_is_refused_before_anything_runs(in_plac
     assert done.lines[-1] == f"1 dead letter was processed: {in_place.source} 1"
 
 
+async def test_an_app_with_exactly_once_processing_publishes_its_messages(
+    in_place: InPlace, kafka: SharedKafka, tmp_path: Path
+) -> None:
+    """Its transactions would write to the input, which is in memory."""
+    await in_place.write("0:a")
+    module = tmp_path / "module.py"
+    options = 'auto_offset_reset="error", processing_guarantee="exactly_once"'
+    module.write_text(
+        module.read_text()
+        .replace('auto_offset_reset="error"', options)
+        .replace("await app.publish(", "await context.publish(")
+    )
+
+    await in_place.run()
+
+    assert [record.value for record in await kafka.read(f"{in_place.source}-done")] == [b"a"]
+    assert await in_place.due() == set()
+
+
 async def test_an_app_that_cannot_start_is_a_clear_error(in_place: InPlace, tmp_path: Path) -> None:
     await in_place.write("0:a")
     module = tmp_path / "module.py"
