@@ -109,11 +109,13 @@ class DeadLetterTopic:
         Raises:
             TransportError: The records cannot be read.
         """
+        number = 0
         async for records in self._reader.read(start, end):
-            for number, record in enumerate(records, 1):
+            for record in records:
                 letter = self._decoded(record)
                 if letter is not None and letter.matches(filters):
                     yield letter
+                number += 1
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
 
