@@ -1,66 +1,22 @@
 """`aioshard park`: parked records, shown, released and dropped."""
 
-import operator
+import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from aioshard.cli import options
-from aioshard.cli.brokers import publish, run, settings_of
+from aioshard.cli.brokers import os_user, run, settings_of
 from aioshard.cli.output import UNHEALTHY, cut, moment_as_text, part_as_text, print_result, progress, table
 from aioshard.core.parking import NEVER
-from aioshard.core.text import as_json_value, as_text, bytes_as_text
+from aioshard.core.text import as_text, bytes_as_text
 from aioshard.dead_letters.filters import EVERYTHING, Filters
+from aioshard.dead_letters.parked import Key, ParkedTopic, drop_records, key_as_object, release_keys
+from aioshard.kafka.publisher import Publisher
 from aioshard.kafka.side_topics import opened_topic
 from aioshard.records import counted
-from aioshard.serde.side_records import (
-    Coordinates,
-    ParkedRecord,
-    ReleaseRequest,
-    Removed,
-    StorageKey,
-    read_parked,
-    release,
-    tombstone,
-)
 from aioshard.settings import Settings
-
-Key = list[ParkedRecord]
-"""The parked records of one key and partition, in order, without values; a record without a key is alone. The first
-one failed, and the others wait behind it."""
-
-
-class ParkedTopic(NamedTuple):
-    """The content of a side topic."""
-
-    records: dict[Coordinates, dict[StorageKey, ParkedRecord]]
-    """By the keys under which they are stored: several if a stale member parked a record too."""
-    requests: set[Coordinates]
-    """Unanswered requests to release a key."""
-
-    def latest(self) -> Key:
-        """Return all parked records in order, each as it was parked last."""
-        return [stored[max(stored)] for _, stored in sorted(self.records.items(), key=operator.itemgetter(0))]
-
-    def keys(self, filters: Filters) -> list[Key]:
-        """Return the keys with a selected record, the one that has waited longest first."""
-        records = self.latest()
-        chosen = {_identity(record) for record in records if filters.takes(record.original, record.failure)}
-        by_key: dict[object, Key] = {}
-        for record in records:
-            if _identity(record) in chosen:
-                by_key.setdefault(_identity(record), []).append(record)
-        return sorted(by_key.values(), key=lambda key: (key[0].failure.failed_at, key[0].coordinates))
-
-    def is_requested(self, key: Key) -> bool:
-        """Return whether a request to release a key is pending."""
-        return any(record.coordinates in self.requests for record in key)
-
-
-def _identity(record: ParkedRecord) -> object:
-    key = record.original.key
-    return record.coordinates if key is None else (record.coordinates.topic, record.coordinates.partition, key)
 
 
 async def _read(settings: Settings, topic: str, filters: Filters) -> ParkedTopic:
@@ -69,27 +25,13 @@ async def _read(settings: Settings, topic: str, filters: Filters) -> ParkedTopic
     Raises:
         TransportError: It cannot be read.
     """
-    parked: dict[Coordinates, dict[StorageKey, ParkedRecord]] = {}
-    requests: set[Coordinates] = set()
-    read = 0
+    parked = ParkedTopic(filters)
     async with (
         opened_topic(settings, topic, filters.partitions) as (_, reader),
-        progress(f"reading {topic}", lambda: read),
+        progress(f"reading {topic}", lambda: parked.read),
     ):
-        async for records in reader.read():
-            for record in records:
-                read += 1
-                match read_parked(record):
-                    case ParkedRecord() as parked_record:
-                        slim = parked_record._replace(original=parked_record.original._replace(value=None, headers=()))
-                        parked.setdefault(parked_record.coordinates, {})[parked_record.storage_key] = slim
-                    case Removed(storage_key):
-                        parked.get(storage_key.coordinates, {}).pop(storage_key, None)
-                    case ReleaseRequest(coordinates, answered=True):
-                        requests.discard(coordinates)
-                    case ReleaseRequest(coordinates):
-                        requests.add(coordinates)
-    return ParkedTopic({at: stored for at, stored in parked.items() if stored}, requests)
+        await parked.read_from(reader)
+    return parked
 
 
 @click.group(cls=options.OrderedGroup)
@@ -117,13 +59,13 @@ def show(topic: str, *, filters: Filters, limit: int | None, bootstrap_servers: 
     The key that has waited longest comes first. A key is listed if one of its records matches the filters.
     """
     parked = run(_read(settings_of(bootstrap_servers), topic, filters))
-    keys = parked.keys(filters)
+    keys = parked.keys()
     records = sum(map(len, keys))
     content = {
         "topic": topic,
         "keys": len(keys),
         "records": records,
-        "parked": [_object(parked, key) for key in keys[:limit]],
+        "parked": [key_as_object(parked, key) for key in keys[:limit]],
     }
     listed = part_as_text(records, len(parked.records), "parked record")
     lines = [f"{listed} of {counted(len(keys), 'key')} in {topic}"]
@@ -150,20 +92,6 @@ def _cells(parked: ParkedTopic, key: Key) -> tuple[object, ...]:
         as_text(first.failure.handler),
         cut(as_text(f"{first.failure.error}: {first.failure.message}")),
     )
-
-
-def _object(parked: ParkedTopic, key: Key) -> dict[str, Any]:
-    first = key[0]
-    return {
-        "key": as_json_value(first.original.key),
-        "topic": first.coordinates.topic,
-        "partition": first.coordinates.partition,
-        "offsets": [record.coordinates.offset for record in key],
-        "due": None if first.due >= NEVER else first.due,
-        "retries": first.retries,
-        "release_requested": parked.is_requested(key),
-        **first.failure._asdict(),
-    }
 
 
 # release and drop ---------------------------------------------------------------------
@@ -204,8 +132,9 @@ def release_(topic: str, *, filters: Filters, everything: bool, bootstrap_server
 
     async def work() -> list[Key]:
         settings = settings_of(bootstrap_servers)
-        keys = (await _read(settings, topic, filters)).keys(filters)
-        await publish(settings, [release(topic, key[0].coordinates) for key in keys], f"writing to {topic}")
+        keys = (await _read(settings, topic, filters)).keys()
+        async with Publisher(settings) as publisher, progress(f"writing to {topic}", lambda: publisher.acknowledged):
+            await release_keys(publisher, topic, keys, who=os_user())
         return keys
 
     keys = run(work())
@@ -228,7 +157,7 @@ def release_(topic: str, *, filters: Filters, everything: bool, bootstrap_server
 @command.command()
 @options.topic_argument
 @_selecting
-@click.option("--yes", is_flag=True, help="Drop; without it, only show the records.")
+@click.option("--yes", is_flag=True, help="Drop without asking; without it and a terminal, only show.")
 @options.bootstrap_servers()
 @options.as_json("the records")
 def drop(
@@ -246,17 +175,18 @@ def drop(
     """
     _check(filters, everything=everything)
 
-    async def work() -> list[str]:
-        settings = settings_of(bootstrap_servers)
-        parked = await _read(settings, topic, filters)
-        records = [record for record in parked.latest() if filters.takes(record.original, record.failure)]
-        if yes:
-            stored = [parked.records[record.coordinates] for record in records]
-            tombstones = [tombstone(topic, storage_key) for copies in stored for storage_key in sorted(copies)]
-            await publish(settings, tombstones, f"writing to {topic}")
-        return [str(record.coordinates) for record in records]
+    settings = settings_of(bootstrap_servers)
+    parked = run(_read(settings, topic, filters))
+    records = [str(record.coordinates) for record in parked.selected()]
+    if records and not yes and sys.stdin.isatty():
+        yes = click.confirm(f"Drop {counted(len(records), 'parked record')} of {topic} for good?", err=True)
 
-    records = run(work())
+    async def work() -> None:
+        async with Publisher(settings) as publisher, progress(f"writing to {topic}", lambda: publisher.acknowledged):
+            await drop_records(publisher, parked, topic, who=os_user())
+
+    if yes:
+        run(work())
     lines = []
     if yes and records:
         lines = [f"Dropped {counted(len(records), 'parked record')}"]

@@ -133,10 +133,10 @@ async def _process(
     """
     places = places_as_text(place for item in chunk for place in item.places)
     changed = sum(item.record is not item.letter.original for item in chunk)
-    edited_ones = f", {changed:,} of them edited" if changed else ""
-    audit(
-        destination.action, topic, places, who, f"{counted(len(chunk), 'record')} to be {destination.verb}{edited_ones}"
-    )
+    sentence = f"{counted(len(chunk), 'record')} to be {destination.verb}"
+    if changed:
+        sentence += f", {changed:,} of them edited"
+    audit(destination.action, topic, places, who, sentence)
     before = result.done.total()
     result.places.clear()
     try:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ APP = """
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 
 from aioshard import App, Batch, BatchError, Context, DeadLetter, Record, Retry
@@ -46,6 +48,8 @@ async def on_order(record: Record, context: Context) -> None:
     print("run", record.partition, record.offset, name, context.attempt, flush=True)
     if name == "hang":
         await asyncio.sleep(60)
+    if name == "slow":
+        await asyncio.sleep(0.3)
     if name == "swallow":
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(60)
@@ -102,9 +106,9 @@ class InPlace:
             why = Failure(group, "on_order", 5, "ValueError", "bad", 1.7e9)
             await self._publish(dead_letter(self.topic, record, why)._replace(partition=0))
 
-    async def run(self, *options: str, bad: str = "", code: int = 0) -> Ended:
-        """`aioshard dlt replay --app`, in a subprocess, because it sets up logging."""
-        process = await asyncio.create_subprocess_exec(
+    async def start(self, *options: str, bad: str = "") -> asyncio.subprocess.Process:
+        """Start `aioshard dlt replay --app`, in a subprocess, because it sets up logging."""
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "aioshard", "dlt", "replay", self.topic, "--yes", "--app", "module:app", *options),
             *("--bootstrap-servers", self.kafka.bootstrap),
@@ -113,6 +117,12 @@ class InPlace:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
+
+    async def run(self, *options: str, bad: str = "", code: int = 0) -> Ended:
+        """`aioshard dlt replay --app`."""
+        return await self.ended(await self.start(*options, bad=bad), code)
+
+    async def ended(self, process: asyncio.subprocess.Process, code: int) -> Ended:
         try:
             async with asyncio.timeout(DEADLINE):
                 output, errors = await process.communicate()
@@ -246,6 +256,23 @@ async def test_a_topic_without_a_handler_is_refused_before_anything_runs(in_plac
     assert "the app has no handler for topic 'unknown'" in " ".join(ended.errors.split())
     done = await in_place.run("--topic", in_place.source)
     assert done.lines[-1] == f"1 dead letter was processed: {in_place.source} 1"
+
+
+async def test_an_interrupted_run_finishes_the_handlers_that_run_and_keeps_the_rest_due(in_place: InPlace) -> None:
+    await in_place.write(*(f"{number}:slow" for number in range(5)))
+    process = await in_place.start()
+    assert process.stdout is not None
+    async with asyncio.timeout(DEADLINE):
+        while not (await process.stdout.readline()).startswith(b"run"):
+            pass
+
+    process.send_signal(signal.SIGINT)
+    ended = await in_place.ended(process, 130)
+
+    assert f"1 dead letter was processed: {in_place.source} 1" in ended.errors
+    assert "Stopped: 4 dead letters of this run stay due" in ended.errors
+    done = await in_place.run("--json")
+    assert json.loads(done.lines[-1])["done"] == {in_place.source: 4}
 
 
 async def test_an_app_with_exactly_once_processing_publishes_its_messages(

@@ -104,6 +104,20 @@ async def test_a_second_run_ends_the_first_and_nothing_is_sent_twice(outage: Out
     assert await outage.due() == []
 
 
+async def test_a_run_takes_over_before_it_reads_the_progress(outage: Outage) -> None:
+    """Otherwise the other one could send something in between."""
+    async with (
+        outage.opened() as first,
+        outage.opened() as second,
+        Ledger.opened(outage.settings, first) as ledger,
+        Ledger.opened(outage.settings, second),
+    ):
+        with pytest.raises(TakenOverError):
+            await ledger.store([(0, 0)], [Message(outage.source, b"0")])
+
+    assert await outage.arrived() == []
+
+
 async def test_a_run_whose_plan_is_older_than_another_run_sends_nothing_again(outage: Outage) -> None:
     """An operator answers the question after another one has sent everything."""
     async with outage.opened() as topic:
@@ -124,6 +138,18 @@ async def test_runs_at_the_same_time_send_each_record_once(outage: Outage) -> No
     assert others == []
     assert await outage.arrived() == list(range(10))
     assert await outage.due() == []
+
+
+async def test_a_second_dead_letter_of_a_record_that_was_sent_is_done_without_sending_it(outage: Outage) -> None:
+    """It is in another partition, so a run with a filter has not seen it."""
+    await outage.send()
+    await outage.write(outage.record(4), partition=1)
+    assert await outage.due() == [4]
+
+    assert (await outage.send(Filters(partitions=(1,)))).done == {}
+
+    assert await outage.due() == []
+    assert await outage.arrived() == list(range(10))
 
 
 # The stored progress

@@ -121,17 +121,17 @@ def test_a_plan_adopts_what_another_run_has_done_meanwhile() -> None:
     assert plan.covered == [(0, 0)]
 
 
-def test_progress_knows_every_dead_letter_once_a_plan_has_adopted_it() -> None:
-    """So those between two finished ones stay due, and none takes room that follow each other."""
-    topic = topic_of([record(number) for number in range(6)])
-    plan = plan_of(topic, Filters(error="TimeoutError"))
-    topic.progress[0] = ReplayedOffsets()
-    plan.adopt(topic)
+def test_offsets_between_dead_letters_take_no_room_in_the_progress() -> None:
+    """They hold other records, or the markers of transactions; a plan knows all dead letters, also those left out."""
+    made = [(offset, record(offset), failure(offset)) for offset in (0, 3, 4, 8, 9)]
+    topic, _ = letters_in_memory("orders.dlt", {0: made})
+    plan_of(topic, Filters(records=(Coordinates("orders", 0, 0),))).adopt(topic)
 
-    topic.progress[0].finish([0, 1, 2, 4])
+    topic.progress[0].finish([0, 3, 8])
 
-    again = ReplayedOffsets(topic.progress[0].commit())
-    assert [offset for offset in range(6) if not again.is_done(offset)] == [3, 5]
+    assert topic.progress[0].commit().offset == 4
+    topic.progress[0].finish([4, 9])
+    assert topic.progress[0].commit() == Committed(10, "")
 
 
 def test_the_bounds_of_a_plan_are_those_of_its_dead_letters() -> None:

@@ -86,6 +86,7 @@ def test_dead_letters_that_were_not_read_can_be_done_too(offsets: set[int], read
     assert {offset for offset in known if after.is_done(offset)} == known & chosen
 
 
+@example(set(range(10)), {2, 3, 4, 5, 6}, {4})
 @given(OFFSETS, OFFSETS, OFFSETS)
 def test_a_dead_letter_is_done_if_any_commit_says_so(offsets: set[int], first: set[int], second: set[int]) -> None:
     commits = []
