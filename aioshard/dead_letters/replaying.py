@@ -59,7 +59,7 @@ async def replay(
         else:
             destination = ThroughHandlers(app, ledger, stop)
         try:
-            await ledger.store(plan.covered)
+            await _finish_covered(plan, ledger, topic.name, who)
             async for chunk in _chunks(planned(topic, plan, transform, result), destination, stop):
                 await _process(destination, chunk, result, topic.name, who)
         finally:
@@ -122,6 +122,14 @@ async def planned(
         item = await _edited(Work(letter, letter.original, places), transform, result)
         if item is not None:
             yield item
+
+
+async def _finish_covered(plan: Plan, ledger: Ledger, topic: str, who: str) -> None:
+    """Store that dead letters are done whose records were finished by others."""
+    if plan.covered:
+        sentence = f"{counted(len(plan.covered), 'dead letter')} to be done, because others of their records are"
+        audit("finish", topic, places_as_text(plan.covered), who, sentence)
+        await ledger.store(plan.covered)
 
 
 async def _process(

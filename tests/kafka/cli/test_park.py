@@ -231,6 +231,33 @@ async def test_a_key_is_dropped_with_all_its_records(parked: ParkTopic) -> None:
     assert await parked.listed("--key", "alice") == []
 
 
+async def test_releases_and_drops_are_in_the_audit_log(parked: ParkTopic, caplog: pytest.LogCaptureFixture) -> None:
+    await parked.run("release", "--key", "bob")
+    await parked.run("drop", "--record", "orders/0/5", "--record", "orders/0/7", "--yes")
+    await parked.run("drop", "--key", "bob")
+
+    audited = [found.getMessage() for found in caplog.records if found.name == "aioshard.web.audit"]
+    assert [line.partition(" by user ")[0] for line in audited] == [
+        f'release topic="{parked.topic}" records="orders/0/8"',
+        f'drop topic="{parked.topic}" records="orders/0/5,orders/0/7"',
+    ]
+
+
+async def test_values_and_headers_select_parked_records(parked: ParkTopic) -> None:
+    await parked.publish(
+        park(
+            parked.topic,
+            Record("orders", 0, 20, b"carol", b"needle", (("tenant", b"acme"),), 1.6e9),
+            FAILURE,
+            generation=4,
+            due=FAILED_AT,
+        )
+    )
+
+    assert [row["key"] for row in await parked.listed("--text", "needle")] == ["carol"]
+    assert [row["key"] for row in await parked.listed("--header", "tenant=acme")] == ["carol"]
+
+
 async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
     """For a record that never succeeds: the ones behind it resume."""
     await parked.run("drop", "--record", "orders/0/5", "--yes")

@@ -140,7 +140,9 @@ async def test_runs_at_the_same_time_send_each_record_once(outage: Outage) -> No
     assert await outage.due() == []
 
 
-async def test_a_second_dead_letter_of_a_record_that_was_sent_is_done_without_sending_it(outage: Outage) -> None:
+async def test_a_second_dead_letter_of_a_record_that_was_sent_is_done_without_sending_it(
+    outage: Outage, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is in another partition, so a run with a filter has not seen it."""
     await outage.send()
     await outage.write(outage.record(4), partition=1)
@@ -148,6 +150,7 @@ async def test_a_second_dead_letter_of_a_record_that_was_sent_is_done_without_se
 
     assert (await outage.send(Filters(partitions=(1,)))).done == {}
 
+    assert f'finish topic="{outage.topic}" records="1/0" by user test' in caplog.messages[-1]
     assert await outage.due() == []
     assert await outage.arrived() == list(range(10))
 
