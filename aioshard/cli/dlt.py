@@ -51,7 +51,7 @@ _SHOWN = 20
 
 @click.group(cls=options.OrderedGroup)
 def command() -> None:
-    """Show and replay dead letters."""
+    """Show, try and replay dead letters."""
 
 
 # show ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ HEADINGS = {
     "Operate": {
         "topics": "Show the topics that an app needs, and create missing ones.",
         "group": "Inspect, reset and manage consumer groups.",
-        "dlt": "Show and replay dead letters.",
+        "dlt": "Show, try and replay dead letters.",
         "record": "Retry, skip or cancel one record of a process.",
         "park": "Show, release and drop parked records.",
     },
