@@ -976,11 +976,6 @@ class App(Router, Generic[State]):
         return self._engine
 
     @property
-    def is_started(self) -> bool:
-        """Whether the app is starting or running, or its resources are still open."""
-        return self._exit is not None
-
-    @property
     def _has_drained(self) -> bool:
         return self._draining is not None and self._draining.done()
 

@@ -59,18 +59,15 @@ class Ledger:
         offsets: dict[int, list[int]] = {}
         for partition, offset in done:
             offsets.setdefault(partition, []).append(offset)
-        following = {number: self._topic.progress[number].copy() for number in offsets}
-        for number, finished in offsets.items():
-            following[number].finish(finished)
-            if not following[number].fits:
+        following = {number: self._topic.progress[number].after(finished) for number, finished in offsets.items()}
+        for number, progress in following.items():
+            if not progress.fits:
                 raise TransportError(
                     f"the finished dead letters of {self._topic.name}/{number} are too scattered: brokers cannot store "
                     "all their offsets. Finish older ones without filters first",
                     retriable=False,
                 )
-        commits = {
-            TopicPartition(self._topic.name, number): progress.commit() for number, progress in following.items()
-        }
+        commits = {TopicPartition(self._topic.name, number): later.commit() for number, later in following.items()}
         try:
             await self._transactions.commit(messages, commits)
         except TakenOverError as error:

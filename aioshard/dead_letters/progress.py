@@ -54,11 +54,11 @@ class ReplayedOffsets:
         self._due: dict[int, None] = {}
         """Dead letters below the position that are not done, ascending."""
 
-    def copy(self) -> Self:
-        """Return a copy, which changes independently."""
-        other = copy.copy(self)
-        other._due = self._due.copy()  # noqa: SLF001 - of the same class
-        return other
+    def after(self, offsets: Collection[int]) -> Self:
+        """Return the progress with more dead letters done; this one does not change."""
+        following = copy.copy(self)
+        following.finish(offsets)
+        return following
 
     def is_done(self, offset: int) -> bool:
         """Return whether the dead letter at *offset* is done."""
@@ -76,12 +76,9 @@ class ReplayedOffsets:
 
     def finish(self, offsets: Collection[int]) -> None:
         """Mark dead letters as done; nothing happens to those that already are."""
-        later = []
-        for offset in offsets:
-            if offset < self._position:
-                self._due.pop(offset, None)
-            elif not holds(self._finished, offset):
-                later.append(Run(offset, offset + 1))
+        done = set(offsets)
+        self._due = {offset: None for offset in self._due if offset not in done}
+        later = [Run(offset, offset + 1) for offset in done if offset >= self._position]
         if later:
             self._finished = _union([*self._finished, *later])
 

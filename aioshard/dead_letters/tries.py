@@ -18,7 +18,7 @@ from aioshard.dead_letters.runs import distinct, run_in_memory, shard_of
 from aioshard.engine.current_record import current_record
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Handler
-from aioshard.errors import MessageError
+from aioshard.errors import MessageError, StateError
 from aioshard.ports import UNKNOWN_OFFSET, Message
 from aioshard.records import Record
 from aioshard.serde.payloads import unwritable
@@ -153,9 +153,9 @@ def _once(handler: Handler) -> Handler:
 async def _trial_of(app: App) -> AsyncIterator[App]:
     """Return an app to run: *app* itself, or one with its handlers and its open resources if it runs already."""
     settings = app.settings
-    if app.is_started:
-        settings = settings.replace(assign=None, **_FOR_TRIALS)
-        trial: App = App(app.group_id, settings=settings, resources=functools.partial(_open_state, app))
+    if _is_running(app):
+        beside = settings.replace(assign=None, **_FOR_TRIALS)
+        trial: App = App(app.group_id, settings=beside, resources=functools.partial(_open_state, app))
         trial.include_router(app)
         yield trial
         return
@@ -165,6 +165,14 @@ async def _trial_of(app: App) -> AsyncIterator[App]:
         yield app
     finally:
         app.configure(**before)
+
+
+def _is_running(app: App) -> bool:
+    try:
+        app.running_engine()
+    except StateError:
+        return False
+    return True
 
 
 @contextlib.asynccontextmanager

@@ -102,10 +102,13 @@ def test_a_dead_letter_is_done_if_any_commit_says_so(offsets: set[int], first: s
     assert {offset for offset in offsets if both.is_done(offset)} == offsets & (first | second)
 
 
-def test_a_copy_changes_independently() -> None:
+def test_the_progress_after_a_transaction_leaves_the_one_before_it_alone() -> None:
+    """The transaction may fail."""
     replayed = ReplayedOffsets()
     replayed.add(3)
-    copied = replayed.copy()
-    copied.finish([3])
 
-    assert (replayed.is_done(3), copied.is_done(3)) == (False, True)
+    after = replayed.after([3, 9])
+    after.add(20)
+
+    assert [replayed.is_done(offset) for offset in (3, 9)] == [False, False]
+    assert [after.is_done(offset) for offset in (3, 9, 20)] == [True, True, False]
