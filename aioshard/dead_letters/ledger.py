@@ -52,7 +52,8 @@ class Ledger:
             MessagesRefusedError: Some messages can never be written. Nothing has changed.
             TakenOverError: Another run has taken over; it continues from what was stored before.
             TransportError: Nothing has changed, unless nobody can tell. Or the finished dead letters are too scattered
-                for brokers to store their offsets: then nothing was published.
+                for brokers to store all their offsets: with messages, nothing has changed; without, the lowest ones
+                that fit are stored.
         """
         if not done:
             return
@@ -60,13 +61,9 @@ class Ledger:
         for partition, offset in done:
             offsets.setdefault(partition, []).append(offset)
         following = {number: self._topic.progress[number].after(finished) for number, finished in offsets.items()}
-        for number, progress in following.items():
-            if not progress.fits:
-                raise TransportError(
-                    f"the finished dead letters of {self._topic.name}/{number} are too scattered: brokers cannot store "
-                    "all their offsets. Finish older ones without filters first",
-                    retriable=False,
-                )
+        scattered = [number for number, progress in following.items() if not progress.fits]
+        if scattered and messages:
+            raise self._too_scattered(scattered)
         commits = {TopicPartition(self._topic.name, number): later.commit() for number, later in following.items()}
         try:
             await self._transactions.commit(messages, commits)
@@ -76,6 +73,15 @@ class Ledger:
             ) from error
         self._topic.progress.update(following)
         await self._keep(following)
+        if scattered:
+            raise self._too_scattered(scattered)
+
+    def _too_scattered(self, partitions: Sequence[int]) -> TransportError:
+        return TransportError(
+            f"the finished dead letters of {self._topic.name}/{partitions[0]} are too scattered: brokers cannot store "
+            "all their offsets. Finish older ones without filters first",
+            retriable=False,
+        )
 
     async def _keep(self, partitions: Collection[int]) -> None:
         """Copy the progress of partitions to the group whose offsets brokers keep for years."""

@@ -12,7 +12,7 @@ from aioshard import Settings
 from aioshard.dead_letters.filters import EVERYTHING, Filters
 from aioshard.dead_letters.ledger import Ledger
 from aioshard.dead_letters.plan import make_plan
-from aioshard.dead_letters.progress import progress_group, sending_group
+from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.dead_letters.replaying import replay
 from aioshard.dead_letters.results import Result
@@ -196,7 +196,7 @@ async def test_a_run_copies_what_a_killed_one_has_left(outage: Outage) -> None:
     assert await outage.due() == []
 
 
-async def test_progress_that_does_not_fit_is_refused_before_anything_is_sent(outage: Outage) -> None:
+async def test_nothing_is_sent_if_its_progress_does_not_fit(outage: Outage) -> None:
     async with outage.opened() as topic:
         progress = topic.progress[0]
         for offset in range(120_000):
@@ -208,8 +208,16 @@ async def test_progress_that_does_not_fit_is_refused_before_anything_is_sent(out
             ]
             with pytest.raises(TransportError, match="too scattered"):
                 await ledger.store(scattered, [Message(outage.source, b"1")])
+            assert topic.progress[0].is_done(scattered[0][1]) is False
+            with pytest.raises(TransportError, match="too scattered"):
+                await ledger.store(scattered)  # by handlers that have run
 
     assert await outage.arrived() == []
+    async with KafkaAdmin(outage.settings) as admin:
+        at = TopicPartition(outage.topic, 0)
+        stored = (await admin.group_commits(progress_group(outage.topic), [at]))[at]
+    assert stored is not None
+    assert ReplayedOffsets(stored).is_done(scattered[1000][1])
 
 
 # Stopping
