@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -30,6 +30,7 @@ from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object
 from aioshard.dead_letters.edits import Transform, with_value
 from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.letters import Letter, as_object
+from aioshard.dead_letters.pages import Cursor, Page, cursor_as_text, read_cursor, read_page
 from aioshard.dead_letters.plan import Plan, make_plan
 from aioshard.dead_letters.reading import DeadLetterTopic, Survey
 from aioshard.dead_letters.replaying import planned, preview
@@ -57,6 +58,15 @@ def command() -> None:
 # show ---------------------------------------------------------------------------------
 
 
+def _page(text: str) -> Cursor | Literal["newest"]:
+    if text == "newest":
+        return "newest"
+    try:
+        return read_cursor(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; 'newest' is the first page") from None
+
+
 @command.command()
 @options.topic_argument
 @options.filters
@@ -67,6 +77,12 @@ def command() -> None:
     metavar="N",
     help=f"Show at most N, the newest ones; by default {options.ROWS}, and with --json all.",
 )
+@click.option(
+    "--page",
+    type=_page,
+    metavar="CURSOR",
+    help="Read only a page, newest first, without counts: 'newest', or the cursor that the page before has printed.",
+)
 @click.option("--app", "target", metavar="MODULE:APP", help="Decode values as the handlers of this app do.")
 @options.app_dir
 @options.bootstrap_servers()
@@ -76,6 +92,7 @@ def show(
     *,
     filters: Filters,
     limit: int | None,
+    page: Cursor | Literal["newest"] | None,
     target: str | None,
     app_dir: str,
     bootstrap_servers: str | None,
@@ -87,23 +104,66 @@ def show(
     they are in the topic, cut to a line; --json prints all of them.
     """
     _check_at(filters, topic)
-    newest = options.ROWS if limit is None and not as_json else limit
     app = None if target is None else load_app(target, app_dir)
-
-    async def read() -> tuple[Survey, bool, list[Decoded]]:
-        survey, progress_known = await _survey(settings_of(bootstrap_servers), topic, filters, newest)
-        return survey, progress_known, [] if app is None else [await decoded(app, letter) for letter in survey.newest]
-
-    survey, progress_known, values = run(read())
-    letters = list(map(as_object, survey.newest))
-    for shown, value in zip(letters, values, strict=False):
-        shown["decoded"] = decoded_as_object(value)
+    if app is not None and bootstrap_servers is not None:
+        app.configure(bootstrap_servers=bootstrap_servers)
+    settings = settings_of(bootstrap_servers) if app is None else app.settings
+    if page is not None:
+        found = run(_page_of(settings, topic, filters, page, limit or options.ROWS))
+        values = run(_values_of(app, found.letters))
+        cursor = None if found.cursor is None else cursor_as_text(found.cursor)
+        content: dict[str, Any] = {"topic": topic, "dead_letters": _objects(found.letters, values), "cursor": cursor}
+        lines = [*_table_of(found.letters, values), "", f"Older ones: --page {cursor}" if cursor else "No older ones"]
+        print_result(content, lines, as_json=as_json)
+        return
+    newest = options.ROWS if limit is None and not as_json else limit
+    survey, progress_known = run(_survey(settings, topic, filters, newest))
+    values = run(_values_of(app, survey.newest))
     content = {
         "topic": topic,
-        "dead_letters": letters,
+        "dead_letters": _objects(survey.newest, values),
         "summary": survey.as_object(progress_known=progress_known),
     }
     print_result(content, _lines_of(topic, survey, values, progress_known=progress_known), as_json=as_json)
+
+
+async def _survey(settings: Settings, topic: str, filters: Filters, newest: int | None) -> tuple[Survey, bool]:
+    """Return figures about the dead letters that match, and whether it is known which ones are done."""
+    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
+        progress_known = await _fetch_progress(dead_letters)
+        async with progress(f"reading {topic}", lambda: dead_letters.read):
+            return await dead_letters.survey(filters, newest=newest), progress_known
+
+
+async def _page_of(
+    settings: Settings, topic: str, filters: Filters, page: Cursor | Literal["newest"], size: int
+) -> Page:
+    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
+        await _fetch_progress(dead_letters)
+        cursor = None if page == "newest" else page
+        async with progress(f"reading {topic}", lambda: dead_letters.read):
+            return await read_page(dead_letters, filters, cursor=cursor, size=size)
+
+
+async def _fetch_progress(dead_letters: DeadLetterTopic) -> bool:
+    """Return whether it is known which ones are done."""
+    try:
+        await dead_letters.fetch_progress()
+    except AuthorizationError as error:
+        click.echo(f"Cannot show which dead letters were replayed: {error}", err=True)
+        return False
+    return True
+
+
+async def _values_of(app: App | None, letters: Sequence[Letter]) -> list[Decoded]:
+    return [] if app is None else [await decoded(app, letter) for letter in letters]
+
+
+def _objects(letters: Sequence[Letter], values: Sequence[Decoded]) -> list[dict[str, Any]]:
+    if not values:
+        return list(map(as_object, letters))
+    pairs = zip(letters, values, strict=True)
+    return [{**as_object(letter), "decoded": decoded_as_object(value)} for letter, value in pairs]
 
 
 def _lines_of(topic: str, survey: Survey, values: Sequence[Decoded], *, progress_known: bool) -> Iterator[str]:
@@ -120,26 +180,17 @@ def _lines_of(topic: str, survey: Survey, values: Sequence[Decoded], *, progress
             yield f"  {name}: {', '.join(listed)}"
     newest = survey.newest
     if newest:
-        shown = map(_text_of, values) if values else (bytes_as_text(letter.original.value) for letter in newest)
-        yield from ["", *table(_HEADINGS, map(_cells, newest, shown))]
+        yield from ["", *_table_of(newest, values)]
         if len(newest) < survey.selected:
             yield f"\n{survey.selected - len(newest)} older ones are not shown: --limit shows more"
 
 
-async def _survey(settings: Settings, topic: str, filters: Filters, newest: int | None) -> tuple[Survey, bool]:
-    """Return figures about the dead letters that match, and whether it is known which ones are done."""
-    progress_known = True
-    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
-        try:
-            await dead_letters.fetch_progress()
-        except AuthorizationError as error:
-            progress_known = False
-            click.echo(f"Cannot show which dead letters were replayed: {error}", err=True)
-        async with progress(f"reading {topic}", lambda: dead_letters.read):
-            return await dead_letters.survey(filters, newest=newest), progress_known
-
-
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
+
+
+def _table_of(letters: Sequence[Letter], values: Sequence[Decoded]) -> list[str]:
+    shown = map(_text_of, values) if values else (bytes_as_text(letter.original.value) for letter in letters)
+    return table(_HEADINGS, map(_cells, letters, shown))
 
 
 def _text_of(value: Decoded) -> str:

@@ -67,6 +67,11 @@ class Filters(NamedTuple):
     until: float | None = None
     """Before this time of the failure."""
 
+    @property
+    def reads_payload(self) -> bool:
+        """Whether the result tells something about keys, values, headers or messages of errors."""
+        return self.key is not None or self.text is not None or bool(self.headers)
+
     def takes_at(self, at: Coordinates) -> bool:
         """Return whether the position of a record in the side topic matches."""
         return (not self.partitions or at.partition in self.partitions) and (not self.at or at in self.at)

@@ -67,8 +67,8 @@ async def try_letters(
     Handlers run with the app's resources, dependencies, middleware and timeouts. An app that runs in this process is
     not disturbed: its resources are used. One that does not run is started for this and ended. There are no retries, a
     failed record does not keep later ones of its key from running, and batches have one record. Nothing is committed,
-    and all dead letters stay as they are. Other effects of a handler, such as requests and writes to a database, are
-    real.
+    and all dead letters stay as they are. Other effects of a handler are real, such as requests, writes to a
+    database, and messages that another task of the running app publishes for it.
 
     Args:
         app: The app.

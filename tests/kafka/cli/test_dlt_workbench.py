@@ -295,3 +295,20 @@ async def test_headers_and_text_select_dead_letters(workbench: Workbench) -> Non
     assert await shown("--header", "tenant=other") == []
     assert await shown("--text", "such customer") == [0, 1]
     assert await shown("--at", f"{workbench.topic}/0/1") == [1]
+
+
+async def test_a_long_topic_is_shown_page_by_page(workbench: Workbench) -> None:
+    await workbench.write(*(b"%d" % number for number in range(5)))
+    shown: list[int] = []
+    cursor = "newest"
+
+    while cursor is not None:
+        report = (await workbench.run("show", "--page", cursor, "--limit", "2", "--json")).report
+        shown += [letter["offset"] for letter in report["dead_letters"]]
+        cursor = report["cursor"]
+
+    assert shown == [4, 3, 2, 1, 0]
+    table = (await workbench.run("show", "--page", "0:3", "--limit", "2")).output
+    assert table.splitlines()[-1] == "Older ones: --page 0:1"
+    refused = await workbench.run("show", "--page", "older", code=2)
+    assert "'older' is not a cursor" in " ".join(refused.errors.split())

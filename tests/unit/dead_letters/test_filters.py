@@ -61,3 +61,10 @@ def test_a_header_filter_has_a_value_after_the_first_equals_sign() -> None:
     assert HeaderFilter.parse("a=b=c") == HeaderFilter("a", "b=c")
     assert HeaderFilter.parse("a=") == HeaderFilter("a", "")
     assert HeaderFilter.parse("a") == HeaderFilter("a", None)
+
+
+@pytest.mark.parametrize("filters", [Filters(key="a"), Filters(text="a"), Filters(headers=(HeaderFilter("a"),))])
+def test_a_filter_by_content_tells_about_the_content(filters: Filters) -> None:
+    """Where payloads are hidden, a series of such filters would find them out."""
+    assert filters.reads_payload
+    assert not Filters(error="ValueError", since=1.0, records=(Coordinates("orders", 0, 41),)).reads_payload
