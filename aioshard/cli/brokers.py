@@ -65,13 +65,15 @@ def confirm(question: str, *, yes: bool) -> None:
 
     Raises:
         UsageError: Nobody can answer, because the input is not a terminal.
-        Abort: The answer is no.
+        Exit: The answer is no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
         raise click.UsageError(f"{question} Nothing was done, because there is no terminal to answer: give --yes")
-    click.confirm(question, abort=True, err=True)
+    if not click.confirm(question, err=True):
+        click.echo("Nothing was done.", err=True)
+        raise click.exceptions.Exit(0)
 
 
 def os_user() -> str:

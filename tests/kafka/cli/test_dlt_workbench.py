@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pty
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ import contextlib
 
 from pydantic import BaseModel
 
-from aioshard import App, Record
+from aioshard import App, Record, message
 
 class Order(BaseModel):
     total: int
@@ -44,6 +45,9 @@ async def on_order(order: Order) -> dict[str, int]:
         raise ValueError("negative")
     await app.publish("SOURCE-mails", "mail", key="alice", headers={"kind": "invoice"})
     return {"total": order.total}
+
+def move(record: Record) -> object:
+    return message("SOURCE-mails", record.value, key="elsewhere")
 
 def fix(record: Record) -> object:
     if record.value == b"unfixable":
@@ -79,7 +83,7 @@ class Workbench:
         letters = [dead_letter(self.topic, original, failure(original.offset)) for original in originals]
         await write(self.kafka.bootstrap, [letter._replace(partition=0) for letter in letters])
 
-    async def run(self, *arguments: str, code: int = 0) -> Ended:
+    async def run(self, *arguments: str, code: int = 0, stdin: int = asyncio.subprocess.DEVNULL) -> Ended:
         """`aioshard dlt` with a topic after its first argument."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -87,7 +91,7 @@ class Workbench:
             *("--bootstrap-servers", self.kafka.bootstrap),
             cwd=self._directory,
             env={**os.environ, "PYTHONPATH": str(PROJECT)},
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -198,6 +202,30 @@ async def test_a_transform_changes_what_is_sent(workbench: Workbench) -> None:
     assert "2 of them edited" in ended.errors
 
 
+async def test_handlers_run_on_changed_records(workbench: Workbench) -> None:
+    await workbench.write(b"7", b"leave", b"unfixable")
+
+    ended = await workbench.run("replay", "--app", "shop:app", "--transform", "shop:fix", "--yes", "--json", code=3)
+
+    assert ended.report["done"] == {workbench.source: 1}
+    assert [found.value for found in await workbench.kafka.read(f"{workbench.source}-invoices")] == [b'{"total":7}']
+    assert await workbench.arrived() == []
+    assert await workbench.due() == [1, 2]
+
+
+async def test_handlers_do_not_run_on_messages_for_other_topics(workbench: Workbench) -> None:
+    await workbench.write(b"7")
+
+    refused = await workbench.run("replay", "--app", "shop:app", "--transform", "shop:move", "--yes", code=2)
+    sent = await workbench.run("replay", "--transform", "shop:move", "--yes", "--json")
+
+    assert "send it back instead" in " ".join(refused.errors.split())
+    assert sent.report["done"] == {workbench.source: 1}
+    (moved,) = await workbench.kafka.read(f"{workbench.source}-mails")
+    assert (moved.key, moved.value) == (b"elsewhere", b"7")
+    assert await workbench.due() == []
+
+
 async def test_dead_letters_are_selected_by_their_positions(workbench: Workbench) -> None:
     await workbench.write(b"0", b"1", b"2", b"3")
 
@@ -250,6 +278,22 @@ async def test_nothing_is_done_without_a_confirmation(workbench: Workbench, argu
     assert "1 dead letter" in refused.errors
     assert await workbench.arrived() == []
     assert await workbench.due() == [0]
+
+
+@pytest.mark.parametrize(("answer", "arrived"), [(b"y\n", [b"7"]), (b"n\n", []), (b"\n", [])])
+async def test_an_operator_confirms_the_number(workbench: Workbench, answer: bytes, arrived: list[bytes]) -> None:
+    await workbench.write(b"7")
+    terminal, stdin = pty.openpty()
+    try:
+        os.write(terminal, answer)
+
+        ended = await workbench.run("replay", stdin=stdin)
+    finally:
+        os.close(terminal)
+        os.close(stdin)
+
+    assert "Send 1 dead letter" in ended.errors
+    assert [found.value for found in await workbench.arrived()] == arrived
 
 
 @pytest.mark.parametrize(
