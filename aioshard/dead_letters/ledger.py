@@ -26,6 +26,8 @@ class Ledger:
         """Write with open transactions; see `opened`."""
         self._topic = topic
         self._transactions = transactions
+        self._uncopied = {at.partition for at in topic.sent if topic.sent[at] != topic.kept[at]}
+        """Partitions whose progress is not copied to the group whose offsets brokers keep for years."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -42,11 +44,11 @@ class Ledger:
             await topic.fetch_progress()
             transactions.learn(topic.sent)
             ledger = cls(topic, transactions)
-            await ledger._keep([at.partition for at in topic.sent if topic.sent[at] != topic.kept[at]])
+            await ledger.copy()
             yield ledger
 
     async def store(self, done: Collection[Place], messages: Sequence[Message] = ()) -> None:
-        """Publish messages, and store that dead letters are done, in one transaction.
+        """Publish messages, and store that dead letters are done, in one transaction; `copy` it afterwards.
 
         Raises:
             MessagesRefusedError: Some messages can never be written. Nothing has changed.
@@ -72,7 +74,7 @@ class Ledger:
                 f"another run on {self._topic.name} has begun: this one has ended, and that one continues from here"
             ) from error
         self._topic.progress.update(following)
-        await self._keep(following)
+        self._uncopied |= following.keys()
         if scattered:
             raise self._too_scattered(scattered)
 
@@ -83,10 +85,14 @@ class Ledger:
             retriable=False,
         )
 
-    async def _keep(self, partitions: Collection[int]) -> None:
-        """Copy the progress of partitions to the group whose offsets brokers keep for years."""
-        if not partitions:
-            return
+    async def copy(self) -> None:
+        """Copy what was stored to the group whose offsets brokers keep for years.
+
+        Raises:
+            TransportError: It was not copied. The next run does it.
+        """
         topic = self._topic
-        commits = {TopicPartition(topic.name, number): topic.progress[number].commit() for number in partitions}
-        await topic.administration.commit_without_member(progress_group(topic.name), commits, retry=True)
+        commits = {TopicPartition(topic.name, number): topic.progress[number].commit() for number in self._uncopied}
+        if commits:
+            await topic.administration.commit_without_member(progress_group(topic.name), commits, retry=True)
+        self._uncopied.clear()

@@ -60,8 +60,10 @@ async def replay(
             destination = ThroughHandlers(app, ledger, stop)
         try:
             await _finish_covered(plan, ledger, topic.name, who)
+            await ledger.copy()
             async for chunk in _chunks(planned(topic, plan, transform, result), destination, stop):
                 await _process(destination, chunk, result, topic.name, who)
+                await ledger.copy()
         finally:
             result.stopped = stop.is_set()
 

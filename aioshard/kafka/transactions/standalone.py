@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Final, Self
 
 from aioshard.errors import CommitError, MessagesRefusedError, TakenOverError, TransportError
-from aioshard.kafka.errors import commit_error
+from aioshard.kafka.errors import denied
 from aioshard.kafka.offsets import NO_MEMBER, GroupOffsets
 from aioshard.kafka.transactions.identity import TransactionalId
 from aioshard.kafka.transactions.transactions import Transactions
@@ -48,6 +48,8 @@ class StandaloneTransactions:
         self._group_id = group_id
         self._patience = patience
         """Seconds to wait for the offsets of the group."""
+        self._known: dict[TopicPartition, Committed | None] = {}
+        """What the group has committed: a transaction that does not change it leaves no trace of its outcome."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -85,6 +87,7 @@ class StandaloneTransactions:
     def learn(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
         """Note what the group has committed, once it was taken over: it decides transactions of unknown outcome."""
         self._transactions.learn(committed)
+        self._known = dict(committed)
 
     async def commit(self, messages: Sequence[Message], offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit messages and offsets in one transaction, and wait until it has ended.
@@ -105,17 +108,20 @@ class StandaloneTransactions:
             except MessagesRefusedError:
                 raise
             except WireError as error:
-                raise commit_error(error.cause, offsets, self._group_id) from error
+                raise self._refused(error) from error
             except TransportError as error:
                 await self._settle(error)
+                if all(self._known.get(name) == committed for name, committed in offsets.items()):
+                    raise
                 # Messages and offsets are visible together, or not at all.
                 if await self._committed(offsets) == offsets:
-                    return
+                    break
                 if attempt == _ATTEMPTS - 1:
                     raise
                 logger.info("a transaction of %s is written again: %s", self._id, error)
             else:
-                return
+                break
+        self._known |= offsets
 
     async def _settle(self, failed: TransportError) -> None:
         """Wait until nothing of a failed transaction can happen any more.
@@ -150,7 +156,13 @@ class StandaloneTransactions:
                 ) from None
             except WireError as error:
                 if not error.retriable:
-                    raise commit_error(error.cause, partitions, self._group_id) from error
+                    raise self._refused(error) from error
                 await asyncio.sleep(_PAUSE)
             else:
                 return {name: Committed(found.offset, found.metadata) for name, found in stored.items()}
+
+    def _refused(self, error: WireError) -> TransportError:
+        return denied(error.cause, self._group_id) or CommitError(
+            f"the brokers refused to store or return the offsets of group {self._group_id!r}: {error.cause.reason}",
+            retriable=error.retriable,
+        )

@@ -32,6 +32,7 @@ async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKa
         async with Ledger.opened(settings, dead_letters) as ledger:
             plan.adopt(dead_letters)
             await ledger.store(list(plan.due))
+            await ledger.copy()
 
     stored = [
         record.value

@@ -196,6 +196,25 @@ async def test_a_run_copies_what_a_killed_one_has_left(outage: Outage) -> None:
     assert await outage.due() == []
 
 
+async def test_a_copy_that_fails_is_not_taken_for_a_failed_transaction(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends, and counts what it has sent; the next one continues."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise TransportError("the coordinator does not answer")
+
+    result = Result()
+    with monkeypatch.context() as broken:
+        broken.setattr(ToTopic, "most_records", 4)
+        broken.setattr(KafkaAdmin, "commit_without_member", fail)
+        with pytest.raises(TransportError):
+            await outage.send(result=result)
+    assert result.done == {outage.source: 4}
+    assert (await outage.send()).done == {outage.source: 6}
+    assert await outage.arrived() == list(range(10))
+
+
 async def test_nothing_is_sent_if_its_progress_does_not_fit(outage: Outage) -> None:
     async with outage.opened() as topic:
         progress = topic.progress[0]
@@ -215,7 +234,7 @@ async def test_nothing_is_sent_if_its_progress_does_not_fit(outage: Outage) -> N
     assert await outage.arrived() == []
     async with KafkaAdmin(outage.settings) as admin:
         at = TopicPartition(outage.topic, 0)
-        stored = (await admin.group_commits(progress_group(outage.topic), [at]))[at]
+        stored = (await admin.group_commits(sending_group(outage.topic), [at]))[at]
     assert stored is not None
     assert ReplayedOffsets(stored).is_done(scattered[1000][1])
 

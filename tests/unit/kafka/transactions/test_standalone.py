@@ -43,6 +43,9 @@ class Brokers:
         if "error" in end:
             raise CommitError("the brokers do not answer")
 
+    def learn(self, _: Mapping[TopicPartition, Committed | None]) -> None:
+        """Know enough already."""
+
     async def settle(self) -> None:
         if self.id.is_fenced:
             raise ClientLostError("fenced")
@@ -55,6 +58,7 @@ def commit(brokers: Brokers) -> None:
     transactions = StandaloneTransactions(
         cast("Transactions", brokers), brokers.id, cast("GroupOffsets", brokers), "g", 5.0
     )
+    transactions.learn({name: Committed(stored.offset, stored.metadata) for name, stored in brokers.stored.items()})
     asyncio.run(transactions.commit(MESSAGES, OFFSETS))
 
 
@@ -90,6 +94,17 @@ def test_an_error_means_that_nothing_is_visible(ends: list[str], error: type[Exc
     brokers = Brokers(*ends)
 
     with pytest.raises(error):
+        commit(brokers)
+
+    assert brokers.visible == []
+
+
+def test_a_transaction_that_changes_no_offset_is_not_taken_for_committed() -> None:
+    """As if finished dead letters are sent again: the offsets are the same before and after."""
+    brokers = Brokers("error", "stored")
+    brokers.stored = {name: CommittedOffset(offset, -1, text) for name, (offset, text) in OFFSETS.items()}
+
+    with pytest.raises(CommitError):
         commit(brokers)
 
     assert brokers.visible == []
