@@ -68,7 +68,7 @@ async def read_page(
     Args:
         topic: The topic, with its progress.
         filters: Which dead letters.
-        cursor: That of the page before; None begins with the newest. Partitions that it does not name have no more.
+        cursor: That of the page before; None begins with the newest. Partitions that it does not name are at their end.
         size: Maximum number of dead letters. There may be fewer before the last page, if few match.
 
     Raises:

@@ -19,7 +19,7 @@ def sending_group(topic: str) -> str:
 
     Brokers delete offsets that a transaction has stored a week after the last one. So they are copied to
     `progress_group`, which they keep for years. A copy that arrives late, from a run that another one has replaced,
-    must not undo the progress of that one: whoever reads takes what either group says is done.
+    must not undo the progress of that one: a dead letter is done if either group says so.
     """
     return f"{progress_group(topic)}:sending"
 
@@ -43,7 +43,7 @@ class ReplayedOffsets:
     """
 
     def __init__(self, *commits: Committed) -> None:
-        """Begin with what was committed; a dead letter is done if any of *commits* says so."""
+        """Begin with stored progress; a dead letter is done if any of *commits* says so."""
         self.start = max((offset for offset, _ in commits), default=0)
         """All offsets below were done when this was read."""
         runs = [run for offset, text in commits for run in CommitMetadata.read(text, offset).finished]
@@ -83,7 +83,7 @@ class ReplayedOffsets:
             self._finished = _union([*self._finished, *later])
 
     def commit(self) -> Committed:
-        """Return what to commit. What does not fit into the text is left out, the highest offsets first; see `fits`."""
+        """Return the progress to store. Offsets that do not fit into it are left out, the highest first; see `fits`."""
         start, finished = self._state()
         return Committed(start, CommitMetadata(finished=finished).text(start))
 

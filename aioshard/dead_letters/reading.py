@@ -129,7 +129,7 @@ class DeadLetterTopic:
         return Letter(Coordinates.of(record), *dead_letter, done)
 
     async def letter(self, partition: int, offset: int) -> Letter | None:
-        """Return one dead letter; None if there is none at this position.
+        """Return one dead letter; None if this position holds another record, or none.
 
         Raises:
             TransportError: It cannot be read.

@@ -65,10 +65,10 @@ async def try_letters(
     """Run the handlers of an app on dead letters, each once, and collect the messages instead of publishing them.
 
     Handlers run with the app's resources, dependencies, middleware and timeouts. An app that runs in this process is
-    not disturbed: its resources are used. One that does not run is started for this and ended. There are no retries, a
-    failed record does not keep later ones of its key from running, and batches have one record. Nothing is committed,
-    and all dead letters stay as they are. Other effects of a handler are real, such as requests, writes to a
-    database, and messages that another task of the running app publishes for it.
+    not disturbed: its resources are used. One that does not run is started for this and ended. Nothing is retried,
+    later records of a key run also after a failure, and batches have one record. Nothing is committed, and all dead
+    letters stay as they are. Other effects of a handler are real, such as requests, writes to a database, and messages
+    that another task of the running app publishes for it.
 
     Args:
         app: The app.
@@ -101,7 +101,11 @@ async def try_letters(
         if stop is not None and stop.is_set():
             break
         tried += await _run(app, group, collector, stop or asyncio.Event())
-    return Trial(sorted(tried, key=lambda one: one.letter.source), collector.others)
+    return Trial(sorted(tried, key=_source_of), collector.others)
+
+
+def _source_of(tried: Tried) -> Coordinates:
+    return tried.letter.source
 
 
 def _not_run(item: Work, *, error: str | None = None, left: bool = False) -> Tried:
@@ -140,7 +144,7 @@ async def _run(app: App, work: Sequence[Work], collector: "_Collector", stop: as
                 completed=completed,
                 stop=stop,
             )
-    return [one._replace(messages=collector.of(one.letter.source)) for one in tried]
+    return [run._replace(messages=collector.of(run.letter.source)) for run in tried]
 
 
 def _once(handler: Handler) -> Handler:
