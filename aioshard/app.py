@@ -63,6 +63,8 @@ from aioshard.ports import (
 )
 from aioshard.records import PartitionInfo, TopicPartition
 from aioshard.router import Router, overridden, process_call
+from aioshard.schema_registry.formats import RegistryFormat
+from aioshard.schema_registry.registries import Registries
 from aioshard.serde.payloads import Headers, message
 from aioshard.signals import Signals
 
@@ -560,7 +562,9 @@ class App(Router, Generic[State]):
             producer = self._open_producer(clients)
             await self._open_resources()
             exactly_once = self.settings.processing_guarantee == "exactly_once" and not replay
-            provided = Provided(lambda: self._state, producer.publish, replay, exactly_once, clients.around)
+            registries = Registries()
+            self._exit.push_async_callback(registries.close)
+            provided = Provided(lambda: self._state, producer.publish, replay, exactly_once, clients.around, registries)
             handlers = self._runnable_handlers(provided, runs)
             if replay:
                 handlers = [handler.for_history() for handler in handlers]
@@ -576,6 +580,7 @@ class App(Router, Generic[State]):
                 awaits_topics=not replay,
                 run_ahead=_RUN_AHEAD if replay else 0.0,
                 processes=self._processes,
+                registries=registries,
             )
             await self._start_engine(self._engine, replay=replay)
         except BaseException:
@@ -677,6 +682,7 @@ class App(Router, Generic[State]):
         headers: Headers = (),
         partition: int | None = None,
         partitioner: Partitioner = "key",
+        format: RegistryFormat | None = None,  # noqa: A002 - the name that users expect
     ) -> Coroutine[Any, Any, int]:
         """Publish with the app's idempotent producer; return once the brokers have acknowledged (`acks=all`).
 
@@ -693,27 +699,36 @@ class App(Router, Generic[State]):
             partitioner: `"key"` chooses the partition by the key, as Java's partitioner does, and sends messages
                 without a key round robin. `"round_robin"` ignores keys: frequent keys spread evenly, but order per key
                 is lost.
+            format: Encodes the value with a schema of a schema registry: `Avro`, `JsonSchema` or `Protobuf`.
 
         Returns:
             The offset; -1 if the brokers had stored the message before and no longer know where.
 
         Raises:
-            MessageError: The value cannot be encoded as JSON, or the message is otherwise invalid.
+            MessageError: The value cannot be encoded as JSON or in *format*, or the message is otherwise invalid.
+            RegistryUnavailableError: The schema registry of *format* does not answer.
             StateError: The app is not running, or runs in another event loop.
             TransportError: The message was not acknowledged; subclasses include `AuthorizationError` and
                 `MessageTooLargeError`.
         """
-        outgoing = message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
-        return self._publish(AwaitedCall("app.publish", topic), outgoing)
+        content = value if format is None else None
+        outgoing = message(topic, content, key=key, headers=headers, partition=partition, partitioner=partitioner)
+        return self._publish(AwaitedCall("app.publish", topic), outgoing, value, format)
 
-    async def _publish(self, call: AwaitedCall, outgoing: Message) -> int:
+    async def _publish(
+        self, call: AwaitedCall, outgoing: Message, value: object, value_format: RegistryFormat | None
+    ) -> int:
         call.begin()
         if (intercepting := _INTERCEPTING.get()) is not None:
             return await intercepting(outgoing)
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} is not running")
         self._check_loop()
-        return await self._engine.producer.publish(outgoing)
+        engine = self._engine
+        if value_format is not None:
+            content = await engine.registries.encode(value_format, outgoing.topic, value)
+            outgoing = outgoing._replace(value=content)
+        return await engine.producer.publish(outgoing)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
         """Retry a record now that is halted or waits for its next attempt; it gets all its attempts again.

@@ -6,11 +6,12 @@ import json
 import re
 import types
 from collections.abc import Iterable
-from typing import Any, Literal, Union, get_args, get_type_hints
+from typing import Any, Literal, Union, get_args
 
 from aioshard.app import App
 from aioshard.core.options import DeadLetter
 from aioshard.engine.handler import Handler
+from aioshard.functions import result_type
 from aioshard.ports import Message
 from aioshard.serde.payloads import alternatives, raw_type, read_by_msgspec, shown
 
@@ -151,24 +152,12 @@ def _message(handler: Handler, name: str) -> tuple[dict[str, Any], dict[str, Any
 
 def _output(handler: Handler, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message that a handler publishes as its result, and the schemas that it refers to."""
-    results = [kind for kind in alternatives(_result_type(handler.function)) if kind is not types.NoneType]
+    results = [kind for kind in alternatives(result_type(handler.function)) if kind is not types.NoneType]
     # Several `Message`s, or none of a known type: each has a value of its own.
     annotation = Union[tuple(results)] if results else Any  # noqa: UP007 - the types are known only now
     if annotation is Any or _makes_messages(annotation):
         return {"name": f"result of {handler.name}", "payload": {}}, {}
     return _message_of(annotation, f"result of {handler.name}", name, mode="serialization")
-
-
-def _result_type(function: Any) -> Any:
-    """Return the annotation of a handler's result; Any without one, or if it exists for type checkers only."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not inspect.isroutine(function):
-        function = type(function).__call__
-    try:
-        return get_type_hints(inspect.unwrap(function), include_extras=True).get("return", Any)
-    except (NameError, TypeError, AttributeError):
-        return Any
 
 
 def _makes_messages(annotation: Any) -> bool:

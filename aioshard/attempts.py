@@ -26,6 +26,9 @@ from aioshard.engine.worker import AWAIT_IT, SERVING, refuse_awaitable
 from aioshard.errors import BatchError, HandlerError, StateError
 from aioshard.ports import Message, Partitioner, Publish
 from aioshard.records import Record
+from aioshard.schema_registry.formats import RegistryFormat
+from aioshard.schema_registry.framing import SchemaId
+from aioshard.schema_registry.registries import Reader, Registries, RegistryOutput
 from aioshard.serde.payloads import Headers, decoded_by, message, payload_of
 
 State = TypeVar("State", default=Any)
@@ -60,6 +63,8 @@ class _Attempt(Generic[State]):
     """The value that the app's `resources` yielded; None without resources."""
     publisher: Publish = dataclasses.field(default=_no_app, repr=False)
     """Publishes the messages of `publish`."""
+    registries: Registries | None = dataclasses.field(default=None, repr=False)
+    """Encodes values with a schema registry."""
 
     def __copy__(self) -> Self:
         return dataclasses.replace(self)
@@ -78,6 +83,7 @@ class _Attempt(Generic[State]):
         headers: Headers = (),
         partition: int | None = None,
         partitioner: Partitioner = "key",
+        format: RegistryFormat | None = None,  # noqa: A002 - the name that users expect
     ) -> Coroutine[Any, Any, int]:
         """Publish as `App.publish` does; return the offset once the brokers have acknowledged.
 
@@ -90,16 +96,30 @@ class _Attempt(Generic[State]):
         Await it: a run that drops the call without awaiting it fails.
 
         Raises:
-            MessageError: The value cannot be encoded as JSON, or the message is otherwise invalid.
+            MessageError: The value cannot be encoded as JSON or in *format*, or the message is otherwise invalid.
+            RegistryUnavailableError: The schema registry of *format* does not answer.
             TransportError: The message was not acknowledged, or is too large.
             StateError: With `exactly_once`, the run has ended.
         """
-        outgoing = message(topic, value, key=key, headers=headers, partition=partition, partitioner=partitioner)
-        return self._publish(AwaitedCall("context.publish", topic), outgoing)
+        content = value if format is None else None
+        outgoing = message(topic, content, key=key, headers=headers, partition=partition, partitioner=partitioner)
+        call = AwaitedCall("context.publish", topic)
+        if format is not None:
+            return self._publish_encoded(call, outgoing, value, format)
+        return self._publish(call, outgoing)
 
     async def _publish(self, call: AwaitedCall, outgoing: Message) -> int:
         call.begin()
         return await self.publisher(outgoing)
+
+    async def _publish_encoded(
+        self, call: AwaitedCall, outgoing: Message, value: object, value_format: RegistryFormat
+    ) -> int:
+        call.begin()
+        if self.registries is None:
+            return await _no_app(outgoing)
+        content = await self.registries.encode(value_format, outgoing.topic, value)
+        return await self.publisher(outgoing._replace(value=content))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +211,8 @@ class Provided(NamedTuple):
     """Whether the messages of a run become visible with its completion."""
     around: Callable[[Publish], Publish] = lambda publish: publish
     """Wraps the function that accepts these messages."""
+    registries: Registries | None = None
+    """The schema registries of the app."""
 
 
 class InProcesses(NamedTuple):
@@ -215,16 +237,25 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
     if _is_bare(handler):
         return handler._replace(call=handler.function)
 
-    # 1. The call of the function: here, in a thread, or in a worker process, which decodes the records itself.
+    # 1. The schemas of its records, which are loaded when the first one arrives.
+    reader = None
+    if handler.taken is not None and handler.payload is not None and provided.registries is not None:
+        reader = provided.registries.reader(handler.taken)
+        handler = handler._replace(payload=handler.payload._replace(read=reader.read))
+
+    # 2. The call of the function: here, in a thread, or in a worker process, which decodes the records itself.
     threads = None if handler.run_in == "loop" else anyio.CapacityLimiter(handler.concurrency)
     read = None if handler.payload is None else handler.payload.read
     call = _call_of(handler, read, threads) if processes is None else _call_in_processes(handler, processes)
 
-    # 2. The layers around it, from the inside to the outside.
-    for layer in _layers(handler):
+    if reader is not None:
+        call = _with_schemas(reader, call, is_batch=handler.batch is not None)
+
+    # 3. The layers around it, from the inside to the outside.
+    for layer in _layers(handler, provided):
         call = layer(call)
 
-    # 3. The attempt, which creates the context if anything needs it.
+    # 4. The attempt, which creates the context if anything needs it.
     with_context = provided if _wants_context(handler) else None
     if handler.batch is None:
         invoke = _record_attempt(call, handler.timeout, with_context)
@@ -232,11 +263,11 @@ def with_attempts(handler: Handler, provided: Provided, processes: InProcesses |
         call_decoded = _call_of(handler, None, threads)
         invoke = _batch_attempt(call, call_decoded, handler.timeout, with_context)
 
-    # 4. The process, for which the attempt holds a slot. `call` applies the timeout: the wait for it does not count.
+    # 5. The process, for which the attempt holds a slot. `call` applies the timeout: the wait for it does not count.
     if processes is not None:
         return handler._replace(invoke=_attempt_in_processes(invoke, handler), timeout=None, read=None)
 
-    # 5. Batches are decoded before the attempt, unless a middleware expects the records.
+    # 6. Batches are decoded before the attempt, unless a middleware expects the records.
     decodes_before = handler.batch is not None and not any(handler.middleware)
     return handler._replace(invoke=invoke, read=read if decodes_before else None)
 
@@ -258,7 +289,7 @@ def _wants_context(handler: Handler) -> bool:
     )
 
 
-def _layers(handler: Handler) -> list[Layer]:
+def _layers(handler: Handler, provided: Provided) -> list[Layer]:
     """Return what runs around the call of a handler's function, from the inside to the outside.
 
     Publishing is outermost, so it belongs to the attempt: if it fails, the attempt has failed.
@@ -269,7 +300,7 @@ def _layers(handler: Handler) -> list[Layer]:
         layers.append(_with_checked_result)
     layers += [functools.partial(_with_middleware, function) for function in reversed(middleware)]
     if handler.publish_to is not None:
-        layers.append(functools.partial(_publishing_result, handler.publish_to))
+        layers.append(functools.partial(_publishing_result, handler.publish_to, handler.output, provided.registries))
     return layers
 
 
@@ -303,6 +334,7 @@ def _record_attempt(call: CallNext, timeout: float | None, provided: Provided | 
             replay=provided.replay,
             state=provided.state(),
             publisher=publish,
+            registries=provided.registries,
         )
         return call(delivery.record, context)
 
@@ -321,6 +353,7 @@ def _batch_attempt(call: CallNext, call_decoded: CallNext, timeout: float | None
                 replay=provided.replay,
                 state=provided.state(),
                 publisher=publish,
+                registries=provided.registries,
             )
         if batch.payloads is not None:
             return call_decoded(batch.payloads, context)
@@ -439,7 +472,9 @@ def _with_middleware(function: Middleware, call: CallNext) -> CallNext:
     return wrapped
 
 
-def _publishing_result(topic: str, call: CallNext) -> CallNext:
+def _publishing_result(
+    topic: str, output: RegistryOutput | None, registries: Registries | None, call: CallNext
+) -> CallNext:
     """Return a function that publishes what *call* returns, before its record is complete."""
 
     async def run(record: Record, context: Context) -> object:
@@ -447,6 +482,28 @@ def _publishing_result(topic: str, call: CallNext) -> CallNext:
         if result is not None:
             refuse_awaitable(result, AWAIT_IT)
         for outgoing in _outgoing_of(result, topic, record):
+            await context.publisher(outgoing)
+        return result
+
+    if output is None or registries is None:
+        return run
+    return _with_output_schema(topic, output, registries, call)
+
+
+def _with_output_schema(topic: str, output: RegistryOutput, registries: Registries, call: CallNext) -> CallNext:
+    """Return the same for a handler whose results are encoded with a schema registry."""
+
+    async def run(record: Record, context: Context) -> object:
+        # First, so that a registry that does not answer does not repeat what the handler has done.
+        if not registries.is_prepared(output, topic):
+            context = await _after_waiting(registries.prepare(output, topic), f"the schema of topic {topic}", context)
+        result: Any = await call(record, context)
+        if result is not None:
+            refuse_awaitable(result, AWAIT_IT)
+        content = result
+        if result is not None and not _names_topics(result):
+            content = await registries.encode(output.format, topic, result)
+        for outgoing in _outgoing_of(content, topic, record):
             await context.publisher(outgoing)
         return result
 
@@ -459,12 +516,58 @@ def _outgoing_of(result: Any, topic: str, record: Record) -> Sequence[Message]:
     if result is None:
         return ()
     # 2. It chose topics and keys itself.
-    if isinstance(result, Message):
-        return (result,)
-    if isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result):
-        return result
+    if _names_topics(result):
+        return (result,) if isinstance(result, Message) else result
     # 3. It returned a value, which may be a list.
     return (message(topic, result, key=record.key),)
+
+
+def _names_topics(result: Any) -> bool:
+    """Return whether a handler returned messages, each with its own topic, instead of a value."""
+    if isinstance(result, Message):
+        return True
+    return isinstance(result, list | tuple) and all(isinstance(output, Message) for output in result)
+
+
+# Schemas --------------------------------------------------------------------------------
+
+
+def _with_schemas(reader: Reader, call: CallNext, *, is_batch: bool) -> CallNext:
+    """Return a function that loads the schemas of records first, if they are not known yet.
+
+    Innermost, because a middleware may replace the record.
+    """
+
+    def run(argument: Any, context: Any) -> Awaitable[object]:
+        if not is_batch:
+            schema = reader.missing(argument)
+            return call(argument, context) if schema is None else load_and_call([schema], argument, context)
+        missing = [schema for record in argument if (schema := reader.missing(record)) is not None]
+        return load_and_call(missing, argument, context) if missing else call(argument, context)
+
+    async def load_and_call(schemas: list[SchemaId], argument: Any, context: Any) -> object:
+        named = ", ".join(map(str, dict.fromkeys(schemas)))
+        context = await _after_waiting(reader.load(schemas), f"schema {named} of {reader.address}", context)
+        return await call(argument, context)
+
+    return run
+
+
+async def _after_waiting(loading: Awaitable[object], what: str, context: Any) -> Any:
+    """Wait for a schema registry; return the context with a deadline that does not count the wait.
+
+    Args:
+        loading: Awaited once.
+        what: What it waits for, for explanations.
+        context: The context of the attempt; None if the handler takes none.
+    """
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    with SERVING.get().waiting_for(what):
+        await loading
+    if context is None or context.deadline is None:
+        return context
+    return dataclasses.replace(context, deadline=context.deadline + clock() - began)
 
 
 # Dependencies -------------------------------------------------------------------------

@@ -128,6 +128,20 @@ class BatchError(AioshardError):
         return type(self), (self.errors,)
 
 
+# Schema registry ----------------------------------------------------------------------
+
+
+class RegistryUnavailableError(AioshardError, ConnectionError):
+    """A schema registry does not answer, or refuses to, so that a value can be neither decoded nor encoded.
+
+    The record is not to blame: its handler runs again, however often it takes, and no attempt of it is used.
+    """
+
+
+class SchemaNotLoadedError(RegistryUnavailableError):
+    """A record was to be decoded before the schema that it was written with had been loaded."""
+
+
 # Broker errors ------------------------------------------------------------------------
 
 

@@ -79,6 +79,17 @@ def _globals_of(function: Callable[..., Any]) -> Any:
     return getattr(called, "__globals__", None) or getattr(getattr(called, "__call__", None), "__globals__", {})  # noqa: B004
 
 
+def result_type(function: Any) -> Any:
+    """Return the annotation of a function's result; Any without one, or if it exists for type checkers only."""
+    called = plain(function)
+    if not inspect.isroutine(called):
+        called = type(called).__call__
+    try:
+        return get_type_hints(inspect.unwrap(called), include_extras=True).get("return", Any)
+    except (NameError, TypeError, AttributeError):
+        return Any
+
+
 def is_a(annotation: Any, kind: type) -> bool:
     """Return whether an annotation is a type, possibly parametrized, in a union, or a name that is not defined yet."""
     if isinstance(annotation, str):

@@ -26,8 +26,18 @@ from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.dependencies import Overrides, dependencies_of, injected_names
 from aioshard.engine.handler import Handler, Keep, RunIn
 from aioshard.errors import HandlerError
-from aioshard.functions import Signature, check_arguments, is_async, name_of, parameters_of, payload_type, signature_of
+from aioshard.functions import (
+    Signature,
+    check_arguments,
+    is_async,
+    name_of,
+    parameters_of,
+    payload_type,
+    result_type,
+    signature_of,
+)
 from aioshard.records import Record
+from aioshard.schema_registry.registries import RegistryInput, RegistryOutput
 from aioshard.serde.payloads import decoded_by, payload_of
 
 F = TypeVar("F", bound=Callable[Concatenate[Any, ...], Any])
@@ -169,10 +179,16 @@ class Router:
                 function, argument.annotation, signature.context, is_batch=is_batch, overrides={}
             )
             checked_run_in = _checked_run_in(run_in, function, decode)
+            owner = f"handler {name!r}"
+            taken = None
             if decode is None:
-                payload = payload_of(argument_type, f"handler {name!r}")
+                taken = RegistryInput.of(argument_type, owner)
+                payload = payload_of(argument_type, owner) if taken is None else taken.payload
             else:
                 payload = decoded_by(decode, is_async=is_async(decode))
+            output = None
+            if publish_to is not None:
+                output = RegistryOutput.of(result_type(function), f"the result of {owner}")
             handler = Handler(
                 name=name,
                 topics=tuple(dict.fromkeys(topics)),
@@ -197,10 +213,13 @@ class Router:
                 middleware=(self._middleware,),
                 keep=keep,
                 max_age=None if max_age is None else float(max_age),
+                taken=taken,
+                output=output,
             )
             if run_in == "process":
                 _check_not_adaptive(handler)
                 _check_not_injected(handler)
+                _check_no_registry(handler)
                 process_call(handler, registers=True)
             self._add(handler)
             return function
@@ -482,6 +501,15 @@ def _check_not_injected(handler: Handler) -> None:
             f"handler {handler.name!r} was given run_in='process' and depends on {names}: dependencies belong to the "
             "process of the app, and a run that is killed could not close them; open what it needs in the handler, or "
             "use run_in='thread'"
+        )
+
+
+def _check_no_registry(handler: Handler) -> None:
+    """Refuse values with a schema registry for a handler that runs in worker processes."""
+    if handler.taken is not None:
+        raise HandlerError(
+            f"handler {handler.name!r} was given run_in='process' and takes values with a schema registry: the app has "
+            "the client of the registry, and worker processes decode records themselves; use run_in='thread'"
         )
 
 

@@ -21,6 +21,10 @@ class Letter(NamedTuple):
     failure: Failure
     done: bool
     """Whether it was sent back or processed before."""
+    schema_id: str | None = None
+    """The number or GUID of the schema that its value names in a schema registry; None if it is not known."""
+    subject: str | None = None
+    """The subject of that schema; None if it is not known."""
 
     def matches(self, filters: Filters) -> bool:
         """Return whether it matches all filters."""
@@ -75,5 +79,7 @@ def as_object(letter: Letter, *, payload: bool = True) -> dict[str, Any]:
             "headers": headers if payload else None,
         },
         **failure,
+        "schema_id": letter.schema_id,
+        "subject": letter.subject,
     }
     return shown if payload else {**shown, "hidden": True}

@@ -126,7 +126,8 @@ class DeadLetterTopic:
             return None
         self.read += 1
         done = self.progress[record.partition].is_done(record.offset)
-        return Letter(Coordinates.of(record), *dead_letter, done)
+        original, failure, schema_id, subject = dead_letter
+        return Letter(Coordinates.of(record), original, failure, done, schema_id, subject)
 
     async def letter(self, partition: int, offset: int) -> Letter | None:
         """Return one dead letter; None if this position holds another record, or none.

@@ -56,6 +56,8 @@ class Delivery:
     """How many attempts have failed; cancelled runs do not count."""
     failure: FailedAttempt | None = None
     """The latest failed attempt."""
+    postponed: int = 0
+    """How often it could not run because of a schema registry; no attempt was used."""
     successes_before: int = 0
     """How many records of its handler had succeeded when it first failed."""
     recovery: Recovery | None = None
@@ -150,6 +152,12 @@ class Delivery:
         self.failure = FailedAttempt(type(error).__name__, message_of(error), self.failures)
         return self.failure
 
+    def postpone(self) -> int:
+        """End a run that was not an attempt; return how often that has happened."""
+        self.postponed += 1
+        self.mark_failing()
+        return self.postponed
+
     def mark_failing(self) -> None:
         """Let a worker ask its shards first whether it may run: the latest run of its key failed."""
         self.is_failing = True
@@ -212,6 +220,7 @@ class Delivery:
     def release(self, recovery: Recovery | None) -> None:
         """Begin again with all attempts, or with *recovery*, because an operator wants it."""
         self.failures = 0
+        self.postponed = 0
         self.recovery_failures = 0
         self.recovery_error = None
         self.recovery = recovery

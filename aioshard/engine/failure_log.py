@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.log_fields import record_fields
-from aioshard.engine.outcomes import AwaitBreaker, Decision, Halt, Recover, RetryRecovery, RunAgain
+from aioshard.engine.outcomes import AwaitBreaker, Decision, Halt, Postpone, Recover, RetryRecovery, RunAgain
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.errors import DecodeError
 from aioshard.log_fields import get_logger
@@ -78,7 +78,16 @@ class FailureLog:
                     attempt=delivery.failures,
                     error=type(error).__name__,
                 )
-            # 3. It was the last attempt, and nothing else completes the record.
+            # 3. It could not run, which was not an attempt.
+            case Postpone(why, delay):
+                self._log(
+                    "postponed",
+                    delivery,
+                    f"record {delivery!r} waits and runs again in {delay:.2f} s; no attempt of it was used: {why}",
+                    cause=error,
+                    error=type(error).__name__,
+                )
+            # 4. It was the last attempt, and nothing else completes the record.
             case Halt(why):
                 self._log(
                     "halted",
@@ -92,7 +101,7 @@ class FailureLog:
                     attempt=delivery.failures,
                     error=type(error).__name__,
                 )
-            # 4. It was the last attempt, and a recovery follows.
+            # 5. It was the last attempt, and a recovery follows.
             case Recover(recovery):
                 self._log(
                     "diverted",
@@ -103,7 +112,7 @@ class FailureLog:
                     attempt=delivery.failures,
                     error=type(error).__name__,
                 )
-            # 5. The circuit breaker is open, which was logged when it opened.
+            # 6. The circuit breaker is open, which was logged when it opened.
             case AwaitBreaker():
                 pass
 

@@ -15,13 +15,20 @@ from aioshard.engine.outcomes import (
     Decision,
     Halt,
     Outcome,
+    Postpone,
     Recover,
     Recovery,
     RetryRecovery,
     RunAgain,
 )
 from aioshard.engine.shards import Shards
-from aioshard.errors import HandlerError, MessageRefusedError, RetryLater, SwallowedCancellationError
+from aioshard.errors import (
+    HandlerError,
+    MessageRefusedError,
+    RegistryUnavailableError,
+    RetryLater,
+    SwallowedCancellationError,
+)
 
 _SLOW_RECOVERY = 1.0
 """Seconds; a healthy side topic acknowledges faster."""
@@ -105,8 +112,10 @@ class FailureHandler:
         self.log.decided(delivery, decision, error)
         match decision:
             # 1. No later record of its key starts meanwhile.
-            case RunAgain(why, delay) | RetryRecovery(why, delay):
-                shards.block(delivery, Block(halted=False, error=why, since=self._clock()), delay)
+            case RunAgain(why, delay) | Postpone(why, delay) | RetryRecovery(why, delay):
+                postponed = isinstance(decision, Postpone)
+                block = Block(halted=False, error=why, since=self._clock(), postponed=postponed)
+                shards.block(delivery, block, delay)
             # 2. An operator has to release it.
             case Halt(why):
                 shards.block(delivery, Block(halted=True, error=why, since=self._clock()))
@@ -129,28 +138,41 @@ class FailureHandler:
         # 1. A recovery failed: it is never given up, because only a terminal outcome advances (I2).
         if delivery.recovery is not None:
             return self._decide_recovery(delivery, delivery.recovery, error)
+        # 2. A schema registry does not answer: the record is not to blame, however long that lasts.
+        if isinstance(error, RegistryUnavailableError) and keyed:
+            return Postpone(message_of(error), self._postpone([delivery]))
+        return self._decide_attempt(delivery, error, keyed=keyed)
+
+    def _decide_attempt(self, delivery: Delivery, error: BaseException, *, keyed: bool) -> Decision:
         failure = delivery.fail(error, self.counters.processed)
         why = str(failure)
         self._note_overload(error)
-        # 2. The handler returned although it was cancelled: its effects are unknown.
+        # 1. The handler returned although it was cancelled: its effects are unknown.
         if isinstance(error, SwallowedCancellationError):
             return Halt(why)
-        # 3. It has attempts left.
+        # 2. It has attempts left.
         delay: float | None = None
         if keyed:
             delay = self._retry.delay(error, delivery.failures, random.random())  # noqa: S311 - jitter
         if delay is not None:
             delivery.epoch.counts.retried += 1
             return RunAgain(why, delay)
-        # 4. Nothing else can complete it.
+        # 3. Nothing else can complete it.
         if self._recovery is None:
             return Halt(why)
-        # 5. It is to blame.
+        # 4. It is to blame.
         self._breaker.count_failed(delivery)
         if not self._breaker.is_open:
             return Recover(self._recovery)
-        # 6. The share of failed records is so high that they are probably not to blame.
+        # 5. The share of failed records is so high that they are probably not to blame.
         return AwaitBreaker(None if keyed else self._recovery_after_breaker)
+
+    def _postpone(self, deliveries: Sequence[Delivery]) -> float:
+        """Count runs that were no attempts; return the seconds until the next ones."""
+        for delivery in deliveries:
+            delivery.epoch.counts.retried += 1
+        postponed = max(delivery.postpone() for delivery in deliveries)
+        return _BACKOFF.delay(HandlerError(), postponed, random.random()) or 0.0  # noqa: S311 - jitter
 
     def _decide_recovery(self, delivery: Delivery, recovery: Recovery, error: BaseException) -> RetryRecovery:
         self._recoveries_in_doubt = True
@@ -168,7 +190,8 @@ class FailureHandler:
     ) -> None:
         """Handle a failed attempt of several records together, any of which may be to blame.
 
-        No record is given up, however often it has failed: all run again after the same delay, in smaller batches.
+        No record is given up, however often it has failed: all run again after the same delay, in smaller batches. If a
+        schema registry is to blame, the batches stay as large.
 
         Args:
             deliveries: The failed deliveries.
@@ -177,12 +200,18 @@ class FailureHandler:
             shards: Shards of the deliveries.
         """
         self._note_overload(error)
-        for delivery in deliveries:
-            self.count_failed_behind(delivery, error)
-        first = deliveries[0]
-        delay = self._retry.delay(error, first.failures, random.random()) or 0.0  # noqa: S311 - jitter
-        self.log.failed_together(deliveries, delay, error)
-        block = Block(halted=False, error=str(first.failure), since=self._clock())
+        postponed = isinstance(error, RegistryUnavailableError)
+        if postponed:
+            why = message_of(error)
+            delay = self._postpone(deliveries)
+            self.log.decided(deliveries[0], Postpone(why, delay), error)
+        else:
+            for delivery in deliveries:
+                self.count_failed_behind(delivery, error)
+            why = str(deliveries[0].failure)
+            delay = self._retry.delay(error, deliveries[0].failures, random.random()) or 0.0  # noqa: S311 - jitter
+            self.log.failed_together(deliveries, delay, error)
+        block = Block(halted=False, error=why, since=self._clock(), postponed=postponed)
         for delivery in heads:
             shards.block(delivery, block, delay)
 
@@ -192,6 +221,9 @@ class FailureHandler:
 
     def count_failed_behind(self, delivery: Delivery, error: BaseException) -> None:
         """Count the failure of a record behind a failed one of its shard: it always runs again, after that one."""
+        if isinstance(error, RegistryUnavailableError):
+            self._postpone([delivery])
+            return
         delivery.epoch.counts.retried += 1
         delivery.fail(error, self.counters.processed)
 

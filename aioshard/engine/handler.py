@@ -31,6 +31,7 @@ from aioshard.log_fields import get_logger
 from aioshard.observe import HandlerStatistics
 from aioshard.ports import Publish, SideTopicsFactory
 from aioshard.records import Record, TopicPartition, is_subscribed
+from aioshard.schema_registry.registries import RegistryInput, RegistryOutput
 from aioshard.serde.payloads import Payload
 
 logger = get_logger("aioshard.engine.handler")
@@ -129,6 +130,10 @@ class Handler(NamedTuple):
     """Which of the waiting records of a key run."""
     max_age: float | None = None
     """Age in seconds from which a record does not start any more."""
+    taken: RegistryInput | None = None
+    """How its values are decoded with a schema registry; None without one."""
+    output: RegistryOutput | None = None
+    """How its results are published with a schema registry; None without one."""
 
     @property
     def shard_key(self) -> Callable[[Record], ShardKey]:
@@ -356,7 +361,8 @@ class ActiveHandler:
     def _dead_lettering(self, topic: str) -> Recovery:
         spec, resources = self.spec, self._resources
         send = spec.publish_dead_letter or resources.send
-        return dead_lettering(topic, send, group=resources.group_id, handler=spec.name)
+        value_format = None if spec.taken is None else spec.taken.format
+        return dead_lettering(topic, send, group=resources.group_id, handler=spec.name, value_format=value_format)
 
     def _expiring(self) -> Divert | None:
         """Return what gives up the records that are too old; None if none ever is."""

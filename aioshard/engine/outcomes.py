@@ -13,6 +13,8 @@ class Block(NamedTuple):
     error: str
     since: float
     """Loop time of the failure."""
+    postponed: bool = False
+    """Whether it has not failed, but could not run."""
 
 
 class Outcome(enum.Enum):
@@ -69,6 +71,14 @@ class RunAgain(NamedTuple):
     """Seconds."""
 
 
+class Postpone(NamedTuple):
+    """It keeps its shard for a while, then its handler runs again; no attempt was used."""
+
+    why: str
+    delay: float
+    """Seconds."""
+
+
 class RetryRecovery(NamedTuple):
     """It keeps its shard for a while, then its recovery, which failed, is tried again."""
 
@@ -96,5 +106,5 @@ class AwaitBreaker(NamedTuple):
     """Taken then; None if it runs again. The handler must not see a delivery without a shard key."""
 
 
-Decision = RunAgain | RetryRecovery | Halt | Recover | AwaitBreaker
+Decision = RunAgain | Postpone | RetryRecovery | Halt | Recover | AwaitBreaker
 """How a failed delivery continues."""

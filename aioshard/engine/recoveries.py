@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.outcomes import Outcome, Recovery
 from aioshard.ports import Message
+from aioshard.schema_registry.formats import RegistryFormat
 from aioshard.serde.side_records import Failure, dead_letter
 
 Send = Callable[[Delivery, Message], Awaitable[int]]
@@ -21,11 +22,23 @@ def skipping(why: str) -> Recovery:
     return Recovery(f"it is skipped ({why})", _skip)
 
 
-def dead_lettering(topic: str, send: Send, *, group: str, handler: str) -> Recovery:
-    """Return a recovery that completes a record when its dead letter is acknowledged (I2)."""
+def dead_lettering(
+    topic: str, send: Send, *, group: str, handler: str, value_format: RegistryFormat | None = None
+) -> Recovery:
+    """Return a recovery that completes a record when its dead letter is acknowledged (I2).
+
+    Args:
+        topic: The dead-letter topic.
+        send: Publishes it.
+        group: The consumer group.
+        handler: Name of the handler.
+        value_format: The format of the values, if they have schemas in a registry.
+    """
 
     async def take(delivery: Delivery) -> Outcome:
-        await send(delivery, dead_letter(topic, delivery.record, failure_of(delivery, group, handler)))
+        record = delivery.record
+        schema = None if value_format is None else value_format.ref_of(record)
+        await send(delivery, dead_letter(topic, record, failure_of(delivery, group, handler), schema))
         return Outcome.DEAD_LETTERED
 
     return Recovery(f"its dead letter is written to {topic}", take)

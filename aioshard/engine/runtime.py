@@ -46,6 +46,7 @@ from aioshard.log_fields import get_logger
 from aioshard.observe import AppState
 from aioshard.ports import ChosenProtocol, Clients, Message, Producer, Transport
 from aioshard.records import TopicPartition, counted
+from aioshard.schema_registry.registries import Registries
 
 if TYPE_CHECKING:
     from aioshard.processes import Processes
@@ -86,6 +87,7 @@ class Engine:
         clients: Clients,
         producer: Producer,
         *,
+        registries: Registries,
         observe: Observe | None = None,
         rebalanced: Rebalanced | None = None,
         exactly_once: bool = False,
@@ -101,6 +103,7 @@ class Engine:
             specs: The handlers.
             clients: Makes the client, again after each loss, and the readers of parked records.
             producer: Publishes for handlers and failure policies; its creator closes it.
+            registries: Schema registries of the handlers, whose trouble is reported with the engine's.
             observe: Receives the outcome of each record.
             rebalanced: Receives a report of each rebalance.
             exactly_once: Whether commits are transactions with the messages of completed records.
@@ -113,6 +116,7 @@ class Engine:
         self.settings = settings
         self.clock = clock = asyncio.get_running_loop().time
         self.processes = processes
+        self.registries = registries
         self.producer = producer
         self.client_losses = 0
         self.trouble = Trouble(clock)

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 
 from aioshard.engine.epoch import Gate
-from aioshard.engine.explain.problems import missing_processes, restart_cures, trouble_of
+from aioshard.engine.explain.problems import missing_processes, restart_cures, silent_registries, trouble_of
 from aioshard.engine.partition import Partition
 from aioshard.engine.runtime import Engine
 from aioshard.engine.watch import Watch
@@ -74,7 +74,8 @@ def sample(watch: Watch) -> Sample:
 def _trouble_of(watch: Watch) -> str | None:
     """Describe the problem that keeps the app from consuming; None if there is none, or only a blocked event loop."""
     engine = watch.engine
-    return trouble_of(watch) or missing_processes(engine) or watch.hang.sentence(engine.clock())
+    trouble = trouble_of(watch) or missing_processes(engine) or watch.hang.sentence(engine.clock())
+    return trouble or "; ".join(silent_registries(engine)) or None
 
 
 def _member_id(engine: Engine) -> str | None:

@@ -1,10 +1,11 @@
 """Workers: coroutines that take deliveries, run the handler, and pass failed attempts to the failure handler."""
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 from aioshard.engine.batch_shards import BatchShards
@@ -21,6 +22,7 @@ from aioshard.errors import (
     CancelledRunError,
     HandlerError,
     InterruptedRunError,
+    SchemaNotLoadedError,
     StoppedRunError,
     SwallowedCancellationError,
 )
@@ -138,6 +140,8 @@ class Worker(ABC):
         """Loop time at which the current attempt began."""
         self.asked: int = Asked.NOTHING
         """Pending requests to the current run; see `Asked`."""
+        self.waits_for: str | None = None
+        """What the current attempt waits for before its handler runs, in words; its timeout does not count then."""
         self.abandoned = False
         """Whether the app has stopped, so that the worker ends although a run may outlive it."""
         self.timeout = timeout
@@ -197,9 +201,25 @@ class Worker(ABC):
             self.timeout is not None
             and delivery is not None
             and delivery.recovery is None
+            and self.waits_for is None
             and not self.cancelled
             and now - self.started > self.timeout
         )
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Exclude a wait from the timeout and the duration of the current attempt.
+
+        Args:
+            what: What it waits for, in words.
+        """
+        began = self._clock()
+        self.waits_for = what
+        try:
+            yield
+        finally:
+            self.waits_for = None
+            self.started += self._clock() - began
 
     def time_out(self) -> None:
         """Cancel the current run because of its timeout; its attempt has failed."""
@@ -625,6 +645,9 @@ class BatchWorker(Worker):
     A delivery that takes a recovery (a dead letter, a skip) comes alone; see `BatchShards`.
     """
 
+    _decodes_in_run = False
+    """Whether the attempt converts the records of its batch, because a schema is not known yet."""
+
     async def run(self) -> None:
         """Serve until cancelled."""
         SERVING.set(self)
@@ -658,6 +681,7 @@ class BatchWorker(Worker):
         """
         ready: list[Delivery] = []
         payloads: list[object] = []
+        self._decodes_in_run = False
         left_out: list[Delivery] = []
         blocked: set[Hashable] = set()
         for delivery in batch.deliveries:
@@ -673,7 +697,7 @@ class BatchWorker(Worker):
         if len(batch.deliveries) > 1:
             batch.deliveries = ready
             batch.left_out = left_out
-        if ready and self._read is not None:
+        if ready and self._read is not None and not self._decodes_in_run:
             batch.payloads = payloads
 
     def _is_ready(self, delivery: Delivery, payloads: list[object]) -> bool:
@@ -689,6 +713,9 @@ class BatchWorker(Worker):
             payloads.append(self._read(delivery.record))
         except (KeyboardInterrupt, SystemExit):
             raise
+        except SchemaNotLoadedError:
+            self._decodes_in_run = True  # an attempt can wait for the schema, which other batches then know
+            return True
         except BaseException:  # noqa: BLE001 - raised again, and handled, when the record runs alone
             delivery.isolate()
             return False

@@ -33,7 +33,7 @@ _MSGSPEC_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", 
 """Matches messages in which msgspec repeats the value."""
 
 
-_PASSED_ON = (DecodeError, HandlerError, OSError, MemoryError)
+PASSED_ON = (DecodeError, HandlerError, OSError, MemoryError)
 """Passed on unchanged: a decoder's own errors, and transient ones, such as an unreachable schema registry. The attempt
 then fails like any other. They include `TimeoutError` and `ConnectionError`."""
 
@@ -83,7 +83,7 @@ def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload
 
 
 def _raise_not_decoded(record: Record, error: Exception) -> NoReturn:
-    if isinstance(error, _PASSED_ON):
+    if isinstance(error, PASSED_ON):
         raise error
     fault = _fault(error)
     parts = (f"{Coordinates.of(record)} was not decoded", type(error).__name__, fault or str(error))
@@ -120,11 +120,11 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
         return None
     raw = raw_type(annotation)
     if raw is None:
-        convert, _ = _validators(annotation, owner)
+        convert, _ = validators(annotation, owner)
     else:
         convert = functools.partial(str, encoding="utf-8") if raw is str else raw
         if annotation not in (raw, raw | None):  # it may have constraints
-            convert = _then(convert, _validators(annotation, owner)[1])
+            convert = _then(convert, validators(annotation, owner)[1])
     return Payload(_reader(convert, shown(annotation), takes_none=NoneType in allowed), is_async=False, type=annotation)
 
 
@@ -134,29 +134,44 @@ def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> 
         if value is None:
             if takes_none:
                 return None
-            raise DecodeError(
-                f"{Coordinates.of(record)} has no value (it is a tombstone) and its handler takes {name}: annotate "
-                f"{name} | None to get it as None"
-            ) from None
+            raise no_value(record, name) from None
         try:
             return convert(value)
-        except _PASSED_ON:
+        except PASSED_ON:
             raise
         except Exception as error:  # noqa: BLE001 - of the user's own types too
-            # A validator's message shows the value, which may be personal, and goes to logs and dead letters.
-            raise DecodeError(
-                f"{Coordinates.of(record)} is not a valid {name}: {_fault(error, value) or _raised_in(error)}"
-            ) from None
+            raise not_valid(record, name, error) from None
 
     return read
+
+
+def no_value(record: Record, name: str) -> DecodeError:
+    """Return the error of a tombstone whose handler takes *name*."""
+    return DecodeError(
+        f"{Coordinates.of(record)} has no value (it is a tombstone) and its handler takes {name}: annotate "
+        f"{name} | None to get it as None"
+    )
+
+
+def not_valid(record: Record, name: str, error: Exception) -> DecodeError:
+    """Return the error of a record whose value cannot be converted to *name*, without the value.
+
+    A validator's message shows the value, which may be personal, and goes to logs and dead letters.
+    """
+    fault = _fault(error, record.value) or _raised_in(error)
+    return DecodeError(f"{Coordinates.of(record)} is not a valid {name}: {fault}")
 
 
 def _then(first: Callable[[bytes], Any], second: Callable[[Any], Any]) -> Callable[[bytes], Any]:
     return lambda value: second(first(value))
 
 
-def _validators(annotation: Any, owner: str) -> tuple[Callable[[bytes], Any], Callable[[Any], Any]]:
-    """Return the functions of a validation library that convert JSON, and an object, to a type."""
+def validators(annotation: Any, owner: str) -> tuple[Callable[[bytes], Any], Callable[[Any], Any]]:
+    """Return the functions of a validation library that convert JSON, and an object, to a type.
+
+    Raises:
+        HandlerError: The library does not know the type; *owner* names who takes it.
+    """
     from pydantic import PydanticUserError, TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
     from pydantic_core import SchemaError  # noqa: PLC0415
 

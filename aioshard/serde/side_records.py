@@ -3,7 +3,9 @@ r"""Formats of the records that aioshard writes to side topics: dead letters and
 Both keep the headers of the original record and append ours, each as UTF-8 text: `aioshard.topic`,
 `aioshard.partition`, `aioshard.offset`, `aioshard.timestamp` (seconds since the epoch), `aioshard.group`,
 `aioshard.handler`, `aioshard.attempts`, `aioshard.error` (class), `aioshard.message`, `aioshard.failed_at` (seconds
-since the epoch). The clients cannot write a header name that is not UTF-8: its other bytes are written as `\xNN`.
+since the epoch). If the handler takes values with a schema registry, a dead letter also has `aioshard.schema_id` (the
+number or GUID of the schema, if the value names one) and `aioshard.subject`. The clients cannot write a
+header name that is not UTF-8: its other bytes are written as `\xNN`.
 
 **A dead letter** has the key, value and timestamp of the original. A timestamp that brokers may refuse is replaced by
 the time of writing; the header has it. Headers left by an earlier failure of the record are
@@ -47,6 +49,14 @@ _MOST_AHEAD = 3600.0
 """Seconds in the future that the timestamp of a record may be (the default of `message.timestamp.after.max.ms`)."""
 
 
+class SchemaRef(NamedTuple):
+    """The schema of a value in a schema registry; each known field has a header of its name."""
+
+    schema_id: int | str | None
+    """The number or GUID; None if the value names none."""
+    subject: str
+
+
 class Failure(NamedTuple):
     """Why a record left its topic; each field has a header of its name."""
 
@@ -64,7 +74,13 @@ class Failure(NamedTuple):
 _ONLY_PARKED = frozenset({"key", "null", "due", "retries", "header_names"})
 _OURS = {
     _PREFIX + name: name
-    for name in ("topic", "partition", "offset", "timestamp", *Failure._fields, *_ONLY_PARKED, "message_id")
+    for name in (
+        *("topic", "partition", "offset", "timestamp"),
+        *Failure._fields,
+        *SchemaRef._fields,
+        *_ONLY_PARKED,
+        "message_id",
+    )
 }
 """Names of our headers, each with its short name."""
 
@@ -109,6 +125,10 @@ class DeadLetterRecord(NamedTuple):
     original: Record
     """The record as the handler received it; its coordinates are those in its own topic."""
     failure: Failure
+    schema_id: str | None = None
+    """The number or GUID of the schema that the value names in a schema registry; None if it is not known."""
+    subject: str | None = None
+    """The subject of that schema; None if it is not known."""
 
 
 # Headers ------------------------------------------------------------------------------
@@ -165,7 +185,8 @@ def read_original(
         return None
     if not TOPIC_NAME.fullmatch(coordinates.topic):
         return None
-    return DeadLetterRecord(Record(*coordinates, key, value, headers, timestamp), failure)
+    schema = {name: _string(ours, name) for name in SchemaRef._fields if ours.get(name) is not None}
+    return DeadLetterRecord(Record(*coordinates, key, value, headers, timestamp), failure, **schema)
 
 
 # Text ---------------------------------------------------------------------------------
@@ -238,13 +259,14 @@ class StorageKey(NamedTuple):
 # Dead letters -------------------------------------------------------------------------
 
 
-def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
+def dead_letter(topic: str, record: Record, failure: Failure, schema: SchemaRef | None = None) -> Message:
     """Build the dead letter of a record.
 
     Args:
         topic: The dead-letter topic.
         record: The failed record.
         failure: Why it failed.
+        schema: The schema of its value; None if its handler takes values without one.
 
     Example:
         >>> record = Record("orders", 0, 41, b"k", b"{}", (("trace", b"7"),), 1700000000.0)
@@ -257,7 +279,10 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
     # beyond 64 bits or just later than the topic allows, would be refused however often it is sent.
     takes_timestamp = 0 <= record.timestamp <= failure.failed_at + _MOST_AHEAD
     timestamp = record.timestamp if takes_timestamp else None
-    return Message(topic, record.value, record.key, own + failure_headers(record, failure), None, timestamp)
+    headers = own + failure_headers(record, failure)
+    if schema is not None:
+        headers += _headers({name: part for name, part in schema._asdict().items() if part is not None})
+    return Message(topic, record.value, record.key, headers, None, timestamp)
 
 
 def read_dead_letter(record: Record) -> DeadLetterRecord | None:

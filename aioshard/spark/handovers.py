@@ -24,7 +24,7 @@ from aioshard.serde.side_records import MESSAGE_ID, Coordinates, Failure, as_tex
 from aioshard.spark.plans import DEAD_LETTER, Plan, Vector, check_ends, metadata_of, offsets_in, vector_of
 from aioshard.spark.run_directory import DEAD_LETTERS, HANDED_OVER, OUTCOMES, VERIFIED, RunDirectory
 from aioshard.spark.runs import counts_of
-from aioshard.spark.work import blocking, settings_for
+from aioshard.spark.work import blocking, formats_for, settings_for
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -322,6 +322,7 @@ async def _publish(plan: Plan, messages: Iterable[Message]) -> int:
 def _dead_letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
     """Yield the dead letters of one batch, streamed from Spark."""
     policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
+    formats = formats_for(plan)
     rows = (
         run_dir.rows(spark, f"{OUTCOMES}/{_BATCH}{batch}")
         .where("status = 'dead_lettered'")
@@ -343,10 +344,12 @@ def _dead_letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batc
         coordinates = Coordinates(row["topic"], row["partition"], row["offset"])
         headers = tuple((name, _bytes(content)) for name, content in row["headers"] or ())
         record = Record(*coordinates, _bytes(row["key"]), _bytes(row["value"]), headers, row["moment"])
+        value_format = formats.get(row["handler"])
         message = dead_letter(
             policy.removeprefix(DEAD_LETTER),
             record,
             Failure(plan.group_id, row["handler"], row["attempts"], row["error_type"], row["error"], row["failed_at"]),
+            None if value_format is None else value_format.ref_of(record),
         )
         yield message._replace(headers=(*message.headers, (MESSAGE_ID, as_text(str(coordinates)))))
 

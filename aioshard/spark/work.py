@@ -17,6 +17,7 @@ from aioshard.core.options import Park
 from aioshard.engine.handler import Handler
 from aioshard.errors import PlanError
 from aioshard.records import TOPIC_NAME
+from aioshard.schema_registry.formats import RegistryFormat
 from aioshard.spark.plans import DEAD_LETTER, Plan, app_version
 
 if TYPE_CHECKING:
@@ -174,6 +175,17 @@ def settings_for(plan: Plan) -> "Settings":
     with contextlib.suppress(PlanError):
         app = resolve_app(plan.app)
     return settings_of(app, plan.bootstrap_servers)
+
+
+def formats_for(plan: Plan) -> dict[str, RegistryFormat]:
+    """Return the formats of the planned handlers that take values with a schema registry, by handler.
+
+    Empty if this machine lacks the module of the app.
+    """
+    with contextlib.suppress(PlanError):
+        handlers = resolve_app(plan.app).handlers
+        return {handler.name: handler.taken.format for handler in handlers if handler.taken is not None}
+    return {}
 
 
 def blocking(make: Callable[[], Coroutine[Any, Any, T]]) -> T:

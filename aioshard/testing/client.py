@@ -18,6 +18,7 @@ from aioshard.kafka.memory.producer import InMemoryProducer
 from aioshard.kafka.memory.side_topics import InMemorySideTopics
 from aioshard.kafka.memory.transport import InMemoryTransport, Latency
 from aioshard.records import Record, TopicPartition
+from aioshard.schema_registry.formats import RegistryFormat
 from aioshard.serde.payloads import Headers, encoded, encoded_headers
 from aioshard.testing.loop import VirtualTimeLoop
 
@@ -165,6 +166,8 @@ class TestClient:
         key: bytes | str | None = None,
         partition: int | None = None,
         headers: Headers = (),
+        *,
+        format: RegistryFormat | None = None,  # noqa: A002 - as in `App.publish`
     ) -> Record:
         """Append a record and return it.
 
@@ -174,7 +177,11 @@ class TestClient:
             key: Bytes or a string; records with the same key share a partition and stay in order.
             partition: By default the key's hash chooses it, and records without a key go round robin.
             headers: A mapping, or pairs of name and content.
+            format: Encodes the value with a schema of a schema registry, as the producer of the topic would. The app
+                must be running.
         """
+        if format is not None:
+            value = await self.app.running_engine().registries.encode(format, topic, value)
         return self.broker.publish(
             topic,
             value if isinstance(value, bytes) or value is None else encoded(value),

@@ -218,6 +218,9 @@ class HandlerSnapshot:
         recovery = delivery.recovery
         if recovery is not None:
             return _recovering(delivery, recovery, ran)
+        if worker.waits_for is not None:
+            advice = "wait: the request ends by itself, and the record runs again if it fails"
+            return Cause("in_flight", ran, f"waits for {worker.waits_for}{for_seconds(ran)}", advice, stack)
         batch = f" in a batch of {len(deliveries)} records" if len(deliveries) > 1 else ""
         in_handler = f"has been in handler {name}{batch}{for_seconds(ran)}"
         block = self._block_by(worker)
@@ -280,6 +283,14 @@ class HandlerSnapshot:
                 ago,
                 f"is incomplete because this failed {ago:.1f} s ago: {block.error}; the next try is {soon}",
                 f"fix that cause; or call app.skip{call} to give the record up",
+            )
+        if block.postponed:
+            return Cause(
+                "retrying",
+                ago,
+                f"could not run {ago:.1f} s ago, which does not count as an attempt: {block.error}; the next try is "
+                f"{soon}",
+                "check that the schema registry answers and accepts the login; the app keeps trying",
             )
         return Cause(
             "retrying",

@@ -1,7 +1,7 @@
 """Problems beyond single partitions: of the app, its client, its brokers and its topics. Safe from any thread."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from aioshard.core.sharding import shown
 from aioshard.core.text import message_of
@@ -143,6 +143,18 @@ def _failures(watch: Watch) -> Iterator[Finding]:
             None,
             "check the memory and the number of processes that the machine or container allows; the app keeps trying",
         )
+    for silent in silent_registries(engine):
+        yield Finding(
+            "schema registry",
+            f"{silent}; records with a schema that is not loaded yet wait, and so do values to be published",
+            None,
+            "check that the schema registry answers and accepts the login; the app keeps trying",
+        )
+
+
+def silent_registries(engine: Engine) -> Sequence[str]:
+    """Name the schema registries that do not answer."""
+    return engine.registries.troubles
 
 
 def _nothing_consumed(watch: Watch) -> Iterator[Finding]:
