@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CODE := aioshard tests hatch_build.py $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-compiled test-older-broker test-slow check format bench chaos coverage docs hooks broker chromium connector postgresql prometheus screenshots clean
+.PHONY: help demo test test-fast test-compiled test-older-broker test-slow check format bench chaos coverage docs hooks broker chromium connector postgresql prometheus schema-registry screenshots clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## list the targets
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
 
-test: $(VENV)/.dev broker connector postgresql chromium prometheus ## run all tests except the long ones; ARGS="-k order" selects some
+test: $(VENV)/.dev broker connector postgresql chromium prometheus schema-registry ## run all tests except the long ones; ARGS="-k order" selects some
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-fast: $(VENV)/.dev ## run the quick tests that need no server, with few random seeds
@@ -55,7 +55,7 @@ test-older-broker: $(VENV)/.dev broker ## run the tests of clients and consumer 
 
 test-slow: chaos ## the same as chaos
 
-coverage: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests and show lines and branches that no test runs
+coverage: $(VENV)/.dev broker connector postgresql chromium prometheus schema-registry ## run the tests and show lines and branches that no test runs
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
 	@$(BIN)/coverage combine -q
@@ -86,6 +86,9 @@ postgresql: $(VENV)/.dev ## install PostgreSQL if it is missing; without it, tes
 
 prometheus: $(VENV)/.dev ## install Debian's Prometheus if it is missing; without it, tests that need it are skipped
 	@$(BIN)/python -m tests.tools.provision prometheus
+
+schema-registry: $(VENV)/.dev ## download a schema registry; without Java or Maven, tests that need it are skipped
+	@$(BIN)/python -m tests.tools.provision schema-registry
 
 clean: ## remove everything that the targets create: environment, jars, caches, site
 	rm -rf $(VENV) build dist site .cache .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \

@@ -26,6 +26,7 @@ from tests.support.brokers import proxies as proxies  # noqa: PLC0414
 from tests.support.kafka_libs import chosen_kafka
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 from tests.support.requirements import skip_or_fail
+from tests.support.schema_registry import RegistryUnavailableError, SchemaRegistryServer
 from tests.support.spark import spark_session, start_java_quickly
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ LEFT_BY_AIOKAFKA = re.compile(
     r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket|loop is closed"
 )
 
-SERVERS = "Kafka broker", "PostgreSQL", "Spark"
+SERVERS = "Kafka broker", "PostgreSQL", "Spark", "schema registry"
 """Real ones that tests need. Without one they are skipped, and fail in CI."""
 TOGETHER = "tests/spark", "tests/kafka/client"
 """Tests of such a folder run in one process of the run: what they share takes many seconds to start."""
@@ -92,6 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cluster)
         if "postgresql" in fixtures:
             item.add_marker(pytest.mark.postgresql)
+        if "registry_server" in fixtures:
+            item.add_marker(pytest.mark.schema_registry)
 
 
 def pytest_collection_finish() -> None:
@@ -162,6 +165,16 @@ def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
     url = postgresql.create_database()
     yield url
     postgresql.drop_database(url)
+
+
+@pytest.fixture(scope="session")
+def registry_server() -> Iterator[SchemaRegistryServer]:
+    """A real schema registry; each test that needs one uses subjects of its own."""
+    try:
+        with SchemaRegistryServer() as server:
+            yield server
+    except RegistryUnavailableError as missing:
+        skip_or_fail("schema registry", missing)
 
 
 @pytest.fixture(scope="session")

@@ -47,8 +47,8 @@ class SchemaRegistry:
         if not str(self.url or "").strip():
             raise SettingsError(f"SchemaRegistry was given no url: {expected}")
         for url in self._urls():
-            if not url.startswith(_SCHEMES):
-                raise SettingsError(f"the url of a SchemaRegistry does not begin with http:// or https://: {expected}")
+            if not (url.startswith(_SCHEMES) and _is_address(url)):
+                raise SettingsError(f"the url of a SchemaRegistry is not an address of http or https: {expected}")
         if self.auth is not None and not _is_pair(self.auth):
             raise SettingsError("the auth of a SchemaRegistry is not a pair of texts: expected auth=(user, password)")
         if type(self.timeout) not in (int, float) or not 0 < self.timeout < float("inf"):
@@ -82,6 +82,13 @@ class SchemaRegistry:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple) and [type(part) for part in value] == [str, str]
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return bool(urlsplit(url).netloc)
+    except ValueError:
+        return False
 
 
 def _without_login(url: str) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tests.support import chromium, connector_jars, kafka_libs, postgresql, prometheus
+from tests.support import chromium, connector_jars, kafka_libs, postgresql, prometheus, schema_registry
 from tests.support.requirements import provide
 
 INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends"]
@@ -70,12 +70,18 @@ def provide_prometheus() -> int:
     )
 
 
+def provide_schema_registry() -> int:
+    """Fetch the schema registry."""
+    return provide("schema registry", schema_registry.registry_files, schema_registry.RegistryUnavailableError)
+
+
 PROVIDED = {
     "broker": provide_broker,
     "connector": provide_connector,
     "chromium": provide_chromium,
     "postgresql": provide_postgresql,
     "prometheus": provide_prometheus,
+    "schema-registry": provide_schema_registry,
 }
 
 
