@@ -13,6 +13,7 @@ from aioshard.core.options import DeadLetter
 from aioshard.engine.handler import Handler
 from aioshard.functions import result_type
 from aioshard.ports import Message
+from aioshard.schema_registry.formats import RegistryFormat
 from aioshard.serde.payloads import alternatives, raw_type, read_by_msgspec, shown
 
 _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9._-]+")
@@ -62,6 +63,7 @@ def _with_named_discriminator(node: dict[str, Any]) -> dict[str, Any]:
 
 
 _BINDING = "0.5.0"
+_AVRO = "application/vnd.apache.avro+json;version=1.9.0"
 
 
 def document(app: App, title: str, version: str) -> dict[str, Any]:
@@ -147,7 +149,10 @@ def _escaped(name: str) -> str:
 def _message(handler: Handler, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message of a handler, and the schemas that it refers to."""
     annotation = None if handler.payload is None else handler.payload.type
-    return _message_of(annotation, handler.name, name, mode="validation")
+    if handler.taken is None:
+        return _message_of(annotation, handler.name, name, mode="validation")
+    topics = [*handler.topics, *([] if handler.pattern is None else ["TOPIC"])]
+    return _registered(handler.taken.format, topics, _message_of(annotation, handler.name, name, mode="validation"))
 
 
 def _output(handler: Handler, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -157,7 +162,45 @@ def _output(handler: Handler, name: str) -> tuple[dict[str, Any], dict[str, Any]
     annotation = Union[tuple(results)] if results else Any  # noqa: UP007 - the types are known only now
     if annotation is Any or _makes_messages(annotation):
         return {"name": f"result of {handler.name}", "payload": {}}, {}
-    return _message_of(annotation, f"result of {handler.name}", name, mode="serialization")
+    message = _message_of(annotation, f"result of {handler.name}", name, mode="serialization")
+    if handler.output is None or handler.publish_to is None:
+        return message
+    return _registered(handler.output.format, [handler.publish_to], message)
+
+
+def _registered(
+    form: RegistryFormat, topics: Iterable[str], described: tuple[dict[str, Any], dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a message whose values have schemas in a registry, and the schemas that it refers to.
+
+    Args:
+        form: The format of its values.
+        topics: The topics that it is in.
+        described: The message and the schemas of the type that its values are converted to.
+    """
+    message, definitions = described
+    subjects = list(dict.fromkeys(form.subject_of(topic) for topic in topics))
+    binding = {
+        "schemaIdLocation": "payload",
+        "schemaIdPayloadEncoding": "confluent",
+        "schemaLookupStrategy": "TopicNameStrategy",
+        "bindingVersion": _BINDING,
+    }
+    if form.subject is not None:
+        del binding["schemaLookupStrategy"]
+    named = "subject" if len(subjects) == 1 else "subjects"
+    message |= {
+        "contentType": form.content_type,
+        "description": f"{form.title}: {named} {', '.join(subjects)} of the schema registry at {form.registry.address}",
+        "bindings": {"kafka": binding},
+        "x-schema-registry": {"url": form.registry.address, "type": form.type, "subjects": subjects},
+    }
+    if form.type == "PROTOBUF":
+        message["payload"] = {}
+    elif form.type == "AVRO" and form.schema is not None:
+        message["payload"] = {"schemaFormat": _AVRO, "schema": json.loads(form.schema)}
+        definitions = {}
+    return message, definitions
 
 
 def _makes_messages(annotation: Any) -> bool:

@@ -214,8 +214,8 @@ class _Writer:
         if written is None:
             why = self._schemas.why_unusable((subject, kind))
             raise MessageError(
-                f"nothing can be published to topic {topic!r} with a schema of subject {subject!r}: {why}. Register the "
-                "schema, or let the format do it with auto_register=True"
+                f"nothing can be published to topic {topic!r} with a schema of subject {subject!r}: {why}. Register "
+                "the schema, or let the format do it with auto_register=True"
             )
         return written
 

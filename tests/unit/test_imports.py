@@ -7,10 +7,12 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-LARGE = ("pyspark", "pyarrow", "pandas", "starlette", "uvicorn")
+LARGE = ("pyspark", "pyarrow", "pandas", "starlette", "uvicorn", "confluent_kafka", "fastavro", "google.protobuf")
 
 
-@pytest.mark.parametrize("module", ["aioshard", "aioshard.spark", "aioshard.cli.main", "aioshard.cli.spark"])
+@pytest.mark.parametrize(
+    "module", ["aioshard", "aioshard.schema_registry", "aioshard.spark", "aioshard.cli.main", "aioshard.cli.spark"]
+)
 def test_importing_loads_no_large_package(module: str) -> None:
     script = f"import sys, {module}; print([name for name in {LARGE!r} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
