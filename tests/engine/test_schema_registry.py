@@ -30,6 +30,7 @@ ORDER = json.dumps(
         "fields": [{"name": "item", "type": "string"}, {"name": "total", "type": "int"}],
     }
 )
+OPTIONAL = json.dumps({"type": "record", "name": "Optional", "fields": [{"name": "item", "type": ["null", "int"]}]})
 VALUE = {"item": "tea", "total": 7}
 ENCODED = b"\x06tea\x0e"
 """`VALUE` in Avro."""
@@ -391,7 +392,7 @@ async def check_waiting(status: int, body: Any, batch: Batch | None) -> None:
     assert recovered is None
 
 
-async def test_batches_stay_as_large_as_they_are() -> None:
+async def test_batches_stay_as_large_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     app = App("billing")
     runs: list[tuple[int, int]] = []
     async with FakeRegistry({1: ORDER}) as fake:
@@ -409,6 +410,9 @@ async def test_batches_stay_as_large_as_they_are() -> None:
             await client.settle(timeout=10.0)
 
     assert runs == [(1, 50)]
+    events = {getattr(line, "event", "") for line in caplog.records}
+    assert events >= {"postponed", "registry_unavailable", "registry_available"}
+    assert "retry" not in events
 
 
 async def test_a_registry_that_hangs_does_not_use_up_the_timeout_of_the_handler() -> None:
@@ -644,9 +648,10 @@ def test_messages_in_a_result_keep_their_own_values(registry: SchemaRegistry) ->
         ({}, VALUE, "error 404"),
         ({"schema": ORDER}, VALUE, "error 404"),
         ({"schema": ORDER, "auto_register": True}, {"item": "tea", "total": "secret"}, "total"),
+        ({"schema": OPTIONAL, "auto_register": True}, {"item": "secret"}, "item: expected int"),
         ({"schema": "no schema", "auto_register": True}, VALUE, "not an Avro schema"),
     ],
-    ids=["no subject", "not registered", "no match", "no schema"],
+    ids=["no subject", "not registered", "no match", "no match in a union", "no schema"],
 )
 def test_a_value_that_does_not_fit_is_refused_without_showing_it(
     registry: SchemaRegistry, form: dict[str, Any], value: Any, said: str

@@ -19,6 +19,7 @@ from aioshard.serde.side_records import (
     ParkedRecord,
     ReleaseRequest,
     Removed,
+    SchemaRef,
     StorageKey,
     dead_letter,
     failure_headers,
@@ -32,7 +33,7 @@ from aioshard.serde.side_records import (
 
 MISNAMED = (("\udcff", b""),)
 EXAMPLE = park("s", Record("t", 0, 0, b"", None, MISNAMED, 0.0), Failure("", "", 1, "", "", 0.0), generation=3, due=0.0)
-OURS = [*(name for name, _ in EXAMPLE.headers[1:]), MESSAGE_ID]
+OURS = [*(name for name, _ in EXAMPLE.headers[1:]), MESSAGE_ID, "aioshard.schema_id", "aioshard.subject"]
 
 topics = st.from_regex(TOPIC_NAME, fullmatch=True)
 offsets = st.integers(0, 2**63 - 1)
@@ -371,3 +372,15 @@ def test_the_bytes_of_such_a_name_are_readable_in_a_dead_letter() -> None:
     letter = dead_letter("dead", record, Failure("g", "h", 1, "DecodeError", "", 0.0))
 
     assert letter.headers[:2] == (("a\\xff\\xfe", b"1"), ("b", None))
+
+
+@pytest.mark.parametrize("schema_id", [7, "0f6c6f52-7f3c-4a2b-9b0e-0a4c2f1d2e3b", None], ids=["number", "GUID", "none"])
+def test_a_dead_letter_names_the_schema_of_its_value(schema_id: int | str | None) -> None:
+    record = Record("orders", 0, 41, b"k", b"\0\0\0\0\7", (("trace", b"1"),), 1.0)
+    failure = Failure("g", "h", 1, "ValueError", "no", 2.0)
+    message = dead_letter("orders.dlt", record, failure, SchemaRef(schema_id, "orders-value"))
+    letter = read_dead_letter(Record("orders.dlt", 0, 0, message.key, message.value, message.headers, 3.0))
+
+    assert letter is not None
+    assert letter.original == record
+    assert (letter.schema_id, letter.subject) == (None if schema_id is None else str(schema_id), "orders-value")
