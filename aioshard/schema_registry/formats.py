@@ -1,6 +1,7 @@
 """The formats of values with a schema registry, for annotations: `Annotated[Order, Avro(registry)]`."""
 
 import dataclasses
+import functools
 import io
 import json
 from abc import ABC, abstractmethod
@@ -363,9 +364,15 @@ def _plain(value: Any) -> Any:
     """Convert models and dataclasses to dictionaries; dates, decimals and bytes stay objects for Avro's own types."""
     if type(value) in (str, int, float, bool, bytes):
         return value
+    return _any_type().dump_python(value, by_alias=True, fallback=_plain_struct)
+
+
+@functools.cache
+def _any_type() -> Any:
+    """Return what converts a value of any type; it takes long to make."""
     from pydantic import TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
 
-    return TypeAdapter(Any).dump_python(value, by_alias=True, fallback=_plain_struct)
+    return TypeAdapter(Any)
 
 
 def _plain_struct(value: Any) -> Any:
