@@ -91,7 +91,8 @@ METRICS: dict[str, MetricInfo] = {
     "aioshard_trouble": MetricInfo(
         "gauge",
         "1 while there is trouble: brokers unreachable, access denied, commits or messages not acknowledged, a topic "
-        "missing, worker processes that do not start, a hanging task, a blocked event loop.",
+        "missing, worker processes that do not start, a schema registry that does not answer, a hanging task, a "
+        "blocked event loop.",
         lambda app: float(app.trouble is not None),
     ),
     "aioshard_assigned_partitions": MetricInfo(

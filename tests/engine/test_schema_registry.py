@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from aioshard import App, Batch, CallNext, Context, DeadLetter, Message, Park, Record, Retry
 from aioshard.errors import HandlerError, MessageError, RegistryUnavailableError
 from aioshard.schema_registry import Avro, JsonSchema, Protobuf, SchemaRegistry
+from aioshard.schema_registry.client import RegistryClient
 from aioshard.schema_registry.framing import framed
 from aioshard.testing import TestClient, run
 from tests.support.fake_registry import FakeRegistry
@@ -390,6 +391,39 @@ async def check_waiting(status: int, body: Any, batch: Batch | None) -> None:
     assert fake.url in (trouble or "")
     assert [fake.url in head.reason for head in heads] == [True]
     assert recovered is None
+
+
+def test_a_record_that_waits_for_the_registry_is_explained(
+    registry: SchemaRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = App("billing")
+    done: list[Model] = []
+
+    @app.consume("orders")
+    async def on_order(order: Annotated[Model, Avro(registry)]) -> None:
+        done.append(order)
+
+    async def away(client: RegistryClient, _: object) -> object:
+        raise client._fail("is away")
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", VALUE, format=Avro(registry, schema=ORDER, auto_register=True))
+            with monkeypatch.context() as patched:
+                patched.setattr(RegistryClient, "request", away)
+                await asyncio.sleep(0.1)  # virtual; the next try is 0.2 s after the first one
+                (head,) = [partition.head for partition in app.diagnose().partitions if partition.head is not None]
+                readable = app.explain()
+            await client.settle()
+
+        assert (head.state, head.attempt) == ("retrying", 1)
+        assert f"the schema registry at {registry.address} is away" in head.reason
+        assert "schema registry" in (head.what_to_do or "")
+        assert readable.count("does not count as an attempt") == 1
+
+    run(test())
+
+    assert done == [Model(**VALUE)]
 
 
 async def test_batches_stay_as_large_as_they_are(caplog: pytest.LogCaptureFixture) -> None:

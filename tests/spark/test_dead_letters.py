@@ -18,6 +18,7 @@ from aioshard.errors import NotVerifiedError, PlanError, TransportError
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message
 from aioshard.records import Record
+from aioshard.schema_registry.framing import framed
 from aioshard.serde.side_records import MESSAGE_ID, dead_letter, read_dead_letter
 from aioshard.spark.handovers import send_dead_letters, verified_ends
 from aioshard.spark.work import blocking
@@ -38,6 +39,13 @@ async def handle(record: Record) -> None:
     seen.append((record.partition, record.offset))
     if record.value == b"bad":
         raise ValueError(f"no \\u20ac {{record.offset}} " + ("\\udc80" if record.offset == 2 else "x" * 2000))
+"""
+REGISTRY_HANDLER = """
+from typing import Annotated
+from aioshard.schema_registry import JsonSchema, SchemaRegistry
+
+@app.consume({topic!r}, on_failure=DeadLetter({dead_letters!r}))
+async def handle(number: Annotated[int, JsonSchema(SchemaRegistry("http://127.0.0.1:1"))]) -> None: ...
 """
 HEADERS = [("trace", b"7"), ("empty", None), ("trace", b"8")]
 BAD = [(0, 3), (0, 5), (0, 9), (1, 2), (1, 5)]
@@ -143,6 +151,26 @@ async def test_dead_letters_match_the_live_app_plus_a_message_id(
             pair for pair in other.headers if pair[0] != changing
         ]
         assert [name for name, _ in headers] == [name for name, _ in other.headers]
+
+
+async def test_dead_letters_name_the_schema_of_their_values(
+    spark: "SparkSession", spark_modules: Path, kafka: SharedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = f"dead-letters-{uuid.uuid4().hex[:8]}"
+    await kafka.create_topic(topic)
+    await kafka.create_topic(f"{topic}-dead-letters")
+    await kafka.produce(topic, [(b"k", framed(7, value)) for value in (b"41", b'"no number"')], 0)
+    handlers = REGISTRY_HANDLER.format(topic=topic, dead_letters=f"{topic}-dead-letters")
+    app = write_app(spark_modules, monkeypatch, kafka, topic, handlers=handlers)
+    run = HistoryRun(spark, kafka, topic, app, tmp_path / "run")
+    await run.plan()
+    assert (await run.drain()).statuses == {"dead_lettered": 1, "processed": 1}
+    assert await asyncio.to_thread(send_dead_letters, spark, run.directory, print) == 1
+    (letter,) = [read_dead_letter(record) for record in await kafka.read(f"{topic}-dead-letters")]
+
+    assert letter is not None
+    assert (letter.original.offset, letter.failure.error) == (1, "DecodeError")
+    assert (letter.schema_id, letter.subject) == ("7", f"{topic}-value")
 
 
 async def test_a_dead_letter_has_the_time_of_its_last_attempt(sending: Sending) -> None:

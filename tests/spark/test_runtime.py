@@ -1,5 +1,7 @@
 """The engine inside a task, without Spark and Kafka: rows, named obstacles, nothing left running."""
 
+import asyncio
+import dataclasses
 import importlib
 import os
 import threading
@@ -17,6 +19,8 @@ from aioshard.errors import HaltedError, PlanError, StuckError
 from aioshard.kafka.memory.transport import InMemoryTransport
 from aioshard.ports import NOTHING, Allowance, AllowanceOf, FetchedBatch, Transport
 from aioshard.records import TopicPartition
+from aioshard.schema_registry.framing import framed
+from aioshard.schema_registry.registries import Registries
 from aioshard.spark.rows import OUTCOMES
 from aioshard.spark.task import _Paced, run_handlers
 from aioshard.spark.work import Work
@@ -98,6 +102,41 @@ async def handle(record: Record, context: Context) -> object:
     assert rows[5]["value"] is rows[5]["headers"] is rows[5]["timestamp"] is None
     assert rows[5]["shard"] == rows[15]["shard"] != rows[6]["shard"]  # of the same key, and of another one
     assert all(row["duration"] >= 0 and row["started"] is not None for row in rows.values())
+
+
+def test_values_with_a_schema_registry_are_decoded(make: Make) -> None:
+    task = make(f"""
+from typing import Annotated
+from aioshard.schema_registry import Avro, JsonSchema, SchemaRegistry
+
+registry = SchemaRegistry("mock://{uuid.uuid4().hex}")
+
+@app.consume("orders", on_failure="skip")
+async def handle(order: Annotated[int, Avro(registry)]) -> int:
+    return order + 1
+
+@app.consume("others")
+def plain(order: Annotated[int, JsonSchema(registry)]) -> int:
+    return order + 2
+""")
+    form = task.module.app.handlers[0].taken.format
+    writer = dataclasses.replace(form, schema='"int"', auto_register=True)
+    value = asyncio.run(Registries().encode(writer, "orders", 41))
+    task.broker = InMemoryBroker(partitions=1)
+    task.broker.create_topic("orders", 1)
+    task.broker.create_topic("others", 1)
+    task.broker.publish("orders", value)
+    task.broker.publish("orders", b"no schema")
+    task.broker.publish("others", framed(7, b"40"))
+    task.broker.group("history").commit_from_outside({TopicPartition("orders", 0): 0, TopicPartition("others", 0): 0})
+
+    results = {(row["topic"], row["offset"]): (row["status"], row["result"]) for row in task.rows()}
+
+    assert results == {
+        ("orders", 0): ("processed", b"42"),
+        ("orders", 1): ("skipped", None),
+        ("others", 0): ("processed", b"42"),
+    }
 
 
 def test_a_result_is_captured_when_the_record_completes(make: Make) -> None:
