@@ -17,7 +17,10 @@ from tests.support.paths import PROJECT
 PACKAGE = PROJECT / "aioshard"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-LATE_IMPORTS = ["click", "prometheus_client", "pyarrow", "pydantic", "pyspark", "rich", "starlette", "uvloop"]
+LATE_IMPORTS = [
+    *("click", "confluent_kafka", "fastavro", "prometheus_client", "pyarrow", "pydantic", "pyspark", "rich"),
+    *("starlette", "uvloop"),
+]
 """Packages that cost start-up time or come with an extra: imported where they are used."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -72,7 +75,7 @@ def test_a_forbidden_import_breaks_its_contract(tmp_path: Path, module: str, sta
     linted = _lint(tmp_path)
 
     assert linted.returncode == 1, linted.stdout + linted.stderr
-    broken = [line for line in linted.stdout.splitlines() if line.endswith("BROKEN")]
+    broken = [line for line in linted.stdout.splitlines() if "BROKEN" in line]
     assert any(line.startswith(contract) for line in broken), linted.stdout
 
 
