@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from aioshard.attempts import BatchContext, Context
 from aioshard.engine.handler import FIRST_RESULT, Dependencies, Dependency, Kind
 from aioshard.errors import HandlerError
-from aioshard.functions import annotation_of, is_a, is_async, is_async_generator, is_generator, name_of
+from aioshard.functions import annotation_of, is_a, is_async, is_async_generator, is_generator, name_of, unmarked
 from aioshard.records import Record
 from aioshard.serde.payloads import alternatives, shown
 
@@ -218,8 +218,8 @@ class _Plan:
             return _RECORD
         if not self._is_batch and is_a(annotation, Record):
             return _RECORD
-        if annotation not in (Any, object) and annotation == self._argument:
-            return _ARGUMENT
+        if annotation not in (Any, object) and unmarked(annotation) == unmarked(self._argument):
+            return _ARGUMENT  # whatever else is said of the type, such as a format of a schema registry
         return None
 
     def _unknown(self, parameter: inspect.Parameter, annotation: Any, path: tuple[Callable[..., Any], ...]) -> str:

@@ -68,6 +68,22 @@ def annotation_of(parameter: inspect.Parameter, function: Callable[..., Any]) ->
         return annotation  # a name that exists for type checkers only
 
 
+def unmarked(annotation: Any) -> Any:
+    """Return an annotation without the metadata of `Annotated`, at any depth; one that was not resolved stays.
+
+    Example:
+        >>> unmarked(list[Annotated[int, "a number"]])
+        list[int]
+    """
+    if isinstance(annotation, str):
+        return annotation
+    holder = types.SimpleNamespace(__annotations__={"it": annotation})
+    try:
+        return get_type_hints(holder)["it"]
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return annotation
+
+
 def _globals_of(function: Callable[..., Any]) -> Any:
     """Return the names that the annotations of a function can use."""
     called = inspect.unwrap(plain(function))

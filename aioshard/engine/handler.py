@@ -31,7 +31,7 @@ from aioshard.log_fields import get_logger
 from aioshard.observe import HandlerStatistics
 from aioshard.ports import Publish, SideTopicsFactory
 from aioshard.records import Record, TopicPartition, is_subscribed
-from aioshard.schema_registry.registries import RegistryInput, RegistryOutput
+from aioshard.schema_registry.registries import Registries, RegistryInput, RegistryOutput
 from aioshard.serde.payloads import Payload
 
 logger = get_logger("aioshard.engine.handler")
@@ -209,6 +209,8 @@ class Resources(NamedTuple):
     """Observes how deliveries end; None if nobody does."""
     run_ahead: float = 0.0
     """Seconds for which workers may run ahead without yielding to the event loop; see `Worker`."""
+    registries: Registries | None = None
+    """The schema registries of the app."""
     now: Callable[[], float] = time.time
     """The time on the clock of the records' timestamps, in seconds since the Unix epoch."""
 
@@ -246,6 +248,7 @@ class ActiveHandler:
                 read=spec.read,
                 is_observed=resources.observe is not None,
                 run_ahead=resources.run_ahead,
+                registries=resources.registries,
             )
             for number, shards in enumerate(self.shards * (spec.concurrency if spec.shards is None else 1))
         ]

@@ -156,6 +156,7 @@ class Engine:
                 exactly_once=exactly_once,
                 observe=observe,
                 run_ahead=run_ahead,
+                registries=registries,
                 now=clients.now,
             ),
         )

@@ -27,6 +27,7 @@ from aioshard.errors import (
     SwallowedCancellationError,
 )
 from aioshard.records import Record
+from aioshard.schema_registry.registries import Registries
 
 Divert = Callable[[Delivery], None]
 """Inspects each delivery before it starts, and may assign it a recovery."""
@@ -114,6 +115,7 @@ class Worker(ABC):
         read: Callable[[Record], Any] | None = None,
         is_observed: bool = False,
         run_ahead: float = 0.0,
+        registries: Registries | None = None,
     ) -> None:
         """Create a worker; start `run` as its `task`.
 
@@ -130,6 +132,7 @@ class Worker(ABC):
             read: Converts a record of a batch before the attempt, and raises if it cannot; None without conversion.
             is_observed: Whether to store the times and the result of each attempt in its deliveries.
             run_ahead: Seconds for which it may run ahead after `RUN_AHEAD` records, without yielding to the event loop.
+            registries: The schema registries of the app, for values that its handler publishes.
         """
         self.name = name
         self.delivery: Delivery | None = None
@@ -145,6 +148,7 @@ class Worker(ABC):
         self.abandoned = False
         """Whether the app has stopped, so that the worker ends although a run may outlive it."""
         self.timeout = timeout
+        self.registries = registries
         self.lease = lease
         self._batch: DeliveryBatch | None = None
         self._shards = shards

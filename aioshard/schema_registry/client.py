@@ -130,10 +130,16 @@ class Loaded(Generic[K, T]):
         * There is at most one request for a key at a time. A waiter that is cancelled passes it on to another one.
     """
 
-    def __init__(self, request: Callable[[K], Awaitable[T]]) -> None:
-        """Begin without values; *request* returns one, or raises."""
+    def __init__(self, request: Callable[[K], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without values.
+
+        Args:
+            request: Returns a value, or raises.
+            clock: Returns the time in seconds; called from any thread.
+        """
         self.known: dict[K, T] = {}
         self._request = request
+        self._clock = clock
         self._unusable: dict[K, tuple[float, str]] = {}
         """The values that could not be had, each with the time until when, and why."""
         self._requested: dict[K, asyncio.Future[None]] = {}
@@ -141,7 +147,7 @@ class Loaded(Generic[K, T]):
     def why_unusable(self, key: K) -> str | None:
         """Say why a value cannot be had; None if it can, or if that is not known. Safe from any thread."""
         unusable = self._unusable.get(key)
-        return None if unusable is None or time.monotonic() >= unusable[0] else unusable[1]
+        return None if unusable is None or self._clock() >= unusable[0] else unusable[1]
 
     def is_decided(self, key: K) -> bool:
         """Whether it is known what the value is, or that it cannot be had. Safe from any thread."""
@@ -169,7 +175,7 @@ class Loaded(Generic[K, T]):
         except UnusableSchemaError as error:
             if len(self._unusable) >= _MOST_UNUSABLE:
                 self._unusable.clear()
-            self._unusable[key] = (time.monotonic() + _UNUSABLE_FOR, str(error))
+            self._unusable[key] = (self._clock() + _UNUSABLE_FOR, str(error))
         except RegistryUnavailableError as error:
             requested.set_exception(error)
             requested.exception()  # there may be no other waiter

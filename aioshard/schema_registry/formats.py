@@ -245,7 +245,7 @@ class Protobuf(RegistryFormat):
     async def decoder(self, schema: "Schema", kind: Any, client: RegistryClient) -> Decode:  # noqa: ARG002
         """See `RegistryFormat.decoder`."""
         names = message_names(schema.schema_str or "")
-        expected, _ = position_of(kind.DESCRIPTOR)
+        expected, nested = position_of(kind.DESCRIPTOR)
 
         def decode(frame: Frame) -> Any:
             if frame.rest is None:
@@ -254,7 +254,8 @@ class Protobuf(RegistryFormat):
                 indexes, _ = split_indexes(frame.rest)
                 content = frame.content
             found = names[indexes[0]] if 0 <= indexes[0] < len(names) else None
-            if found != expected:
+            # Only the depth of a nested message counts: compilers disagree about the order of nested ones and maps.
+            if found != expected or len(indexes) != len(nested) + 1:
                 raise FramingError(f"is a Protobuf message {found or 'that its schema does not have'}, not {expected}")
             return kind.FromString(content)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from fast_depends import Depends
 from google.protobuf.wrappers_pb2 import Int64Value, StringValue
 from pydantic import BaseModel
 from typing_extensions import TypedDict
@@ -245,6 +246,27 @@ def test_plain_handlers_and_middleware_that_replaces_the_record(registry: Schema
     run(test())
 
     assert got == [Model(**VALUE)]
+
+
+def test_dependencies_take_the_decoded_value(registry: SchemaRegistry) -> None:
+    app = App("billing")
+    got: list[tuple[int, int]] = []
+
+    def doubled(order: Model) -> int:
+        return 2 * order.total
+
+    @app.consume("orders")
+    async def on_order(order: Annotated[Model, Avro(registry)], twice: Annotated[int, Depends(doubled)]) -> None:
+        got.append((order.total, twice))
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", VALUE, format=Avro(registry, schema=ORDER, auto_register=True))
+            await client.settle()
+
+    run(test())
+
+    assert got == [(7, 14)]
 
 
 # Payload errors ------------------------------------------------------------------------

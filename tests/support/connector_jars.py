@@ -2,11 +2,9 @@
 
 import fcntl
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
-from tests.support.kafka_libs import FETCH_TIMEOUT
+from tests.support.maven import copy_artifact
 from tests.support.paths import PROJECT
 
 ARTIFACTS = (
@@ -49,18 +47,7 @@ def connector_jars() -> list[Path]:
 
 
 def _fetch(artifact: str, path: Path) -> None:
-    maven = shutil.which("mvn")
-    if maven is None:
-        raise ConnectorUnavailableError(
-            f"{path.name} is not in {path.parent} and no `mvn` is on PATH to fetch it: install Maven"
-        )
     partial = path.parent / "partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    command = [maven, "-q", "-B", "dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={partial}"]
-    fetched = subprocess.run(
-        command, cwd=path.parent, capture_output=True, text=True, timeout=FETCH_TIMEOUT, check=False
-    )
-    if fetched.returncode != 0:
-        raise ConnectorUnavailableError(f"Maven could not fetch {artifact}:\n{fetched.stdout}{fetched.stderr}")
+    copy_artifact(artifact, partial, ConnectorUnavailableError)
     (partial / path.name).rename(path)
     partial.rmdir()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.support.kafka import STOP_TIMEOUT, end_group
-from tests.support.kafka_libs import FETCH_TIMEOUT
+from tests.support.maven import copy_artifact
 from tests.support.paths import PROJECT
 
 VERSION = "3.0.9"
@@ -59,19 +59,8 @@ def registry_files() -> Path:
 
 
 def _fetch() -> None:
-    maven = shutil.which("mvn")
-    if maven is None:
-        raise RegistryUnavailableError(
-            f"{RUNNER} is not in {FOLDER} and no `mvn` is on PATH to fetch it: install Maven"
-        )
     partial = FOLDER.with_name("partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    command = [maven, "-q", "-B", "dependency:copy", f"-Dartifact={ARTIFACT}", f"-DoutputDirectory={partial}"]
-    fetched = subprocess.run(
-        command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=FETCH_TIMEOUT, check=False
-    )
-    if fetched.returncode != 0:
-        raise RegistryUnavailableError(f"Maven could not fetch {ARTIFACT}:\n{fetched.stdout}{fetched.stderr}")
+    copy_artifact(ARTIFACT, partial, RegistryUnavailableError)
     (archive,) = partial.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         files.extractall(partial, filter="data")

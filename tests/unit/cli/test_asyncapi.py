@@ -456,7 +456,7 @@ def test_messages_name_their_format_and_subject() -> None:
     @handlers.consume("written", publish_to="copies")
     async def on_written(
         _: Annotated[Item, Avro(registry, schema=json.dumps(avro), subject="shop.Item")],
-    ) -> Annotated[Item, JsonSchema(registry)]: ...  # type: ignore[empty-body]
+    ) -> Annotated[Item, JsonSchema(registry)] | None: ...
 
     @handlers.consume(pattern="numbers-.*")
     async def on_number(_: Annotated[Int64Value, Protobuf(registry)]) -> None: ...

@@ -4,10 +4,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from aioshard.errors import RegistryUnavailableError
-from aioshard.schema_registry import client as module
 from aioshard.schema_registry.client import Loaded, UnusableSchemaError
 
 
@@ -81,11 +78,10 @@ async def test_a_failure_reaches_all_waiters_and_is_not_remembered() -> None:
     assert registry.requests == {1: 2}
 
 
-async def test_a_missing_schema_is_requested_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_schema_is_requested_again_after_a_while() -> None:
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
     registry = Registry()
-    loaded = Loaded(registry.request)
+    loaded = Loaded(registry.request, clock=lambda: now)
     registry.answer.set_exception(UnusableSchemaError("it is not there"))
     await loaded.wait(1)
     await loaded.wait(1)
