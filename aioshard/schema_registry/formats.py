@@ -298,27 +298,21 @@ class Protobuf(RegistryFormat):
 async def _parsed(schema: "Schema", client: RegistryClient) -> Any:
     """Parse a schema and those that it refers to."""
     named: dict[str, Any] = {}
-    await _add_references(schema, client, named, set())
+    await _add_references(schema, client, named)
     return _parse(schema.schema_str or "", named)
 
 
-async def _add_references(
-    schema: "Schema", client: RegistryClient, named: dict[str, Any], seen: set[tuple[str, int]]
-) -> None:
-    """Parse the schemas that a schema refers to, each once, and those that they refer to first."""
+async def _add_references(schema: "Schema", client: RegistryClient, named: dict[str, Any]) -> None:
+    """Parse the schemas that a schema refers to, and those that they refer to first."""
     for reference in schema.references or ():
-        subject = reference.subject or ""
-        version = reference.version or 0
-        if (subject, version) in seen:
-            continue
-        seen.add((subject, version))
-
-        def request(registry: Any, subject: str = subject, version: int = version) -> Any:
-            return registry.get_version(subject, version, True)  # noqa: FBT003 - also a deleted one
-
-        referenced = (await client.request(request)).schema
-        await _add_references(referenced, client, named, seen)
+        referenced = await _referenced(reference.subject or "", reference.version or 0, client)
+        await _add_references(referenced, client, named)
         _parse(referenced.schema_str or "", named)
+
+
+async def _referenced(subject: str, version: int, client: RegistryClient) -> "Schema":
+    registered = await client.request(lambda registry: registry.get_version(subject, version, deleted=True))
+    return registered.schema
 
 
 def _parse(text: str, named: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Values with a schema registry: what a handler gets, what is published, and what happens while nothing answers."""
 
 import asyncio
+import base64
 import dataclasses
 import datetime as dt
 import json
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 from fast_depends import Depends
+from google.protobuf import struct_pb2
 from google.protobuf.wrappers_pb2 import Int64Value, StringValue
 from pydantic import BaseModel
 from typing_extensions import TypedDict
@@ -21,8 +23,9 @@ from aioshard import App, Batch, CallNext, Context, DeadLetter, Message, Park, R
 from aioshard.errors import HandlerError, MessageError, RegistryUnavailableError
 from aioshard.schema_registry import Avro, JsonSchema, Protobuf, SchemaRegistry
 from aioshard.schema_registry.client import RegistryClient
-from aioshard.schema_registry.framing import framed
+from aioshard.schema_registry.framing import framed, joined_indexes
 from aioshard.testing import TestClient, run
+from aioshard.web.health import findings as findings_of
 from tests.support.fake_registry import FakeRegistry
 
 ORDER = json.dumps(
@@ -344,6 +347,25 @@ async def test_a_schema_with_rules_is_refused() -> None:
     assert "has rules" in headers["aioshard.message"]
 
 
+async def test_a_nested_message_is_not_read_as_the_one_around_it() -> None:
+    app = App("billing")
+    got: list[struct_pb2.Struct] = []
+    schema = base64.b64encode(struct_pb2.Struct.DESCRIPTOR.file.serialized_pb).decode()
+    async with FakeRegistry({1: schema}, schemaType="PROTOBUF") as fake:
+
+        @app.consume("structs", on_failure=DeadLetter("structs.dlt"))
+        async def on_struct(struct: Annotated[struct_pb2.Struct, Protobuf(SchemaRegistry(fake.url))]) -> None:
+            got.append(struct)
+
+        async with TestClient(app) as client:
+            await client.publish("structs", framed(1, joined_indexes((0,))))
+            await client.publish("structs", framed(1, joined_indexes((0, 0))))
+            await client.settle()
+            letters = client.records("structs.dlt")
+
+    assert (len(got), len(letters)) == (1, 1)
+
+
 async def test_a_schema_of_another_format_is_refused() -> None:
     async with FakeRegistry({1: "{}"}, schemaType="JSON") as fake:
         (headers,) = await letters_of(fake, framed(1, ENCODED))
@@ -401,6 +423,7 @@ async def check_waiting(status: int, body: Any, batch: Batch | None) -> None:
             await fake.requested(2)
             findings = [finding for finding in app.diagnose().findings if finding.kind == "schema registry"]
             trouble = app.statistics().trouble
+            told = findings_of(app.statistics(), app.diagnose())
             heads = [partition.head for partition in app.diagnose().partitions if partition.head is not None]
             fake.status = 200
             await client.settle(timeout=10.0)
@@ -411,6 +434,7 @@ async def check_waiting(status: int, body: Any, batch: Batch | None) -> None:
     assert not letters
     assert [fake.url in finding.sentence for finding in findings] == [True]
     assert fake.url in (trouble or "")
+    assert any(fake.url in sentence for sentence in told)
     assert [fake.url in head.reason for head in heads] == [True]
     assert recovered is None
 
@@ -755,6 +779,32 @@ async def test_publishing_outside_a_handler_raises_while_the_registry_does_not_a
     async with TestClient(app):
         with pytest.raises(RegistryUnavailableError, match=r"127\.0\.0\.1:1"):
             await app.publish("copies", VALUE, format=JsonSchema(SchemaRegistry("http://127.0.0.1:1")))
+
+
+async def test_clients_are_closed_with_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def close(client: RegistryClient) -> None:
+        closed.append(client.address)
+        await original(client)
+
+    original = RegistryClient.close
+    monkeypatch.setattr(RegistryClient, "close", close)
+    app = App("billing")
+
+    @app.consume("orders", publish_to="copies")
+    async def on_order(
+        order: Annotated[Model, Avro(SchemaRegistry("http://one"))],
+    ) -> Annotated[Model, Avro(SchemaRegistry("http://one"))]:
+        return order
+
+    @app.consume("others")
+    async def on_other(order: Annotated[Model, Avro(SchemaRegistry("http://two"))]) -> None: ...
+
+    async with TestClient(app):
+        assert closed == []
+
+    assert sorted(closed) == ["http://one", "http://two"]
 
 
 # Refused -------------------------------------------------------------------------------

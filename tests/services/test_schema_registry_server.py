@@ -93,7 +93,8 @@ async def test_avro_of_another_writer_is_read(served: Served) -> None:
     assert (got, letters) == ([Order(**VALUE), None], [])
 
 
-async def test_a_schema_that_refers_to_others_is_read(served: Served) -> None:
+@pytest.mark.parametrize("directly", [False, True])
+async def test_a_schema_that_refers_to_others_is_read(served: Served, directly: bool) -> None:
     item = {"type": "record", "name": "Item", "namespace": "shop", "fields": [{"name": "sku", "type": "string"}]}
     line = {
         "type": "record",
@@ -105,16 +106,20 @@ async def test_a_schema_that_refers_to_others_is_read(served: Served) -> None:
         "type": "record",
         "name": "Order",
         "namespace": "shop",
-        "fields": [{"name": "gift", "type": "shop.Item"}, {"name": "line", "type": "shop.Line"}],
+        "fields": [{"name": "line", "type": "shop.Line"}],
     }
+    sent: dict[str, Any] = {"line": {"item": {"sku": "b"}, "count": 2}}
+    if directly:
+        order["fields"] = [{"name": "gift", "type": "shop.Item"}, *order["fields"]]
+        sent["gift"] = {"sku": "a"}
     items = f"{served.topic}-item"
     lines = f"{served.topic}-line"
     to_item = SchemaReference("shop.Item", items, 1)
     await served.client.register_schema(items, Schema(json.dumps(item), "AVRO"))
     await served.client.register_schema(lines, Schema(json.dumps(line), "AVRO", references=[to_item]))
-    referring = Schema(json.dumps(order), "AVRO", references=[to_item, SchemaReference("shop.Line", lines, 1)])
+    to_line = SchemaReference("shop.Line", lines, 1)
+    referring = Schema(json.dumps(order), "AVRO", references=[to_item, to_line] if directly else [to_line])
     write: Any = await AsyncAvroSerializer(served.client, referring)
-    sent = {"gift": {"sku": "a"}, "line": {"item": {"sku": "b"}, "count": 2}}
     value = await write(sent, served.context)
 
     got, letters = await served.read(Annotated[dict[str, Any], Avro(served.registry)], value)
