@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Awaitable, Callable, Sequence
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from aioshard.errors import DecodeError, HandlerError, MessageError, MissingExtraError, SchemaNotLoadedError
 from aioshard.records import Record
@@ -40,14 +40,13 @@ class RegistryInput(NamedTuple):
         form = format_of(annotation, owner)
         if form is None:
             return None
-        allowed = alternatives(annotation)
-        kinds = [kind for kind in allowed if kind is not NoneType]
-        form.check_type(kinds[0], owner)
+        kind = _without_none(annotation)
+        form.check_type(kind, owner)
         convert: Callable[[Any], Any] = _same
         if form.type != "PROTOBUF":
             from_json, from_object = validators(annotation, owner)
             convert = from_object if form.reads_schemas else from_json
-        return cls(form, kinds[0], shown(annotation), convert, NoneType in allowed)
+        return cls(form, kind, shown(annotation), convert, NoneType in alternatives(annotation))
 
     @property
     def payload(self) -> Payload:
@@ -72,7 +71,7 @@ class RegistryOutput(NamedTuple):
         form = format_of(annotation, owner)
         if form is None:
             return None
-        kind = next(kind for kind in alternatives(annotation) if kind is not NoneType)
+        kind = _without_none(annotation)
         form.check_type(kind, owner)
         return cls(form, kind)
 
@@ -80,6 +79,12 @@ class RegistryOutput(NamedTuple):
     def encoded_kind(self) -> Any:
         """The class on which the encoder depends; see `RegistryFormat.kind_of`."""
         return self.kind if self.format.type == "PROTOBUF" else None
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return the type of the values that are not None."""
+    kinds = [kind for kind in alternatives(annotation) if kind is not NoneType]
+    return Union[tuple(kinds)] if kinds else NoneType  # noqa: UP007 - the types are known only now
 
 
 def _same(value: Any) -> Any:

@@ -826,8 +826,10 @@ def test_worker_processes_are_refused(registry: SchemaRegistry) -> None:
         list[Annotated[int, Avro(SchemaRegistry("mock://one"))]],
         Annotated[int, Avro(SchemaRegistry("mock://one")), JsonSchema(SchemaRegistry("mock://one"))],
         Annotated[int, Protobuf(SchemaRegistry("mock://one"))],
+        Annotated[Int64Value | StringValue, Protobuf(SchemaRegistry("mock://one"))],
+        Annotated[None, Protobuf(SchemaRegistry("mock://one"))],
     ],
-    ids=["class", "part", "two", "not generated"],
+    ids=["class", "part", "two", "not generated", "two classes", "None"],
 )
 def test_annotations_that_cannot_work_are_refused(annotation: Any) -> None:
     app = App("billing")
