@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,8 @@ from starlette.routing import Route
 
 from aioshard import App, HandlerStatistics, Record
 from aioshard.core.sharding import shard_number
+from aioshard.schema_registry import Avro
+from aioshard.schema_registry.framing import frame_of
 from aioshard.testing import InMemoryBroker, TestClient, assert_idempotent, run
 from aioshard.web.server import serve_in_thread
 from tests.support.kafka import KafkaBroker
@@ -292,6 +295,30 @@ async def test_orders_to_invoices_gives_each_order_one_invoice_or_dead_letter() 
 
     assert sorted(invoices) == sorted(order["id"] for order in orders if order["amount"])
     assert sorted(dead_letters) == sorted(order["id"] for order in orders if not order["amount"])
+
+
+async def test_avro_invoices_are_written_with_the_registered_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGISTRY_URL", f"mock://{uuid.uuid4().hex}")
+    example = load("avro_invoices")
+    money = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}
+    texts = [{"name": name, "type": "string"} for name in ("id", "order", "customer")]
+    order = {"type": "record", "name": "Order", "fields": [texts[0], texts[2], {"name": "amount", "type": money}]}
+    invoice = {"type": "record", "name": "Invoice", "fields": [*texts[1:], {"name": "total", "type": money}]}
+    orders = Avro(example.registry, schema=json.dumps(order), auto_register=True)
+    invoices = Avro(example.registry, schema=json.dumps(invoice), auto_register=True)
+
+    async with TestClient(example.app) as client:
+        first = {"order": "0", "customer": "ben", "total": Decimal("1.00")}
+        await client.publish("invoices", first, format=invoices)  # registers the schema
+        await client.publish("orders", {"id": "1", "customer": "alice", "amount": Decimal("7.50")}, format=orders)
+        await client.publish("orders", b"not Avro")
+        await client.settle()
+        registered, written = client.records("invoices")
+        dead_letters = client.records("orders.dlt")
+
+    assert frame_of(written).schema == frame_of(registered).schema
+    assert frame_of(written).content == b"\x021\x0aalice\x04\x02\xee"
+    assert len(dead_letters) == 1
 
 
 def test_fixed_shards_keep_separate_caches() -> None:
