@@ -14,7 +14,7 @@ from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Committed
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.side_records import Failure, dead_letter, park
+from aioshard.serde.side_records import Failure, SchemaRef, dead_letter, park
 from tests.support.brokers import SharedKafka
 
 Aioshard = Callable[..., Awaitable[Any]]
@@ -49,7 +49,8 @@ async def dead_letter_topic(kafka: SharedKafka, topic: str, publish: Publish) ->
         (1, record(6, value=b"x" * 500), failure(6)),
     ]
     for partition, original, why in written:
-        await publish(dead_letter(topic, original, why)._replace(partition=partition))
+        schema = SchemaRef(7, "orders-value") if original.offset == 1 else None
+        await publish(dead_letter(topic, original, why, schema)._replace(partition=partition))
     await publish(park(topic, record(7, partition=1), failure(7), generation=4, due=1.0))
     return topic
 
@@ -125,7 +126,11 @@ async def test_json_has_every_field_of_the_dead_letters(
         "error": "TimeoutError",
         "message": "30 s\x1b[31m\n",
         "failed_at": FAILED_AT + 2,
+        "schema_id": None,
+        "subject": None,
     }
+    assert (by_offset[1]["schema_id"], by_offset[1]["subject"]) == ("7", "orders-value")
+    assert by_offset[1]["record"]["headers"] == [["trace", "7"]]
     assert by_offset[5]["record"]["key"] == {"base64": "/wA="}
     assert by_offset[6]["record"]["value"] == "x" * 500
 
