@@ -339,6 +339,28 @@ async def test_a_failing_handler_also_leads_to_dead_letters_that_name_the_schema
     assert headers_of(letter)["aioshard.subject"] == "shop.Order"
 
 
+async def test_a_header_may_name_the_schema_by_its_guid() -> None:
+    app = App("billing")
+    got: list[Model] = []
+    guid = uuid.uuid4()
+    header = {"__value_schema_id": b"\1" + guid.bytes}
+    async with FakeRegistry() as fake:
+        fake.by_guid[str(guid)] = ORDER
+
+        @app.consume("orders", on_failure=DeadLetter("orders.dlt"))
+        async def on_order(order: Annotated[Model, Avro(SchemaRegistry(fake.url))]) -> None:
+            got.append(order)
+
+        async with TestClient(app) as client:
+            await client.publish("orders", ENCODED, headers=header)
+            await client.publish("orders", ENCODED[:2], headers=header)
+            await client.settle()
+            (letter,) = client.records("orders.dlt")
+
+    assert got == [Model(**VALUE)]
+    assert dict(letter.headers)["aioshard.schema_id"] == str(guid).encode()
+
+
 async def test_a_schema_with_rules_is_refused() -> None:
     rules = {"domainRules": [{"name": "encrypt", "kind": "TRANSFORM", "mode": "WRITEREAD", "type": "ENCRYPT"}]}
     async with FakeRegistry({1: ORDER}, ruleSet=rules) as fake:

@@ -19,6 +19,8 @@ class FakeRegistry:
     def __init__(self, schemas: dict[int, str] | None = None, **more: Any) -> None:
         self.schemas = schemas or {}
         """The schemas, by number."""
+        self.by_guid: dict[str, str] = {}
+        """More schemas, by GUID."""
         self.more = more
         """What every schema has besides its text."""
         self.status = 200
@@ -78,5 +80,7 @@ class FakeRegistry:
         if self.status != 200:
             return self.status, self.body
         number = path.rpartition("/")[2]
-        schema = self.schemas.get(int(number)) if path.startswith("/schemas/ids/") else None
+        schema = self.by_guid.get(number)
+        if path.startswith("/schemas/ids/"):
+            schema = self.schemas.get(int(number))
         return (404, NOT_FOUND) if schema is None else (200, {"schema": schema, **self.more})
