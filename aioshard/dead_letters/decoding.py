@@ -12,6 +12,7 @@ from aioshard.dead_letters.letters import Letter
 from aioshard.engine.handler import Handler
 from aioshard.errors import DecodeError, MessageError
 from aioshard.records import Record
+from aioshard.schema_registry.registries import Registries, RegistryInput
 from aioshard.serde.payloads import Fault, encoded, encoded_result, faults_of, shown
 
 
@@ -48,8 +49,23 @@ async def decoded(app: App, letter: Letter) -> Decoded:
 
 async def _read(handler: Handler, record: Record) -> object:
     assert handler.payload is not None  # noqa: S101 - checked by the caller
+    if handler.taken is not None:
+        return await _read_with_schema(handler.taken, record)
     value = handler.payload.read(record)
     return await value if inspect.isawaitable(value) else value
+
+
+async def _read_with_schema(taken: RegistryInput, record: Record) -> object:
+    """Decode a record with a client of its own: the app may not run, or in another event loop."""
+    registries = Registries()
+    try:
+        reader = registries.reader(taken)
+        schema = reader.missing(record)
+        if schema is not None:
+            await reader.load([schema])
+        return reader.read(record)
+    finally:
+        await registries.close()
 
 
 def value_as_object(value: object) -> Any:

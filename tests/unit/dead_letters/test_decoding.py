@@ -1,7 +1,8 @@
 """Dead letters are decoded as their handlers do, and faults name each field."""
 
 import asyncio
-from typing import Any
+import json
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -10,6 +11,8 @@ from pydantic import BaseModel
 from aioshard import App, Record
 from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object, value_as_object
 from aioshard.dead_letters.letters import Letter, as_object
+from aioshard.schema_registry import Avro, SchemaRegistry
+from aioshard.schema_registry.registries import Registries
 from aioshard.serde.side_records import Coordinates
 from tests.support.dead_letters import failure, record
 
@@ -59,6 +62,13 @@ async def on_broken(value: object) -> None: ...
 async def on_later(value: int) -> None: ...
 
 
+REGISTRY = SchemaRegistry("mock://decoding")
+
+
+@app.consume("avro")
+async def on_avro(order: Annotated[Order, Avro(REGISTRY)]) -> None: ...
+
+
 def letter(topic: str, value: bytes | None) -> Letter:
     return Letter(Coordinates("t.dlt", 0, 1), record(1, topic=topic, value=value), failure(), done=False)
 
@@ -92,6 +102,17 @@ def test_a_fault_of_the_whole_value_has_no_location(topic: str, value: bytes | N
 
     assert fault.location == location
     assert fault.message
+
+
+def test_a_value_with_a_schema_registry_is_decoded_although_the_app_does_not_run() -> None:
+    fields = [{"name": "total", "type": "string"}]
+    schema = json.dumps({"type": "record", "name": "Order", "fields": fields})
+    writer = Avro(REGISTRY, schema=schema, auto_register=True)
+    number, text = (asyncio.run(Registries().encode(writer, "avro", {"total": total})) for total in ("7", "x"))
+
+    assert decode("avro", number) == ("on_avro", "Order", {"total": 7, "lines": []}, ())
+    assert [location for location, _ in decode("avro", text).faults] == ["total"]
+    assert "0x78" in decode("avro", b"x").faults[0].message
 
 
 def test_an_error_of_the_decoder_itself_is_shown() -> None:
