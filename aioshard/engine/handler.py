@@ -338,6 +338,7 @@ class ActiveHandler:
                     side_topics=resources.make_side_topics(),
                     buffer=resources.buffer,
                     clock=resources.clock,
+                    now=resources.now,
                 )
                 recovery = self.parking.recovery
         return FailureHandler(
@@ -348,6 +349,7 @@ class ActiveHandler:
             clock=resources.clock,
             running=lambda: sum(run.recovery is None for worker in self.workers for run in worker.deliveries),
             workers=spec.shards or spec.concurrency,
+            parking=self.parking,
             breaker=spec.on_failure.breaker if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=resources.group_id,

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import math
 import sys
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 import anyio
@@ -352,6 +351,7 @@ class Parking:
         side_topics: SideTopics,
         buffer: Buffer,
         clock: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
         """Create the parking of one handler; `read` and `replay` are its tasks.
 
@@ -369,6 +369,7 @@ class Parking:
             side_topics: Reads the side topic; the caller closes it.
             buffer: Buffer shared by all partitions.
             clock: Returns the loop time.
+            now: Returns the time of day, in seconds since the Unix epoch.
         """
         self.policy = policy
         self._group = group
@@ -392,7 +393,7 @@ class Parking:
         self._refused: dict[Message, str] = {}
         """Replies that could not be written and are being retried, each with the reason."""
         self._due = asyncio.Event()
-        self._epoch_time = time.time() - clock()
+        self._epoch_time = now() - clock()
         topic = policy.topic
         self._behind = Recovery(f"its key is parked, and it is written to {topic} behind it", self._park)
         self.recovery = Recovery(f"it is parked in {topic}", self._park)
@@ -446,7 +447,7 @@ class Parking:
         topic, partition = parked.source.topic_partition
         due = None
         if waits and entry.due < NEVER:
-            due = max(entry.due - time.time(), 0.0)
+            due = max(entry.due - self._now(), 0.0)
         failed_at = None
         error = None
         if failure is not None:
@@ -497,8 +498,19 @@ class Parking:
         return False
 
     async def _park(self, delivery: Delivery) -> Outcome:
+        return await self._park_until(None, delivery)
+
+    def recovery_in(self, seconds: float) -> Recovery:
+        """Return the recovery for a record that its handler parks for a number of seconds."""
+        due = min(self._now() + seconds, NEVER)
+        return Recovery(
+            f"it is parked in {self.policy.topic} for {seconds:g} s", functools.partial(self._park_until, due)
+        )
+
+    async def _park_until(self, due: float | None, delivery: Delivery) -> Outcome:
+        """Write a record to the side topic; its key is retried at *due*, or after the delay of the policy."""
         if isinstance(delivery, Replay):
-            return await self._park_again(delivery)
+            return await self._park_again(due, delivery)
         parked = self._partitions[delivery.epoch]
         record = delivery.record
         if delivery.recovery is self._behind:
@@ -511,21 +523,20 @@ class Parking:
                 "process keeps track of: release or drop some"
             )
         generation = parked.generation
-        due = self._now() + self.policy.delay
+        due = self._due_after(0) if due is None else due
         stored_at = await self._write(delivery, failure, generation=generation, due=due, retries=0)
         parked.add(parked.entry(record, generation=generation, stored_at=stored_at, due=due, retries=0), failure)
         self.wake()
         return Outcome.PARKED
 
-    async def _park_again(self, delivery: Replay) -> Outcome:
+    async def _park_again(self, due: float | None, delivery: Replay) -> Outcome:
         parked = delivery.parked
         entry = delivery.entry
         failure = failure_of(delivery, self._group, self._handler)
         retries = entry.retries + 1
-        if self.policy.attempts is not None and retries >= self.policy.attempts:
-            due = NEVER
-        else:
-            due = self._now() + self.policy.delay
+        due_by_policy = self._due_after(retries)
+        if due is None or due_by_policy == NEVER:
+            due = due_by_policy
         # An operator may drop it while it runs, and while it is written.
         if parked.keys.get(entry.offset) is entry:
             stored_at = await self._write(delivery, failure, generation=entry.generation, due=due, retries=retries)
@@ -536,6 +547,11 @@ class Parking:
             parked.failed_again(entry, failure)
         self.wake()
         return Outcome.RETURNED
+
+    def _due_after(self, retries: int) -> float:
+        """Return when a key is due that was retried *retries* times, by the policy."""
+        delay = self.policy.delay_after(retries)
+        return NEVER if delay is None else self._now() + delay
 
     async def _write(self, delivery: Delivery, failure: Failure, *, generation: int, due: float, retries: int) -> int:
         """Write the record of a delivery to the side topic; return the offset, or -1 until its transaction ends."""

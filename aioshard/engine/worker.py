@@ -435,8 +435,8 @@ class Worker(ABC):
 
     def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Handle a failed attempt of the whole batch; unless it has one delivery, any of them may be to blame."""
-        if len(batch.deliveries) == 1:
-            self._failed_each(batch, {batch.deliveries[0]: error})
+        if len(batch.deliveries) == 1 or self.failures.parks(error):
+            self._failed_each(batch, dict.fromkeys(batch.deliveries, error))
             return
         alive = [delivery for delivery in batch.deliveries if delivery.epoch.gate is not Gate.ENDED]
         heads = self._ended(batch, frozenset(batch.deliveries))
