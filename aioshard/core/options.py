@@ -409,8 +409,9 @@ class Park:
     operator releases the key, they are processed in order, before newer records of the key.
 
     Attributes:
-        topic: Topic for parked records. It needs at least as many partitions as each topic of the handler; if it does
-            not exist, it is created, compacted.
+        topic: Topic for parked records; by default the name of the group, followed by `.parked`. It needs at least as
+            many partitions as each topic of the handlers that park there; if it does not exist, it is created,
+            compacted.
         delay: Seconds until a parked key is retried; `Growing(initial, factor, maximum)` for a delay that grows with
             each retry.
         attempts: Maximum number of retries; a key that fails once more stays parked until an operator releases or
@@ -420,17 +421,37 @@ class Park:
         HandlerError: If a value is outside its range.
     """
 
-    topic: str
+    topic: str = ""
     delay: float | Growing = 60.0
     attempts: int | None = None
 
     def __post_init__(self) -> None:
-        check(self, "topic", is_topic(self.topic), _TOPIC)
+        check(self, "topic", self.topic == "" or is_topic(self.topic), _TOPIC)
         is_delay = isinstance(self.delay, Growing) or is_positive(self.delay)
         check(self, "delay", is_delay, "a number of seconds above 0, or Growing(initial, factor, maximum)")
         check(
             self, "attempts", self.attempts is None or is_whole(self.attempts), "a whole number of at least 1, or None"
         )
+
+    def in_group(self, group_id: str) -> "Park":
+        """Return the same with the name of its topic, which may derive from that of the consumer group.
+
+        Raises:
+            HandlerError: The name of the group cannot be part of the name of a topic.
+
+        Example:
+            >>> Park().in_group("billing").topic, Park("orders.parked").in_group("billing").topic
+            ('billing.parked', 'orders.parked')
+        """
+        if self.topic:
+            return self
+        topic = f"{group_id}.parked"
+        if not is_topic(topic):
+            raise HandlerError(
+                f"Park() names its topic after the group, and {topic!r} cannot be the name of a topic: expected "
+                f"{_TOPIC}; name one, as in Park('orders.parked')"
+            )
+        return dataclasses.replace(self, topic=topic)
 
     def delay_after(self, retries: int) -> float | None:
         """Return the seconds until the next retry of a key that was retried *retries* times; None if there is none."""

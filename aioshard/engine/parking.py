@@ -578,7 +578,7 @@ class Parking:
 
         Args:
             epoch: A new, closed epoch.
-            partitions: Number of partitions of the topic.
+            partitions: Number of partitions that the side topic needs.
             generation: Group generation in which we got the partition.
 
         Returns:
