@@ -68,19 +68,19 @@ def test_it_is_created_with_the_partitions_of_the_largest_topic_that_is_parked_t
             raise ConnectionError
         done.append(f"{record.topic}/{record.partition}")
 
-    app.consume("small", "middle", retry=Retry(attempts=1), on_failure=Park(delay=5.0))(handle)
-    app.consume("large", retry=Retry(attempts=1), on_failure=Park(delay=5.0))(handle)
-    app.consume("huge", on_failure=Park("elsewhere"))(ignore)
+    app.consume("a-small", "b-middle", retry=Retry(attempts=1), on_failure=Park(delay=5.0))(handle)
+    app.consume("c-large", retry=Retry(attempts=1), on_failure=Park(delay=5.0))(handle)
+    app.consume("d-huge", on_failure=Park("elsewhere"))(ignore)
 
     async def test() -> None:
         nonlocal broken
         broker = InMemoryBroker()
-        for topic, partitions in {"small": 1, "middle": 3, "large": 7, "huge": 9}.items():
+        for topic, partitions in {"a-small": 1, "b-middle": 3, "c-large": 7, "d-huge": 9}.items():
             broker.create_topic(topic, partitions)
         async with TestClient(app, broker=broker) as client:
             assert broker.topics()["billing.parked"] == 7
             assert broker.topics()["elsewhere"] == 9
-            for topic, partition in (("small", 0), ("middle", 2), ("large", 6)):
+            for topic, partition in (("a-small", 0), ("b-middle", 2), ("c-large", 6)):
                 await client.publish(topic, b"", key=b"k", partition=partition)
             await client.settle()
             assert not done
@@ -90,7 +90,7 @@ def test_it_is_created_with_the_partitions_of_the_largest_topic_that_is_parked_t
             await asyncio.sleep(1.0)
 
     run(test())
-    assert sorted(done) == ["large/6", "middle/2", "small/0"]
+    assert sorted(done) == ["a-small/0", "b-middle/2", "c-large/6"]
 
 
 @pytest.mark.parametrize("attempts", [1, 1_000_000])
