@@ -331,7 +331,7 @@ class ActiveHandler:
                     shards=self.shards,
                     shard_key=spec.shard_key,
                     fixed=spec.shards is not None,
-                    workers=spec.concurrency,
+                    batch_workers=None if spec.batch is None else spec.concurrency,
                     publish=resources.publish,
                     send=resources.send,
                     exactly_once=resources.exactly_once,
@@ -404,7 +404,7 @@ class ActiveHandler:
             tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} timeouts")
         if self.parking is not None:
             tasks.start(self.parking.read(), f"{name} reads parked records")
-            tasks.start(self.parking.replay(), f"{name} replays parked records")
+            tasks.start(self.parking.replays.run(), f"{name} replays parked records")
 
     def statistics(self) -> HandlerStatistics:
         """Return its counts and the state of its workers and shards. Safe from any thread."""

@@ -19,6 +19,7 @@ from aioshard.serde.side_records import (
     StorageKey,
     read_parked,
     release,
+    storage_key_of,
     tombstone,
 )
 
@@ -166,14 +167,16 @@ class ParkedPartition(Epoch):
 
     def read(self, record: Record) -> None:
         """Process a record of the side topic that was written after we got the partition."""
+        if record.offset < self.read_to or self._acknowledges(record):
+            return
         decoded = read_parked(record)
-        if record.offset < self.read_to or not self._is_ours(decoded):
+        if not self._is_ours(decoded):
             return
         self.read_to = record.offset + 1
         match decoded:
             # 1. A record was parked, by us or by a stale member.
             case ParkedRecord():
-                self._parked(decoded, record.offset)
+                self._parked(decoded)
             # 2. A record was removed. If a later owner did it, we are a stale member, and must not run those behind it.
             case Removed() if decoded.by is None or decoded.by <= self.generation:
                 self._stored.pop(decoded.storage_key, None)
@@ -183,24 +186,32 @@ class ParkedPartition(Epoch):
                 entry = self.keys.get(decoded.coordinates.offset)
                 self._release(decoded.coordinates, None if entry is None else entry.key)
 
+    def _acknowledges(self, record: Record) -> bool:
+        """Process a record that is known as parked already, which most are, without decoding all of it."""
+        storage_key = storage_key_of(record)
+        if record.value is None or storage_key is None or storage_key.coordinates[:2] != self.source.topic_partition:
+            return False
+        known = self.keys.get(storage_key.coordinates.offset)
+        if known is None or known.generation != storage_key.generation:
+            return False
+        known.stored_at = max(known.stored_at, record.offset)
+        self.read_to = record.offset + 1
+        return True
+
     def _is_ours(self, decoded: ParkedRecord | Removed | ReleaseRequest | None) -> bool:
         return decoded is not None and decoded.coordinates[:2] == self.source.topic_partition
 
-    def _parked(self, parked: ParkedRecord, stored_at: int) -> None:
-        """Process a record parked after we got the partition; remove it again if a stale member parked it."""
+    def _parked(self, parked: ParkedRecord) -> None:
+        """Process a record that is not known as parked; remove it again if a stale member parked it."""
         offset = parked.coordinates.offset
         generation = parked.generation
-        known = self.keys.get(offset)
-        # 1. It counts as parked already.
-        if known is not None and known.generation == generation:
-            known.stored_at = max(known.stored_at, stored_at)
-        # 2. Only transactions park and remove: a tombstone outside of them could be visible without the outputs.
-        elif self._exactly_once:
+        # 1. Only transactions park and remove: a tombstone outside of them could be visible without the outputs.
+        if self._exactly_once:
             return
-        # 3. We have parked it, and the acknowledgment is on its way or lost.
-        elif generation == self.generation:
+        # 2. We have parked it, and the acknowledgment is on its way or lost.
+        if generation == self.generation:
             self._unacknowledged.add(offset)
-        # 4. A stale member has parked it. (A later generation belongs to the next owner of the partition.)
+        # 3. A stale member has parked it. (A later generation belongs to the next owner of the partition.)
         elif generation < self.generation:
             self._outgoing.append(self.tombstone(offset, generation))
 
@@ -250,10 +261,12 @@ class ParkedPartition(Epoch):
 
     # Parked records -----------------------------------------------------------------
 
-    def add(self, entry: ParkedEntry, failure: Failure) -> None:
-        """Add a record that is parked and acknowledged."""
-        if self.keys.add(entry):
+    def add(self, entry: ParkedEntry, failure: Failure) -> bool:
+        """Add a record that is parked and acknowledged; return whether it is now the first of its key."""
+        is_first = self.keys.add(entry)
+        if is_first:
             self.failures[entry.key] = failure
+        return is_first
 
     def remove(self, offset: int) -> None:
         """Remove a record that is no longer parked."""

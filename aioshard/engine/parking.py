@@ -5,29 +5,25 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-import anyio
-
 from aioshard.core.options import Park
 from aioshard.core.parking import NEVER, ParkedEntry
-from aioshard.core.sharding import ShardKey, fixed_shard, identity, record_key, shown
+from aioshard.core.sharding import ShardKey, identity, record_key, shown
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.outcomes import Outcome, Recovery
 from aioshard.engine.parked_partition import ParkedPartition, Replay
 from aioshard.engine.recoveries import Send, failure_of
+from aioshard.engine.replays import Replays
 from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.log_fields import get_logger
 from aioshard.observe import ParkedKey
-from aioshard.ports import UNKNOWN_OFFSET, Message, Publish, SideTopics, record_size
+from aioshard.ports import Message, Publish, SideTopics
 from aioshard.records import Record, TopicPartition, counted
-from aioshard.serde.header_names import undecodable
 from aioshard.serde.side_records import (
     Failure,
-    ParkedRecord,
     park,
-    read_parked,
 )
 
 logger = get_logger("aioshard.engine.parking")
@@ -45,9 +41,8 @@ class Parking:
     """Parked records of one handler, over all partitions that we own.
 
     Workers call `divert` before they start a delivery, and take `recovery` when its attempts are exhausted. The
-    rebalance calls `restore` and `believe` when a partition arrives; the sharder calls `forget` when it ends and `wake`
-    when it opens. Two tasks run: `read` follows the side topic, and `replay` runs due records again. Owned by the event
-    loop.
+    rebalance calls `restore` and `believe` when a partition arrives; the sharder calls `forget` when it ends. The task
+    `read` follows the side topic, and `Replays` runs due records again. Owned by the event loop.
 
     Invariants:
         * While a key is parked, only its first parked record may start (I4).
@@ -64,7 +59,7 @@ class Parking:
         shards: Sequence[Shards],
         shard_key: Callable[[Record], ShardKey],
         fixed: bool,
-        workers: int,
+        batch_workers: int | None,
         publish: Publish,
         send: Send,
         exactly_once: bool,
@@ -73,7 +68,7 @@ class Parking:
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
-        """Create the parking of one handler; `read` and `replay` are its tasks.
+        """Create the parking of one handler; `read`, and `run` of its `replays`, are its tasks.
 
         Args:
             policy: Topic, delay and attempts.
@@ -82,7 +77,7 @@ class Parking:
             shards: Shards of the handler.
             shard_key: Maps a record to its shard key.
             fixed: Whether the shards are fixed; if so, deliveries carry the number of their shard as key.
-            workers: Number of workers that serve the shards.
+            batch_workers: Number of workers of a batch handler; None for a handler of single records.
             publish: Writes to the side topic.
             send: Writes to the side topic for a delivery that completes after that.
             exactly_once: Whether `send` makes messages visible in the transaction that commits the completion.
@@ -96,8 +91,6 @@ class Parking:
         self._handler = handler
         self._shards = shards
         self._identity = functools.partial(identity, shard_key, shards=len(shards) if fixed else None)
-        self._fixed = fixed
-        self._at_once = max(2 * workers, 16)
         self._publish = publish
         self._send_for = send
         self._exactly_once = exactly_once
@@ -106,13 +99,10 @@ class Parking:
         self._clock = clock
         self._partitions: dict[Epoch, ParkedPartition] = {}
         self._ensured = 0
-        self._cached: dict[tuple[TopicPartition, int], Record] = {}
-        """Unused records of the latest read: records that are due are often neighbours."""
         self._unreadable: str | None = None
         """Why the side topic cannot be followed now."""
         self._refused: dict[Message, str] = {}
         """Replies that could not be written and are being retried, each with the reason."""
-        self._due = asyncio.Event()
         self._epoch_time = now() - clock()
         topic = policy.topic
         self._behind = Recovery(f"its key is parked, and it is written to {topic} behind it", self._park)
@@ -120,7 +110,18 @@ class Parking:
         """Recovery for a record whose attempts are exhausted."""
         self.drop = Recovery(f"it is removed from {topic} without being processed", self._drop)
         """Recovery for giving up a record that was halted in a replay."""
-        self._finished = Recovery(f"its run succeeded, and it is removed from {topic}", self._remove)
+        self.replays = Replays(
+            shards=shards,
+            fixed=fixed,
+            batch_workers=batch_workers,
+            exactly_once=exactly_once,
+            side_topics=side_topics,
+            buffer=buffer,
+            finished=Recovery(f"its run succeeded, and it is removed from {topic}", self._remove),
+            clock=clock,
+            now=self._now,
+        )
+        """Runs due records again."""
 
     @property
     def trouble(self) -> str | None:
@@ -213,7 +214,7 @@ class Parking:
             entry = parked.keys.get(offset) if parked.source.topic_partition == topic_partition else None
             if entry is not None:
                 parked.keys.release(entry.key)
-                self.wake()
+                self.replays.wake()
                 return True
         return False
 
@@ -245,8 +246,9 @@ class Parking:
         generation = parked.generation
         due = self._due_after(0) if due is None else due
         stored_at = await self._write(delivery, failure, generation=generation, due=due, retries=0)
-        parked.add(parked.entry(record, generation=generation, stored_at=stored_at, due=due, retries=0), failure)
-        self.wake()
+        entry = parked.entry(record, generation=generation, stored_at=stored_at, due=due, retries=0)
+        if parked.add(entry, failure):
+            self.replays.wake()
         return Outcome.PARKED
 
     async def _park_again(self, due: float | None, delivery: Replay) -> Outcome:
@@ -265,7 +267,7 @@ class Parking:
             entry.due = due
         if parked.keys.get(entry.offset) is entry:
             parked.failed_again(entry, failure)
-        self.wake()
+        self.replays.wake()
         return Outcome.RETURNED
 
     def _due_after(self, retries: int) -> float:
@@ -284,7 +286,7 @@ class Parking:
         entry = delivery.entry
         await self._send_for(delivery, parked.tombstone(entry.offset, entry.generation))
         parked.remove(entry.offset)
-        self.wake()
+        self.replays.wake()
         return Outcome.PROCESSED
 
     async def _drop(self, delivery: Delivery) -> Outcome:
@@ -319,6 +321,7 @@ class Parking:
             exactly_once=self._exactly_once,
         )
         self._partitions[epoch] = parked
+        self.replays.add(parked)
         epoch.replays = parked
         self._watch()
         await self._read_all(parked)
@@ -394,12 +397,8 @@ class Parking:
         parked = self._partitions.pop(epoch, None)
         if parked is not None:
             parked.end()
+            self.replays.remove(parked)
             self._watch()
-            self.wake()
-
-    def wake(self) -> None:
-        """Look for due records now: something has changed."""
-        self._due.set()
 
     # Tasks --------------------------------------------------------------------------
 
@@ -430,7 +429,7 @@ class Parking:
         for parked in self.partitions:
             if parked.topic_partition == record.topic_partition:
                 parked.read(record)
-        self.wake()
+        self.replays.wake()
 
     async def _send(self, parked: ParkedPartition, message: Message) -> None:
         try:
@@ -444,103 +443,3 @@ class Parking:
                     return
         finally:
             self._refused.pop(message, None)
-
-    async def replay(self) -> None:
-        """Replay due records until cancelled."""
-        while True:
-            self._due.clear()
-            for parked in list(self.partitions):
-                await self._replay_due(parked)
-            with anyio.move_on_after(self._until_due()):
-                await self._due.wait()
-
-    @property
-    def _running(self) -> int:
-        return sum(len(parked.tracker) for parked in self.partitions)
-
-    def _until_due(self) -> float:
-        """Return the seconds until the next key is due; `wake` ends the wait earlier."""
-        due_times: list[float] = []
-        for parked in self.partitions:
-            due = parked.keys.next_due if parked.may_replay else None
-            if due is not None:
-                due_times.append(due)
-        # A replay that ends, or a partition that opens, wakes us.
-        if not due_times or self._running >= self._at_once:
-            return _LONGEST_WAIT
-        seconds = min(due_times) - self._now()
-        return min(max(seconds, _SHORTEST_WAIT), _LONGEST_WAIT)
-
-    async def _replay_due(self, parked: ParkedPartition) -> None:
-        """Replay the first record of each due key of a partition, as long as its gate is open and there is room."""
-        while parked.may_replay and self._running < self._at_once:
-            entry = parked.keys.take_due(self._now())
-            # 1. No key is due.
-            if entry is None:
-                return
-            record = await self._fetch(parked, entry)
-            # 2. An operator dropped the record while it was fetched.
-            if parked.keys.get(entry.offset) is not entry:
-                parked.unread.pop(entry.offset, None)
-            # 3. It can be replayed.
-            elif record is not None and parked.is_open and self._fits(record):
-                self._queue(parked, entry, record)
-            # 4. It cannot be replayed now. Each further key may take as long, and other partitions must not wait for
-            # all of them.
-            else:
-                parked.keys.postpone(entry.key, self._now() + _BACKOFF)
-                return
-
-    def _queue(self, parked: ParkedPartition, entry: ParkedEntry, record: Record) -> None:
-        """Queue a parked record for its replay, ahead of the records that arrive."""
-        shard_key = parked.identity(record)
-        number = 0
-        delivery_key = shard_key
-        if self._fixed:
-            number = fixed_shard(shard_key, len(self._shards), entry.offset)
-            delivery_key = number
-        replay = parked.replay(entry, record, delivery_key, self._clock())
-        replay.finish_with(self._finished)
-        if self._exactly_once:
-            # The messages of a batch belong to one completion.
-            replay.isolate()
-        error = undecodable(record)
-        if error is not None:
-            replay.refuse(error)
-        # Unlike other records, it may run again in the epoch in which its message was refused.
-        parked.source.fail_refused([replay])
-        parked.source.refused.pop(record.offset, None)
-        self._shards[number].put_first([replay])
-
-    async def _fetch(self, parked: ParkedPartition, entry: ParkedEntry) -> Record | None:
-        """Return the original of a parked record; None if it cannot be read now or was replaced by another."""
-        # 1. It is not known where it is, because the transaction that parks it has not ended.
-        if entry.stored_at == UNKNOWN_OFFSET:
-            return None
-        position = (parked.topic_partition, entry.stored_at)
-        # 2. The side topic cannot be read.
-        if position not in self._cached:
-            try:
-                records = await self._side.read(parked.topic_partition, entry.stored_at)
-            except TransportError as error:
-                parked.unread[entry.offset] = str(error)
-                return None
-            self._cached = {(parked.topic_partition, record.offset): record for record in records}
-        stored = self._cached.pop(position, None)
-        decoded = None if stored is None else read_parked(stored)
-        # 3. It is gone.
-        if not isinstance(decoded, ParkedRecord):
-            parked.unread[entry.offset] = (
-                f"parked record {parked.source.topic_partition}/{entry.offset} is not in {parked.topic_partition} at "
-                f"offset {entry.stored_at}: something other than compaction deleted it. Its key waits; 'aioshard park "
-                "drop' gives the record up"
-            )
-            return None
-        # 4. It is there.
-        parked.unread.pop(entry.offset, None)
-        return decoded.original
-
-    def _fits(self, record: Record) -> bool:
-        """Return whether there is room for a record, or no running replay that it could wait for."""
-        size = record_size(record.key, record.value, record.headers)
-        return not self._running or self._buffer.bytes + size <= self._buffer.bounds.bytes

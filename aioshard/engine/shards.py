@@ -672,6 +672,16 @@ class Shards:
         self.notify()
 
     @property
+    def allowed_workers(self) -> int:
+        """Number of workers that may run."""
+        return self._workers
+
+    @property
+    def spare_workers(self) -> int:
+        """Number of idle workers that no delivery waits for."""
+        return max(len(self._idle) - self._reserve - self.unseen - len(self._returning), 0)
+
+    @property
     def _can_wake(self) -> bool:
         """Whether a worker is idle and may be woken."""
         return len(self._idle) > self._reserve
