@@ -73,8 +73,12 @@ class HandlerSet:
     # In flight --------------------------------------------------------------------------
 
     def in_flight(self) -> set[Delivery]:
-        """All deliveries that workers run now."""
-        return {delivery for worker in self.workers for delivery in worker.deliveries}
+        """All deliveries that workers run now, and those whose recoveries are about to begin."""
+        running = {delivery for worker in self.workers for delivery in worker.deliveries}
+        for handler in self._handlers:
+            for shards in handler.shards:
+                running.update(shards.handed_over)
+        return running
 
     def interrupt(self, deliveries: set[Delivery]) -> int:
         """Cancel the runs of these deliveries; they stay incomplete.
