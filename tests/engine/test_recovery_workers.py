@@ -9,12 +9,13 @@ import pytest
 
 from aioshard import App, DeadLetter, Park, Record, Retry
 from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.explain.causes import HandlerSnapshot
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch, Message
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, TestClient, run
 from tests.engine.deliveries import make_buffer
-from tests.engine.live_apps import engine_of, until
+from tests.engine.live_apps import engine_of, until, watch_of
 
 SIDE = "orders.side"
 POLICIES: list[Any] = [DeadLetter(SIDE, breaker=None), Park(SIDE, delay=30.0)]
@@ -92,6 +93,13 @@ def test_healthy_keys_do_not_wait_for_writes(
             await until(lambda: ledger.count(b"good") == 100, timeout=20.0)
             statistics = app.statistics().handlers[0]
             assert statistics.busy == 0, "of the handler's workers"
+            states = [part.head.state for part in app.diagnose().partitions if part.head is not None]
+            assert states == ["recovery"]
+            waiting = engine_of(app).handlers[0].shards[0].handed_over
+            assert len(waiting) == 10 - max(options["concurrency"] // 2, 1)
+            described = HandlerSnapshot(engine_of(app).handlers[0], watch_of(app)).describe(waiting[0])
+            assert described.state == "recovery"
+            assert SIDE in described.reason
             assert client.committed("orders", 0) in (0, None)
             slow_writes(0.0)
             await client.settle(timeout=1_000.0)
