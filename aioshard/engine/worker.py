@@ -631,11 +631,17 @@ class RecoveryWorker(Worker):
         """Serve until cancelled."""
         SERVING.set(self)
         shards = self._shards
+        ahead = 0
         while True:
+            # In a transaction, a write does not wait for its acknowledgement.
+            if ahead >= RUN_AHEAD:
+                ahead = 0
+                await asyncio.sleep(0)
             delivery = shards.take_handed_over()
             if delivery is None:
                 await shards.wait_for_handed_over()
                 continue
+            ahead += 1
             if self._divert is not None:
                 self._divert(delivery)
             # Its key is no longer parked: a worker of the handler takes it.
