@@ -11,7 +11,6 @@ from aioshard.core.flow import Usage
 from aioshard.core.parking import ParkedEntry
 from aioshard.core.sharding import fixed_shard
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Gate
 from aioshard.engine.outcomes import Recovery
 from aioshard.engine.parked_partition import ParkedPartition
 from aioshard.engine.read_ahead import ReadAhead
@@ -269,39 +268,42 @@ class Replays:
         """Read the first record that is due, and those stored behind it."""
         try:
             entry = parked.keys.first_due(self._now())
-            if entry is not None and entry.stored_at != UNKNOWN_OFFSET:
-                await self._read_from(parked, entry, entry.stored_at)
+            read_ahead = self._read_ahead.get(parked)
+            # The partition may have ended before this task began.
+            if read_ahead is not None and entry is not None and entry.stored_at != UNKNOWN_OFFSET:
+                await self._read_from(parked, entry, entry.stored_at, read_ahead)
         finally:
             self._reading.discard(parked)
             self.wake()
 
-    async def _read_from(self, parked: ParkedPartition, entry: ParkedEntry, position: int) -> None:
+    async def _read_from(
+        self, parked: ParkedPartition, entry: ParkedEntry, position: int, read_ahead: ReadAhead
+    ) -> None:
+        max_bytes = read_ahead.bytes_for(self._share(read_ahead).records)
         try:
-            share = self._share(parked)
-            records = await self._side.read(
-                parked.topic_partition, position, self._read_ahead[parked].bytes_for(share.records)
-            )
+            records = await self._side.read(parked.topic_partition, position, max_bytes)
         except TransportError as error:
-            parked.unread[entry.offset] = str(error)
-            self._unreadable[parked] = self._clock() + _BACKOFF
+            if parked in self._read_ahead:
+                parked.unread[entry.offset] = str(error)
+                self._unreadable[parked] = self._clock() + _BACKOFF
+            return
+        # 1. The partition has ended meanwhile.
+        if parked not in self._read_ahead:
             return
         self._unreadable.pop(parked, None)
-        # 1. The partition has ended meanwhile.
-        if parked.gate is Gate.ENDED or parked not in self._read_ahead:
-            return
         # 2. An operator dropped the record, or it was written again.
         if parked.keys.get(entry.offset) is not entry or entry.stored_at != position:
             parked.unread.pop(entry.offset, None)
         # 3. It is gone.
         elif not records or records[0].offset != position:
             self._give_up(parked, entry, _gone(parked, entry))
-        self._read_ahead[parked].store(records, self._share(parked), until=self._now() + _SOON, now=self._clock())
+        read_ahead.store(records, self._share(read_ahead), until=self._now() + _SOON, now=self._clock())
 
-    def _share(self, parked: ParkedPartition) -> Usage:
+    def _share(self, read_ahead: ReadAhead) -> Usage:
         """Return how much of the buffer the unused records of a partition may hold."""
         bounds = self._buffer.bounds
         active = sum(other.keys.next_due is not None for other in self._read_ahead) or 1
-        held = self._read_ahead[parked].held
+        held = read_ahead.held
         return Usage(
             min(bounds.records // _SHARE // active, held.records + bounds.records - self._buffer.records),
             min(bounds.bytes // _SHARE // active, held.bytes + bounds.bytes - self._buffer.bytes),
