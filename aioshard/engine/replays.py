@@ -27,6 +27,8 @@ _SOON = 1.0
 """Seconds; records of keys that are due by then are kept when they are read."""
 _KEPT = 30.0
 """Seconds for which unused records are kept."""
+_MOST_SKIPPED = 100
+"""Maximum number of due records of a partition that are passed over in one look."""
 _SHORTEST_WAIT = 0.01
 _LONGEST_WAIT = 60.0
 """Seconds from one look for due records to the next, at least and at most."""
@@ -149,7 +151,10 @@ class Replays:
         for parked in partitions[begin:] + partitions[:begin]:
             if room <= 0:
                 break
-            queued, is_short = self._replay(parked, room)
+            skipped: list[ParkedEntry] = []
+            queued, is_short = self._replay(parked, room, skipped)
+            for entry in skipped:
+                parked.keys.postpone(entry.key, entry.due)
             room -= queued
             if is_short and len(self._reading) + len(to_read) < _MOST_READS:
                 to_read.append(parked)
@@ -198,8 +203,13 @@ class Replays:
         shortest = _SHORTEST_WAIT if self._room() > 0 else _NO_ROOM_WAIT
         return min(max(min(waits, default=_LONGEST_WAIT), shortest), _LONGEST_WAIT)
 
-    def _replay(self, parked: ParkedPartition, room: int) -> tuple[int, bool]:
+    def _replay(self, parked: ParkedPartition, room: int, skipped: list[ParkedEntry]) -> tuple[int, bool]:
         """Queue the first records of due keys of a partition.
+
+        Args:
+            parked: The partition.
+            room: Maximum number of records.
+            skipped: Receives those that were taken and stay due, because other records of their shards come first.
 
         Returns:
             How many were queued, at most *room*, and whether the next one must be read.
@@ -207,29 +217,46 @@ class Replays:
         queued = 0
         now = self._now()
         while queued < room and (entry := parked.keys.first_due(now)) is not None:
-            # 1. It is not known where it is, because the transaction that parks it has not ended.
+            # 1. Its fixed shard is a single worker, which has other records to run between two replays.
+            if self._fixed and self._has_replay(self._shard_of(entry)):
+                parked.keys.take_due(now)
+                skipped.append(entry)
+                if len(skipped) >= _MOST_SKIPPED:
+                    return queued, False
+                continue
+            # 2. It is not known where it is, because the transaction that parks it has not ended.
             if entry.stored_at == UNKNOWN_OFFSET:
                 parked.keys.postpone(entry.key, now + _BACKOFF)
                 continue
             stored = self._read_ahead[parked].take(entry)
-            # 2. It has to be read, with those around it.
+            # 3. It has to be read, with those around it.
             if stored is None:
                 return queued, True
             record = _original_of(parked, entry, stored)
-            # 3. It is not what was parked.
+            # 4. It is not what was parked.
             if record is None:
                 self._give_up(parked, entry, _gone(parked, entry))
-            # 4. There is no room for it.
+            # 5. There is no room for it.
             elif not self._fits(record):
                 parked.keys.postpone(entry.key, now + _BACKOFF)
                 return queued, False
-            # 5. It can be replayed.
+            # 6. It can be replayed.
             else:
                 parked.unread.pop(entry.offset, None)
                 parked.keys.take_due(now)
                 self._queue(parked, entry, record)
                 queued += 1
         return queued, False
+
+    def _shard_of(self, entry: ParkedEntry) -> int:
+        """Return the number of the fixed shard of a record."""
+        return fixed_shard(None if entry.alone else entry.key, len(self._shards), entry.offset)
+
+    def _has_replay(self, number: int) -> bool:
+        """Return whether a fixed shard has a replay already, and something waits in it."""
+        if not self._shards[number].unseen:
+            return False
+        return any(replay.key == number for parked in self._read_ahead for replay in parked.tracker.values())
 
     def _give_up(self, parked: ParkedPartition, entry: ParkedEntry, why: str) -> None:
         """Let a key wait whose first record cannot be read."""
@@ -242,12 +269,15 @@ class Replays:
         return self._buffer.bytes + size <= self._buffer.bounds.bytes or not self._in_flight
 
     def _queue(self, parked: ParkedPartition, entry: ParkedEntry, record: Record) -> None:
-        """Queue a parked record for its replay, ahead of the records that arrive."""
+        """Queue a parked record for its replay, ahead of the records that arrive, except for the first of them.
+
+        A single worker would otherwise run one replay after the other, however many records wait.
+        """
         shard_key = parked.identity(record)
         number = 0
         delivery_key = shard_key
         if self._fixed:
-            number = fixed_shard(shard_key, len(self._shards), entry.offset)
+            number = self._shard_of(entry)
             delivery_key = number
         replay = parked.replay(entry, record, delivery_key, self._clock())
         replay.finish_with(self._finished)
@@ -260,7 +290,7 @@ class Replays:
         # Unlike other records, it may run again in the epoch in which its message was refused.
         parked.source.fail_refused([replay])
         parked.source.refused.pop(record.offset, None)
-        self._shards[number].put_first([replay])
+        self._shards[number].put_second(replay)
 
     # Reading ------------------------------------------------------------------------
 

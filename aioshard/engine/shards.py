@@ -202,6 +202,13 @@ class Shards:
         self._front.extendleft(reversed(deliveries))
         self.notify()
 
+    def put_second(self, delivery: Delivery) -> None:
+        """Queue a delivery ahead of all that no worker has looked at, except for the first one of them."""
+        if not self._front and self._arrivals:
+            self._front.append(self._arrivals.popleft())
+        self._front.insert(1, delivery)
+        self.notify()
+
     # Serving ------------------------------------------------------------------
 
     def take(self) -> Delivery | None:

@@ -1,13 +1,15 @@
 """Replays of parked records: many come back with few reads, and they hold up neither each other nor other keys."""
 
 import asyncio
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from aioshard import App, Park, Record, Retry, RetryLater
 from aioshard.core.fairness import most_failing_runs
+from aioshard.core.sharding import fixed_shard
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Removed, read_parked
 from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
@@ -29,12 +31,13 @@ class Outage:
         self.wait_in_memory: set[bytes] = set()
         """Keys that are retried in memory, an hour later."""
 
-    def app(self, *, concurrency: int = 10, delay: float = 30.0) -> App:
+    def app(self, *, concurrency: int | None = 10, shards: int | None = None, delay: float = 30.0) -> App:
         app = App("shop", commit_interval=0.1)
 
         @app.consume(
             "orders",
             concurrency=concurrency,
+            shards=shards,
             retry=Retry(attempts=1 if not self.wait_in_memory else 2),
             on_failure=Park(PARKED, delay=delay),
         )
@@ -230,3 +233,52 @@ def test_records_that_were_read_and_are_not_needed_give_their_room_back() -> Non
             assert engine_of(app).buffer.bytes == 0
 
     run(test())
+
+
+def test_replays_take_turns_with_the_other_records_of_a_fixed_shard() -> None:
+    """All records are in one of ten shards, and the workers of the others are idle."""
+    outage = Outage(seconds=0.1)
+
+    def of_one_shard(prefix: str) -> Iterator[str]:
+        names = (f"{prefix}{number}" for number in itertools.count())
+        return (name for name in names if fixed_shard(name.encode(), 10, 0) == 3)
+
+    async def test() -> None:
+        app = outage.app(concurrency=None, shards=10, delay=60.0)
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for key in itertools.islice(of_one_shard("bad"), 50):
+                for _ in range(2):
+                    await client.publish("orders", b"", key=key, partition=0)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            for key in itertools.islice(of_one_shard("good"), 1_000):
+                await client.publish("orders", b"", key=key, partition=0)
+            await until(lambda: outage.count(b"bad") >= 1)
+            before = outage.count(b"good")
+            await until(lambda: outage.count(b"bad") == 100)
+            assert 50 < outage.count(b"good") - before < 500
+            await client.settle(timeout=200.0)
+
+    run(test())
+    assert outage.in_order()
+
+
+def test_replays_take_turns_with_the_other_records_of_a_single_worker() -> None:
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        async with TestClient(outage.app(concurrency=1, delay=60.0), broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 50, 2)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            await publish(client, 1_000, 1, prefix="good")
+            await until(lambda: outage.count(b"bad") >= 1)
+            before = outage.count(b"good")
+            await until(lambda: outage.count(b"bad") == 100)
+            assert 50 < outage.count(b"good") - before < 500
+            await client.settle(timeout=200.0)
+
+    run(test())
+    assert outage.in_order()
