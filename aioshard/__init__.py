@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.attempts import BatchContext, CallNext, Context
-from aioshard.core.options import Adaptive, Batch, CircuitBreaker, DeadLetter, Limit, Park, Retry
-from aioshard.errors import AioshardError, BatchError, RetryLater
+from aioshard.core.options import Adaptive, Batch, CircuitBreaker, DeadLetter, Growing, Limit, Park, Retry
+from aioshard.errors import AioshardError, BatchError, ParkLater, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, LimitStatistics, PartitionStatistics, Statistics
 from aioshard.ports import Message
 from aioshard.records import PartitionInfo, Record, TopicPartition
@@ -39,12 +39,14 @@ __all__ = [
     "CircuitBreaker",
     "Context",
     "DeadLetter",
+    "Growing",
     "HandlerStatistics",
     "JournalStatistics",
     "Limit",
     "LimitStatistics",
     "Message",
     "Park",
+    "ParkLater",
     "PartitionInfo",
     "PartitionStatistics",
     "Record",

@@ -62,7 +62,7 @@ from aioshard.ports import (
     TransportFactory,
 )
 from aioshard.records import PartitionInfo, TopicPartition
-from aioshard.router import Router, overridden, process_call
+from aioshard.router import Router, overridden, process_call, with_side_topic
 from aioshard.schema_registry.formats import RegistryFormat
 from aioshard.schema_registry.registries import Registries
 from aioshard.serde.payloads import Headers, message
@@ -251,6 +251,9 @@ class App(Router, Generic[State]):
         for topic in sorted(handled ^ set(assigned)):
             problem = "has no partitions in assign" if topic in handled else "is in assign, but no handler consumes it"
             raise SettingsError(f"topic {topic!r} {problem}: name exactly the topics of the handlers in assign")
+
+    def _completed(self, handler: Handler) -> Handler:
+        return with_side_topic(handler, self.group_id)
 
     def include_router(self, router: Router) -> None:
         """Add the handlers of another module.

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from aioshard.records import Record, TopicPartition, counted
 
@@ -58,7 +59,23 @@ class DecodeError(AioshardError):
     """
 
 
-class RetryLater(AioshardError):  # noqa: N818 - a request rather than an error
+class _LaterError(AioshardError):
+    """Base of the exceptions with which a handler chooses the delay until its next attempt."""
+
+    default: ClassVar[str]
+    """Message without a reason, before the delay."""
+
+    def __init__(self, seconds: float, why: str = "") -> None:
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"{type(self).__name__}({seconds!r}) was refused: expected a number of seconds, 0 or more")
+        super().__init__(why or f"{self.default} {seconds:g} s")
+        self.seconds = float(seconds)
+
+    def __reduce__(self) -> tuple[type, tuple[float, str]]:
+        return type(self), (self.seconds, str(self))
+
+
+class RetryLater(_LaterError):  # noqa: N818 - a request rather than an error
     """Raised by a handler to choose the delay until its next attempt, as with HTTP's `Retry-After`.
 
     It counts as a failed attempt, regardless of `retry_on` and `give_up_on`. `Retry.maximum` does not limit the delay.
@@ -77,11 +94,36 @@ class RetryLater(AioshardError):  # noqa: N818 - a request rather than an error
         aioshard.errors.RetryLater: the partner is busy
     """
 
-    def __init__(self, seconds: float, why: str = "") -> None:
-        if not 0 <= seconds < float("inf"):
-            raise ValueError(f"RetryLater({seconds!r}) was refused: expected a number of seconds, 0 or more")
-        super().__init__(why or f"retry in {seconds:g} s")
-        self.seconds = float(seconds)
+    default = "retry in"
+
+
+class ParkLater(_LaterError):  # noqa: N818 - a request rather than an error
+    """Raised by a handler to park its record now, durably, and to try it again after a delay that may be long.
+
+    The handler needs `on_failure=Park(...)`. The record moves to the side topic immediately, without the attempts of
+    `retry`, and later records of its key wait there behind it, in order. The delay survives restarts and rebalances,
+    and `Park.delay` does not apply. A parked record that raises this again counts as a failed retry; see
+    `Park.attempts`. In a batch handler it parks every record of the batch, and in a `BatchError` those that it is given
+    for.
+
+    Without `Park`, in a backfill on Spark and in `aioshard dlt replay --app` nothing can be parked: the record has then
+    failed for good, and its failure policy applies.
+
+    Args:
+        seconds: Delay until the next attempt.
+        why: For logs and explanations.
+
+    Raises:
+        ValueError: *seconds* is negative or not finite.
+
+    Example:
+        >>> raise ParkLater(3600, "the partner is closed for maintenance")
+        Traceback (most recent call last):
+        ...
+        aioshard.errors.ParkLater: the partner is closed for maintenance
+    """
+
+    default = "parked for"
 
 
 class BatchError(AioshardError):

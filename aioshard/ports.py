@@ -502,8 +502,12 @@ class SideTopics(Protocol):
                 of it may still become visible.
         """
 
-    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+    async def read(
+        self, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         """Return some records from *offset* on, up to one fetch; empty only if none is left up to the end.
+
+        A fetch has at most *max_bytes*, by default a megabyte, unless the first batch is larger.
 
         This is independent of `watch`. If *offset* no longer holds a record, the result starts at the next existing
         one.

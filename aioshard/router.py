@@ -257,11 +257,16 @@ class Router:
         self._middleware.append(middleware)
         return middleware
 
+    def _completed(self, handler: Handler) -> Handler:
+        """Return a handler with the options that depend on the app."""
+        return handler
+
     def _check_open(self, what: str) -> None:
         """Raise if registration is closed: in a running app."""
 
     def _add(self, handler: Handler) -> None:
         self._check_open(f"handler {handler.name!r}")
+        handler = self._completed(handler)
         _check_conflicts(handler, self._handlers)
         self._handlers.append(handler)
 
@@ -406,14 +411,27 @@ def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
             ) from error
 
 
+def with_side_topic(handler: Handler, group_id: str) -> Handler:
+    """Return a handler whose topic of parked records has a name, if it parks.
+
+    Raises:
+        HandlerError: The name derives from the group, and is not valid or is a topic that the handler consumes.
+    """
+    if not isinstance(handler.on_failure, Park):
+        return handler
+    policy = handler.on_failure.in_group(group_id)
+    _check_failure_policy(policy, handler.topics, handler.pattern)
+    return handler._replace(on_failure=policy)
+
+
 def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: str | None) -> None:
     """Refuse an unknown policy, and one that sends records back to a topic of the same handler."""
     if on_failure in ("halt", "skip"):
         return
     if not isinstance(on_failure, DeadLetter | Park):
-        raise HandlerError(
-            f"on_failure={on_failure!r} is not known: use 'halt', 'skip', DeadLetter('topic') or Park('topic')"
-        )
+        raise HandlerError(f"on_failure={on_failure!r} is not known: use 'halt', 'skip', Park() or DeadLetter('topic')")
+    if not on_failure.topic:  # the app knows its group, and checks the name that derives from it
+        return
     is_consumed = on_failure.topic in topics or (pattern is not None and re.fullmatch(pattern, on_failure.topic))
     if is_consumed:
         raise HandlerError(

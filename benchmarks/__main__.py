@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19
+from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19, p22
 from benchmarks.machine import described, machine
 from benchmarks.report import Report
 from benchmarks.stage import ContestantFailedError, Stage, stage
@@ -41,6 +41,7 @@ ON_A_BROKER: dict[str, Run] = {
     "p17": p17.run,
     "p18": p18.run,
     "p19": p19.run,
+    "p22": p22.run,
 }
 ALONE = {"p7": p7.run, "p14": p14.run}
 """Benchmarks that need no broker."""
@@ -54,7 +55,7 @@ NAMES = sorted([*ON_A_BROKER, *ALONE], key=lambda name: int(name[1:]))
 @click.option("--quick", is_flag=True, help="Tiny inputs, to see that everything works; figures are not judged.")
 @click.option("--bootstrap-servers", metavar="HOST:PORT", help="Use this cluster instead of starting a broker.")
 def main(names: tuple[str, ...], *, as_json: bool, markdown: bool, quick: bool, bootstrap_servers: str | None) -> None:
-    """Measure aioshard and its peers on a real broker. NAMES are p1 to p19, or all, the default."""
+    """Measure aioshard and its peers on a real broker. NAMES are p1 to p22, or all, the default."""
     chosen = [name for name in NAMES if not names or "all" in names or name in names]
     progress = Console(stderr=True)
     before = machine()

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
-from aioshard.errors import DecodeError, HandlerError, MessageRefusedError, RetryLater
+from aioshard.errors import DecodeError, HandlerError, MessageRefusedError, ParkLater, RetryLater
 from aioshard.records import TOPIC_NAME
 
 _SHRINKS = 3
@@ -16,6 +16,7 @@ _LONGEST_NAME = 100
 _INITIAL = 8
 """The default beginning of an adaptive concurrency."""
 _MOST_TOLERANCE = 10.0
+_MOST_FACTOR = 100.0
 _TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
@@ -101,9 +102,8 @@ class Retry:
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
         """Return the seconds until the next attempt, or None to give up, as after an error that repeats.
 
-        A `DecodeError` and a `MessageRefusedError` always repeat.
-
-        A `RetryLater` chooses the delay.
+        A `DecodeError` and a `MessageRefusedError` always repeat. A `RetryLater` chooses the delay. A `ParkLater` is
+        never waited for here.
 
         Args:
             error: The exception that attempt number *attempt* raised.
@@ -112,7 +112,7 @@ class Retry:
         """
         if isinstance(error, RetryLater) and attempt < self.attempts:
             return error.seconds
-        repeats = isinstance(error, DecodeError | MessageRefusedError)
+        repeats = isinstance(error, DecodeError | MessageRefusedError | ParkLater)
         is_final = repeats or isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on)
         if is_final or attempt >= self.attempts:
             return None
@@ -365,6 +365,43 @@ class DeadLetter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Growing:
+    """A delay that grows with each retry of a parked key: `Park("orders.parked", delay=Growing(60.0))`.
+
+    It begins again when a record of the key succeeds.
+
+    Attributes:
+        initial: Seconds until the first retry.
+        factor: Factor by which each delay exceeds the previous one.
+        maximum: Longest delay, in seconds.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> growing = Growing(60.0, factor=2.0, maximum=300.0)
+        >>> [growing.after(retries) for retries in range(5)]
+        [60.0, 120.0, 240.0, 300.0, 300.0]
+    """
+
+    initial: float
+    factor: float = 2.0
+    maximum: float = 3600.0
+
+    def __post_init__(self) -> None:
+        check(self, "initial", is_positive(self.initial), "a number of seconds above 0")
+        is_valid = is_number(self.factor) and 1 <= self.factor <= _MOST_FACTOR
+        check(self, "factor", is_valid, f"a number from 1 to {_MOST_FACTOR:g}")
+        is_valid = is_positive(self.maximum) and self.maximum >= self.initial
+        check(self, "maximum", is_valid, f"a number of seconds, at least initial={self.initial}")
+
+    def after(self, retries: int) -> float:
+        """Return the seconds until the next retry of a key that was retried *retries* times."""
+        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
+        return float(min(self.maximum, self.initial * self.factor ** min(retries, 100)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Park:
     """Set aside a record whose attempts are exhausted, with every later record of its key, and continue with the rest.
 
@@ -372,9 +409,11 @@ class Park:
     operator releases the key, they are processed in order, before newer records of the key.
 
     Attributes:
-        topic: Topic for parked records. It needs at least as many partitions as each topic of the handler; if it does
-            not exist, it is created, compacted.
-        delay: Seconds until a parked key is retried.
+        topic: Topic for parked records; by default the name of the group, followed by `.parked`. It needs at least as
+            many partitions as each topic of the handlers that park there; if it does not exist, it is created,
+            compacted.
+        delay: Seconds until a parked key is retried; `Growing(initial, factor, maximum)` for a delay that grows with
+            each retry.
         attempts: Maximum number of retries; a key that fails once more stays parked until an operator releases or
             drops it. None means unlimited.
 
@@ -382,16 +421,43 @@ class Park:
         HandlerError: If a value is outside its range.
     """
 
-    topic: str
-    delay: float = 60.0
+    topic: str = ""
+    delay: float | Growing = 60.0
     attempts: int | None = None
 
     def __post_init__(self) -> None:
-        check(self, "topic", is_topic(self.topic), _TOPIC)
-        check(self, "delay", is_positive(self.delay), "a number of seconds above 0")
+        check(self, "topic", self.topic == "" or is_topic(self.topic), _TOPIC)
+        is_delay = isinstance(self.delay, Growing) or is_positive(self.delay)
+        check(self, "delay", is_delay, "a number of seconds above 0, or Growing(initial, factor, maximum)")
         check(
             self, "attempts", self.attempts is None or is_whole(self.attempts), "a whole number of at least 1, or None"
         )
+
+    def in_group(self, group_id: str) -> "Park":
+        """Return the same with the name of its topic, which may derive from that of the consumer group.
+
+        Raises:
+            HandlerError: The name of the group cannot be part of the name of a topic.
+
+        Example:
+            >>> Park().in_group("billing").topic, Park("orders.parked").in_group("billing").topic
+            ('billing.parked', 'orders.parked')
+        """
+        if self.topic:
+            return self
+        topic = f"{group_id}.parked"
+        if not is_topic(topic):
+            raise HandlerError(
+                f"Park() names its topic after the group, and {topic!r} cannot be the name of a topic: expected "
+                f"{_TOPIC}; name one, as in Park('orders.parked')"
+            )
+        return dataclasses.replace(self, topic=topic)
+
+    def delay_after(self, retries: int) -> float | None:
+        """Return the seconds until the next retry of a key that was retried *retries* times; None if there is none."""
+        if self.attempts is not None and retries >= self.attempts:
+            return None
+        return self.delay.after(retries) if isinstance(self.delay, Growing) else self.delay
 
 
 OnFailure = Literal["halt", "skip"] | DeadLetter | Park

@@ -154,6 +154,23 @@ class ParkedKeys:
         if key in self._waiting:
             self.postpone(key, 0.0)
 
+    def first_due(self, now: float) -> ParkedEntry | None:
+        """Return the first record of the key that `take_due` would take; None if no key is due."""
+        due = self.next_due
+        return None if due is None or due > now else self._by_key[self._due[0][-1]][0]
+
+    def run_soon(self, until: float, most: int) -> list[ParkedEntry]:
+        """Return the records that run next: the first ones of each key that is being retried, or is due by a time.
+
+        Args:
+            until: The time, in seconds since the epoch.
+            most: Maximum number of records; about as many of each key, but at least one.
+        """
+        waiting = self._waiting
+        soon = [entries for key, entries in self._by_key.items() if waiting.get(key, 0.0) <= until]
+        of_each = max(most // max(len(soon), 1), 1)
+        return [entry for entries in soon for entry in entries[:of_each]]
+
     def take_due(self, now: float) -> ParkedEntry | None:
         """Return the first record of a due key, which then no longer waits; None if no key is due."""
         due = self.next_due

@@ -21,10 +21,12 @@ from aioshard.engine.outcomes import (
     RetryRecovery,
     RunAgain,
 )
+from aioshard.engine.parking import Parking
 from aioshard.engine.shards import Shards
 from aioshard.errors import (
     HandlerError,
     MessageRefusedError,
+    ParkLater,
     RegistryUnavailableError,
     RetryLater,
     SwallowedCancellationError,
@@ -39,6 +41,12 @@ _BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseExce
 
 _REFUSED_BACKOFF = Retry(attempts=1 << 60, initial=1.0, maximum=60.0)
 """The same if the brokers refused the message in a transaction: each try ends the epoch of the partition."""
+
+
+_NOT_PARKED = (
+    "nothing is parked: on_failure is not Park(…), or this is a backfill or a replay of dead letters; raise RetryLater "
+    "to wait in memory"
+)
 
 
 class FailureHandler:
@@ -58,6 +66,7 @@ class FailureHandler:
         clock: Callable[[], float],
         workers: int,
         running: Callable[[], int] = int,
+        parking: Parking | None = None,
         breaker: CircuitBreaker | None = None,
         handler: str = "",
         group: str = "",
@@ -72,6 +81,7 @@ class FailureHandler:
             clock: Returns the loop time.
             workers: Number of workers of the handler.
             running: Returns how many records run now that have not failed.
+            parking: Parks the records whose handler raises `ParkLater`; None if nothing can be parked.
             breaker: Limit on the share of such records; None means no limit.
             handler: Name of the handler, for log lines.
             group: Consumer group, for log lines.
@@ -80,6 +90,7 @@ class FailureHandler:
         self.log = FailureLog(handler=handler, group=group, counters=counters, clock=clock)
         self._retry = retry
         self._recovery = recovery
+        self._parking = parking
         self._recovery_after_breaker = Recovery(
             "it is diverted when the circuit breaker has closed", self._recover_after_breaker
         )
@@ -144,27 +155,36 @@ class FailureHandler:
         return self._decide_attempt(delivery, error, keyed=keyed)
 
     def _decide_attempt(self, delivery: Delivery, error: BaseException, *, keyed: bool) -> Decision:
+        if isinstance(error, ParkLater) and self._parking is None:
+            error = ParkLater(error.seconds, f"{message_of(error)} ({_NOT_PARKED})")
         failure = delivery.fail(error, self.counters.processed)
         why = str(failure)
         self._note_overload(error)
         # 1. The handler returned although it was cancelled: its effects are unknown.
         if isinstance(error, SwallowedCancellationError):
             return Halt(why)
-        # 2. It has attempts left.
+        # 2. Its handler knows when it may succeed, and its key waits for that in the side topic.
+        if isinstance(error, ParkLater) and self._parking is not None:
+            return Recover(self._parking.recovery_in(error.seconds))
+        # 3. It has attempts left.
         delay: float | None = None
         if keyed:
             delay = self._retry.delay(error, delivery.failures, random.random())  # noqa: S311 - jitter
         if delay is not None:
             delivery.epoch.counts.retried += 1
             return RunAgain(why, delay)
-        # 3. Nothing else can complete it.
+        # 4. It has none.
+        return self._decide_exhausted(delivery, why, keyed=keyed)
+
+    def _decide_exhausted(self, delivery: Delivery, why: str, *, keyed: bool) -> Decision:
+        # 1. Nothing else can complete it.
         if self._recovery is None:
             return Halt(why)
-        # 4. It is to blame.
+        # 2. It is to blame.
         self._breaker.count_failed(delivery)
         if not self._breaker.is_open:
             return Recover(self._recovery)
-        # 5. The share of failed records is so high that they are probably not to blame.
+        # 3. The share of failed records is so high that they are probably not to blame.
         return AwaitBreaker(None if keyed else self._recovery_after_breaker)
 
     def _postpone(self, deliveries: Sequence[Delivery]) -> float:
@@ -184,6 +204,10 @@ class FailureHandler:
         failures = delivery.fail_recovery(None if isinstance(error, HandlerError) else reason)
         delay = backoff.delay(HandlerError(), failures, random.random()) or 0.0  # noqa: S311 - jitter
         return RetryRecovery(f"{recovery.purpose}: {reason}", delay)
+
+    def parks(self, error: BaseException) -> bool:
+        """Whether the handler of a record, or of each record of a batch, wants it to be parked, and it can be."""
+        return isinstance(error, ParkLater) and self._parking is not None
 
     def handle_failed_batch(
         self, deliveries: Sequence[Delivery], heads: Sequence[Delivery], error: BaseException, shards: Shards

@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.outcomes import Outcome, Recovery
-from aioshard.engine.parking import Parking, Replay
+from aioshard.engine.parked_partition import Replay
+from aioshard.engine.parking import Parking
 from aioshard.errors import RecordExpiredError
 
 

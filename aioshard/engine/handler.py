@@ -1,6 +1,7 @@
 """A handler, and the parts that serve it in a running app."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ from aioshard.engine.sharder import Sharder
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.timing import precise
-from aioshard.engine.worker import BatchWorker, Divert, RecordWorker, Worker
+from aioshard.engine.worker import BatchWorker, Divert, RecordWorker, RecoveryWorker, Worker
 from aioshard.log_fields import get_logger
 from aioshard.observe import HandlerStatistics
 from aioshard.ports import Publish, SideTopicsFactory
@@ -232,31 +233,30 @@ class ActiveHandler:
         """One that serves all keys on demand, or the fixed ones."""
         self.failures = failures = self._make_failure_handler(resources)
         self._latest = Latest() if spec.keep == "latest" else None
-        divert = self._make_divert()
+        writes = spec.batch is None and isinstance(spec.on_failure, DeadLetter | Park)
+        make = functools.partial(
+            self._make_worker, divert=self._make_divert(), clock=precise(resources.clock), hands_over=writes
+        )
         kind: Callable[..., Worker] = RecordWorker if spec.batch is None else BatchWorker
-        self.workers = [
-            kind(
-                f"{spec.name} worker {number}",
-                shards,
-                invoke=spec.attempt,
-                call=spec.call if self.parking is None else None,
-                failures=failures,
-                lease=resources.lease,
-                clock=precise(resources.clock),
-                timeout=spec.timeout,
-                divert=divert,
-                read=spec.read,
-                is_observed=resources.observe is not None,
-                run_ahead=resources.run_ahead,
-                registries=resources.registries,
-            )
+        self.handling = [
+            make(kind, f"{spec.name} worker {number}", shards)
             for number, shards in enumerate(self.shards * (spec.concurrency if spec.shards is None else 1))
         ]
+        """Workers that run the handler."""
+        self.recovering: list[Worker] = []
+        """Workers that take the recoveries of handlers that write them to another topic; half as many."""
+        if writes:
+            half = max(len(self.handling) // 2, 1) if spec.shards is None else 1
+            self.recovering = [
+                make(RecoveryWorker, f"{spec.name} recovery worker {number}", shards)
+                for number, shards in enumerate(self.shards * half)
+            ]
+        self.workers = self.handling + self.recovering
         self.sharder = Sharder(
             spec.shard_key,
             self.shards,
             fixed=spec.shards is not None,
-            workers=len(self.workers),
+            workers=len(self.handling),
             at_once=1 if spec.batch is None else spec.batch.max_records,
             failures=failures,
             ahead=self.limit.ahead if isinstance(self.limit, SharedLimit) else None,
@@ -265,9 +265,37 @@ class ActiveHandler:
             latest=self._latest,
         )
         if spec.shards is None:
-            self.shards[0].limit_workers(len(self.workers), len(self.workers))
+            self.shards[0].limit_workers(len(self.handling), len(self.handling))
         self.adaptation = self._make_adaptation()
         """Set if the concurrency is adaptive."""
+
+    def _make_worker(
+        self,
+        kind: Callable[..., Worker],
+        name: str,
+        shards: Shards,
+        *,
+        divert: Divert | None,
+        clock: Callable[[], float],
+        hands_over: bool,
+    ) -> Worker:
+        spec, resources = self.spec, self._resources
+        return kind(
+            name,
+            shards,
+            invoke=spec.attempt,
+            call=spec.call if self.parking is None else None,
+            failures=self.failures,
+            lease=resources.lease,
+            clock=clock,
+            timeout=spec.timeout,
+            divert=divert,
+            read=spec.read,
+            is_observed=resources.observe is not None,
+            run_ahead=resources.run_ahead,
+            registries=resources.registries,
+            hands_over=hands_over,
+        )
 
     def _make_adaptation(self) -> Adaptation | None:
         spec = self.spec
@@ -287,7 +315,7 @@ class ActiveHandler:
     @property
     def concurrency(self) -> int:
         """Maximum number of concurrent runs now. Safe from any thread."""
-        return len(self.workers) if self.adaptation is None else self.adaptation.limit
+        return len(self.handling) if self.adaptation is None else self.adaptation.limit
 
     def _make_divert(self) -> Divert | None:
         """Return the function that inspects each delivery before it starts; None if nothing can be diverted then."""
@@ -339,13 +367,14 @@ class ActiveHandler:
                     shards=self.shards,
                     shard_key=spec.shard_key,
                     fixed=spec.shards is not None,
-                    workers=spec.concurrency,
+                    batch_workers=None if spec.batch is None else spec.concurrency,
                     publish=resources.publish,
                     send=resources.send,
                     exactly_once=resources.exactly_once,
                     side_topics=resources.make_side_topics(),
                     buffer=resources.buffer,
                     clock=resources.clock,
+                    now=resources.now,
                 )
                 recovery = self.parking.recovery
         return FailureHandler(
@@ -356,6 +385,7 @@ class ActiveHandler:
             clock=resources.clock,
             running=lambda: sum(run.recovery is None for worker in self.workers for run in worker.deliveries),
             workers=spec.shards or spec.concurrency,
+            parking=self.parking,
             breaker=spec.on_failure.breaker if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=resources.group_id,
@@ -411,7 +441,7 @@ class ActiveHandler:
             tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} timeouts")
         if self.parking is not None:
             tasks.start(self.parking.read(), f"{name} reads parked records")
-            tasks.start(self.parking.replay(), f"{name} replays parked records")
+            tasks.start(self.parking.replays.run(), f"{name} replays parked records")
 
     def statistics(self) -> HandlerStatistics:
         """Return its counts and the state of its workers and shards. Safe from any thread."""
@@ -422,11 +452,12 @@ class ActiveHandler:
             topics = (*topics, spec.pattern)
         by_topic = self.counters.statistics()
         busy = [worker for worker in self.workers if worker.deliveries]
+        handling = [worker for worker in self.handling if worker.deliveries]
         return HandlerStatistics(
             name=spec.name,
             topics=topics,
             concurrency=self.concurrency,
-            busy=len(busy),
+            busy=len(handling),
             shards=len(self.shards[0]) if spec.shards is None else len(self.shards),
             processed=sum(topic.processed for topic in by_topic),
             retried=sum(topic.retried for topic in by_topic),

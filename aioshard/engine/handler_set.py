@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 
+from aioshard.core.options import Park
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import ActiveHandler, Handler, Resources
 from aioshard.engine.worker import Worker
 from aioshard.errors import HandlerError
+
+
+def _parks_in(handler: ActiveHandler, topic: str) -> bool:
+    policy = handler.spec.on_failure
+    return isinstance(policy, Park) and policy.topic == topic
 
 
 class HandlerSet:
@@ -50,6 +56,14 @@ class HandlerSet:
             raise HandlerError(f"topic {topic!r} belongs to several handlers ({names}): narrow their patterns")
         return first
 
+    def parked_with(self, topic: str) -> set[str]:
+        """The topics whose records are parked in the same side topic as those of *topic*; empty if none are."""
+        policy = self.of(topic).spec.on_failure
+        if not isinstance(policy, Park):
+            return set()
+        parking = [handler for handler in self._handlers if _parks_in(handler, policy.topic)]
+        return {name for handler in parking for name in (*handler.spec.topics, *handler.counters.topics)}
+
     def subscription(self) -> tuple[list[str], str | None]:
         """The topics and the pattern of all handlers."""
         topics = dict.fromkeys(topic for handler in self._handlers for topic in handler.spec.topics)
@@ -59,8 +73,12 @@ class HandlerSet:
     # In flight --------------------------------------------------------------------------
 
     def in_flight(self) -> set[Delivery]:
-        """All deliveries that workers run now."""
-        return {delivery for worker in self.workers for delivery in worker.deliveries}
+        """All deliveries that workers run now, and those whose recoveries are about to begin."""
+        running = {delivery for worker in self.workers for delivery in worker.deliveries}
+        for handler in self._handlers:
+            for shards in handler.shards:
+                running.update(shards.handed_over)
+        return running
 
     def interrupt(self, deliveries: set[Delivery]) -> int:
         """Cancel the runs of these deliveries; they stay incomplete.

@@ -142,11 +142,15 @@ class PositionResolver:
         """
         sizes: dict[str, int] = {}
         for topic in _topics(views):
-            sizes[topic] = len(await self._within_timeout(self._client.get().partitions(topic)))
+            sizes[topic] = await self.partition_count(topic)
         markers: dict[str, list[FirstCommit | None]] = {}
         for topic in _topics(name for name, view in views.items() if view.committed is None):
             markers[topic] = await self._markers_on(topic, sizes[topic])
         return {topic: TopicView(size, markers.get(topic, ())) for topic, size in sizes.items()}
+
+    async def partition_count(self, topic: str) -> int:
+        """Look up the number of partitions of a topic; 0 if it does not exist. Raises as `look_up_topics`."""
+        return len(await self._within_timeout(self._client.get().partitions(topic)))
 
     async def _markers_on(self, topic: str, partitions: int) -> list[FirstCommit | None]:
         """First-commit markers of the group's commits on a topic, and of the first commit seen there."""

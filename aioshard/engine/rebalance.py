@@ -691,8 +691,14 @@ class Rebalance:
         self, partitions: Collection[Partition], topics: Mapping[str, TopicView], membership: Membership
     ) -> list[_Restoration]:
         """Find out which records of the partitions are parked, of all partitions at the same time."""
+        sizes = {topic: view.partitions for topic, view in topics.items()}
+        # A side topic has room for all topics that are parked there, although we may own partitions of only one.
+        together = {topic: self._handlers.parked_with(topic) for topic in topics}
+        for topic in sorted(set().union(*together.values()) - sizes.keys()):
+            sizes[topic] = await self._positions.partition_count(topic)
+        needed = {topic: max(sizes[other] for other in others | {topic}) for topic, others in together.items()}
         results = await asyncio.gather(
-            *(self._restore(partition, topics, membership) for partition in partitions),
+            *(self._restore(partition, needed, membership) for partition in partitions),
             return_exceptions=True,
         )
         restored: list[_Restoration] = []
@@ -702,13 +708,11 @@ class Rebalance:
             restored.append(result)
         return restored
 
-    async def _restore(
-        self, partition: Partition, topics: Mapping[str, TopicView], membership: Membership
-    ) -> _Restoration:
+    async def _restore(self, partition: Partition, needed: Mapping[str, int], membership: Membership) -> _Restoration:
         parking = partition.sharder.parking
         if parking is None:
             return _Restoration()
-        size = topics[partition.topic_partition.topic].partitions
+        size = needed[partition.topic_partition.topic]
         try:
             return _Restoration(in_doubt=await parking.restore(partition, size, membership.generation))
         except (TransportError, TimeoutError) as error:

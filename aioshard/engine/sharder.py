@@ -196,4 +196,4 @@ class Sharder:
             for shards in self.shards:
                 shards.reopen(part)
         if self.parking is not None:
-            self.parking.wake()
+            self.parking.replays.wake()

@@ -135,7 +135,7 @@ class Shards:
         * At most one delivery per shard key runs, and no later arrival of that key has started (I4).
         * A key is in `_occupied` iff one of its deliveries is running, waiting for a retry, halted or about to resume.
         * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning, restrained, blocked,
-          held (its gate is not open, and it owns no shard), or with a worker.
+          held (its gate is not open, and it owns no shard), handed over, or with a worker.
         * While other deliveries may start, at most `FAILING_SHARE` of the workers begin runs of failing keys.
     """
 
@@ -169,6 +169,10 @@ class Shards:
         """Deliveries of failing keys that workers run now."""
         self._restrained: list[tuple[float, int, Delivery]] = []
         """Deliveries of failing keys that own their shards and wait until fewer of them run, oldest first."""
+        self._handed_over: deque[Delivery] = deque()
+        """Deliveries that own their shards and wait for a recovery worker, in the order in which they came."""
+        self._idle_recovering: deque[asyncio.Future[None]] = deque()
+        """Recovery workers that wait for one of them."""
         self.yielding = 0
         """Number of workers that are yielding to the event loop although they have more to do."""
         self._on_idle: Callable[[], None] | None = None
@@ -196,6 +200,13 @@ class Shards:
     def put_first(self, deliveries: Sequence[Delivery]) -> None:
         """Queue deliveries ahead of all that no worker has looked at, even beyond the bound."""
         self._front.extendleft(reversed(deliveries))
+        self.notify()
+
+    def put_second(self, delivery: Delivery) -> None:
+        """Queue a delivery ahead of all that no worker has looked at, except for the first one of them."""
+        if not self._front and self._arrivals:
+            self._front.append(self._arrivals.popleft())
+        self._front.insert(1, delivery)
         self.notify()
 
     # Serving ------------------------------------------------------------------
@@ -296,6 +307,57 @@ class Shards:
         delivery.epoch.block(delivery.key)
         self._hold(delivery)
         self.release(delivery)
+
+    # Recovering ---------------------------------------------------------------
+
+    def hand_over(self, delivery: Delivery) -> None:
+        """Pass a delivery that takes a recovery, with its shard, from a worker to a recovery worker."""
+        self._handed_over.append(delivery)
+        self._wake_recovering()
+
+    def take_handed_over(self) -> Delivery | None:
+        """Return the delivery whose recovery begins next; None if there is none."""
+        while self._handed_over:
+            delivery = self._handed_over.popleft()
+            if delivery.may_start:
+                return delivery
+            self._leave_shard(delivery)
+        return None
+
+    @property
+    def handed_over(self) -> list[Delivery]:
+        """Deliveries that wait for a recovery worker. Safe from any thread."""
+        return list(self._handed_over)
+
+    def _wake_recovering(self) -> None:
+        while self._idle_recovering:
+            idle = self._idle_recovering.popleft()
+            if not idle.done():
+                idle.set_result(None)
+                return
+
+    async def wait_for_handed_over(self) -> None:
+        """Wait until `take_handed_over` may return a delivery."""
+        idle = asyncio.get_running_loop().create_future()
+        self._idle_recovering.append(idle)
+        try:
+            await idle
+        except BaseException:
+            if idle in self._idle_recovering:
+                self._idle_recovering.remove(idle)
+            elif self._handed_over:
+                self._wake_recovering()  # woken and cancelled at the same time: wake another one
+            raise
+
+    def _leave_handed_over(self) -> None:
+        """Let the shards of deliveries that may not start any more resume without them."""
+        waiting = self._handed_over
+        self._handed_over = deque()
+        for delivery in waiting:
+            if delivery.may_start:
+                self._handed_over.append(delivery)
+            else:
+                self._leave_shard(delivery)
 
     # Failing keys -------------------------------------------------------------
 
@@ -497,15 +559,17 @@ class Shards:
     @property
     def at_rest(self) -> bool:
         """Whether nothing will start until something arrives: all that is left is halted or behind a halted record."""
-        return not self._has_work and not self.yielding and not self._held and len(self.halted) == len(self._blocked)
+        if self._has_work or self.yielding or self._held or self._handed_over:
+            return False
+        return len(self.halted) == len(self._blocked)
 
     # Explanations; safe from any thread -----------------------------------------
 
     @property
     def owning(self) -> list[Delivery]:
-        """Deliveries that occupy a shard without a worker running them: blocked, or about to resume."""
+        """Deliveries that occupy a shard without a worker running them: blocked, handed over, or about to resume."""
         waiting = (*tuple(self._returning), *tuple(self._restrained))
-        return [*tuple(self._blocked), *(delivery for *_, delivery in waiting)]
+        return [*tuple(self._blocked), *tuple(self._handed_over), *(delivery for *_, delivery in waiting)]
 
     @property
     def blocked(self) -> list[Delivery]:
@@ -592,6 +656,7 @@ class Shards:
         self._closed.discard(epoch)
         self._held.pop(epoch, None)
         self._unrestrain()
+        self._leave_handed_over()
         self._remove(lambda delivery: delivery.epoch is epoch)
         for delivery in [d for d in self._blocked if d.epoch is epoch]:
             self._forget_block(delivery)
@@ -670,6 +735,16 @@ class Shards:
         self._workers = allowed
         self._reserve = existing - allowed
         self.notify()
+
+    @property
+    def allowed_workers(self) -> int:
+        """Number of workers that may run."""
+        return self._workers
+
+    @property
+    def spare_workers(self) -> int:
+        """Number of idle workers that no delivery waits for."""
+        return max(len(self._idle) - self._reserve - self.unseen - len(self._returning), 0)
 
     @property
     def _can_wake(self) -> bool:

@@ -66,7 +66,7 @@ class Watch:
     def update_dominant_keys(self) -> None:
         """Find out which keys the workers spend their time on."""
         for handler, times in self._key_times.items():
-            running = [worker.delivery for worker in handler.workers if worker.delivery is not None]
+            running = [worker.delivery for worker in handler.handling if worker.delivery is not None]
             times.look([delivery.key for delivery in running])
             dominant = times.dominant
             records = [delivery for delivery in running if dominant is not None and delivery.key == dominant.key]

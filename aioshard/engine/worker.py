@@ -116,6 +116,7 @@ class Worker(ABC):
         is_observed: bool = False,
         run_ahead: float = 0.0,
         registries: Registries | None = None,
+        hands_over: bool = False,
     ) -> None:
         """Create a worker; start `run` as its `task`.
 
@@ -133,6 +134,7 @@ class Worker(ABC):
             is_observed: Whether to store the times and the result of each attempt in its deliveries.
             run_ahead: Seconds for which it may run ahead after `RUN_AHEAD` records, without yielding to the event loop.
             registries: The schema registries of the app, for values that its handler publishes.
+            hands_over: Whether recovery workers take the recoveries.
         """
         self.name = name
         self.delivery: Delivery | None = None
@@ -157,6 +159,7 @@ class Worker(ABC):
         self._read = read
         self._is_observed = is_observed
         self._run_ahead = run_ahead
+        self._hands_over = hands_over
         self.failures = failures
         self._clock = clock
         self._divert = divert
@@ -459,8 +462,8 @@ class Worker(ABC):
 
     def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Handle a failed attempt of the whole batch; unless it has one delivery, any of them may be to blame."""
-        if len(batch.deliveries) == 1:
-            self._failed_each(batch, {batch.deliveries[0]: error})
+        if len(batch.deliveries) == 1 or self.failures.parks(error):
+            self._failed_each(batch, dict.fromkeys(batch.deliveries, error))
             return
         alive = [delivery for delivery in batch.deliveries if delivery.epoch.gate is not Gate.ENDED]
         heads = self._ended(batch, frozenset(batch.deliveries))
@@ -543,7 +546,10 @@ class RecordWorker(Worker):
             # 2. Its next run is not simply an attempt of the handler.
             if delivery.aside:
                 due = times.close(epoch, self.started, clock())
-                await self._run(DeliveryBatch.of_one(delivery))
+                if delivery.recovery is not None and self._hands_over:
+                    shards.hand_over(delivery)
+                else:
+                    await self._run(DeliveryBatch.of_one(delivery))
                 ahead += 1
                 if ahead >= RUN_AHEAD:
                     ahead = 0
@@ -633,6 +639,40 @@ class RecordWorker(Worker):
             await self._yield_to_loop()
             yielded = clock()
             delivery = take()
+
+    def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
+        return self._invoke(batch.deliveries[0])
+
+
+class RecoveryWorker(Worker):
+    """Takes the recoveries of a handler of single records, which a worker has handed over with their shards.
+
+    A write to another topic takes as long as the brokers need to acknowledge it; no worker of the handler waits for
+    that.
+    """
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        SERVING.set(self)
+        shards = self._shards
+        ahead = 0
+        while True:
+            # In a transaction, a write does not wait for its acknowledgement.
+            if ahead >= RUN_AHEAD:
+                ahead = 0
+                await asyncio.sleep(0)
+            delivery = shards.take_handed_over()
+            if delivery is None:
+                await shards.wait_for_handed_over()
+                continue
+            ahead += 1
+            if self._divert is not None:
+                self._divert(delivery)
+            # Its key is no longer parked: a worker of the handler takes it.
+            if delivery.recovery is None:
+                shards.resume(delivery)
+            else:
+                await self._run(DeliveryBatch.of_one(delivery))
 
     def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
         return self._invoke(batch.deliveries[0])

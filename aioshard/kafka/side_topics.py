@@ -398,7 +398,9 @@ class KafkaSideTopics:
 
         return await self._query(query, topic_partition, f"the end of {topic_partition}")
 
-    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+    async def read(
+        self, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         """See `SideTopics.read`. Takes at most 10 s.
 
         Raises:
@@ -413,7 +415,9 @@ class KafkaSideTopics:
         async def query(cluster: Cluster) -> list[Record] | None:
             nonlocal position, wait
             while True:
-                found = await fetch_once(cluster, topic_partition, position, read_committed=True, wait=wait)
+                found = await fetch_once(
+                    cluster, topic_partition, position, read_committed=True, wait=wait, max_bytes=max_bytes
+                )
                 if found is None:
                     return None
                 if found.records or found.is_at_end:

@@ -41,7 +41,13 @@ class SingleFetch(NamedTuple):
 
 
 async def fetch_once(
-    cluster: Cluster, topic_partition: TopicPartition, offset: int, *, read_committed: bool, wait: float = 0.0
+    cluster: Cluster,
+    topic_partition: TopicPartition,
+    offset: int,
+    *,
+    read_committed: bool,
+    wait: float = 0.0,
+    max_bytes: int | None = None,
 ) -> SingleFetch | None:
     """Fetch from one partition once, outside of any session. An offset outside the log leads to the start of the log.
 
@@ -53,6 +59,7 @@ async def fetch_once(
         offset: The first offset to return.
         read_committed: Whether to hide records of open and aborted transactions.
         wait: Seconds that the broker may wait for records.
+        max_bytes: Bytes of the response, by default a megabyte, unless the first batch is larger.
 
     Returns:
         None if the leader is unknown.
@@ -65,7 +72,8 @@ async def fetch_once(
     leader = cluster.metadata.leader(topic_partition)
     if leader is None:
         return None
-    wanted = PartitionRequest(cluster.metadata.topic_id(topic_partition.topic), offset, leader.epoch, -1, _MOST_BYTES)
+    most = _MOST_BYTES if max_bytes is None else min(max_bytes, _MOST_BYTES)
+    wanted = PartitionRequest(cluster.metadata.topic_id(topic_partition.topic), offset, leader.epoch, -1, most)
     part, is_throttled = await _ask(cluster, leader, topic_partition, wanted, read_committed=read_committed, wait=wait)
     if part is None:
         return SingleFetch([], offset)

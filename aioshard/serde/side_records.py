@@ -409,6 +409,11 @@ def release(topic: str, coordinates: Coordinates, *, answered: bool = False) -> 
     )
 
 
+def storage_key_of(record: Record) -> StorageKey | None:
+    """Return the key under which a record of a side topic parks or removes another one; None for any other record."""
+    return StorageKey.parse((record.key or b"").decode("utf-8", "replace"))
+
+
 def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | None:
     """Decode a record of a side topic; None if it is not ours, or is in the wrong partition."""
     stored_key = (record.key or b"").decode("utf-8", "replace")

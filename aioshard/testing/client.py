@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshard.app import App
-from aioshard.core.options import Park
+from aioshard.core.options import Growing, Park
 from aioshard.dependencies import Overrides
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.errors import StateError, TransportError
@@ -302,8 +302,14 @@ def _sped_up(spec: Handler, speed: float) -> Handler:
     if batch is not None:
         batch = dataclasses.replace(batch, linger=batch.linger / speed)
     if isinstance(policy, Park):
-        policy = dataclasses.replace(policy, delay=policy.delay / speed)
+        policy = dataclasses.replace(policy, delay=_divided(policy.delay, speed))
     return spec._replace(retry=retry, batch=batch, on_failure=policy)
+
+
+def _divided(delay: float | Growing, speed: float) -> float | Growing:
+    if isinstance(delay, Growing):
+        return dataclasses.replace(delay, initial=delay.initial / speed, maximum=delay.maximum / speed)
+    return delay / speed
 
 
 def _timestamp() -> float:

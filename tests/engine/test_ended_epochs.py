@@ -10,7 +10,7 @@ from aioshard.core.publishing import Coverage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.parking import ParkedPartition
+from aioshard.engine.parked_partition import ParkedPartition
 from aioshard.engine.partition import ObservedPartition
 from aioshard.ports import Message
 from aioshard.records import TopicPartition

@@ -6,7 +6,7 @@ import pytest
 
 from aioshard.core.parking import NEVER
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.parking import ParkedPartition
+from aioshard.engine.parked_partition import ParkedPartition
 from aioshard.ports import FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (

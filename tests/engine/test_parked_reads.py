@@ -27,9 +27,11 @@ def test_released_keys_are_read_in_bulk(monkeypatch: pytest.MonkeyPatch, order: 
     reads: list[int] = []
     read = InMemorySideTopics.read
 
-    async def counted(self: InMemorySideTopics, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+    async def counted(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         reads.append(offset)
-        return await read(self, topic_partition, offset)
+        return await read(self, topic_partition, offset, max_bytes)
 
     monkeypatch.setattr(InMemorySideTopics, "read", counted)
 

@@ -293,9 +293,11 @@ class SlowReads(InMemorySideTopics):
 
     seconds = 5.0
 
-    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+    async def read(
+        self, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         await asyncio.sleep(self.seconds)
-        return await super().read(topic_partition, offset)
+        return await super().read(topic_partition, offset, max_bytes)
 
 
 def test_a_key_released_during_its_fetch_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,8 +366,10 @@ class Meddled(InMemorySideTopics):
 
     meddle: Callable[[], None] | None = None
 
-    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
-        found = await super().read(topic_partition, offset)
+    async def read(
+        self, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        found = await super().read(topic_partition, offset, max_bytes)
         if found and self.meddle is not None:
             type(self).meddle, meddle = None, self.meddle
             meddle()
@@ -396,11 +400,13 @@ class OneUnreadable(InMemorySideTopics):
 
     unreadable = True
 
-    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+    async def read(
+        self, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         if self.unreadable and topic_partition.partition == 0:
             await asyncio.sleep(3.0)
             raise TransportError("nobody leads it")
-        return await super().read(topic_partition, offset)
+        return await super().read(topic_partition, offset, max_bytes)
 
 
 def test_an_unreadable_side_partition_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:

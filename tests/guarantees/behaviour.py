@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from aioshard import CircuitBreaker, DeadLetter, Park, Record
+from aioshard import CircuitBreaker, DeadLetter, Park, ParkLater, Record
 from aioshard.core.options import OnFailure
 
 VARIABLE = "GUARANTEES_MEMBER"
@@ -54,6 +54,7 @@ class Behaviour:
         hangs_on: Which records it hangs on.
         hangs_once: Share of the records whose first attempt in a process hangs until it is cancelled.
         fails_once: Share of the records whose first attempt in a process raises.
+        parks_for: Seconds for which a record of a BAD key is parked instead of failing.
         report_intake: Whether each record is reported when the engine takes it in.
         explains: Whether its samples hold what `App.explain` says.
         on_failure: See `policy`.
@@ -79,6 +80,7 @@ class Behaviour:
     hangs_on: Literal["marked", "all"] = "marked"
     hangs_once: float = 0.0
     fails_once: float = 0.0
+    parks_for: float | None = None
     report_intake: bool = False
     explains: bool = False
     on_failure: Policy = "halt"
@@ -140,6 +142,8 @@ class Behaviour:
         if attempt == 1 and _chance(record) * 1000 % 1 < self.fails_once:
             raise ConnectionError("the back end is busy")
         if (record.key or b"").startswith(BAD) and not self.healed(record.key):
+            if self.parks_for is not None:
+                raise ParkLater(self.parks_for, "closed for maintenance")
             raise ConnectionError(f"the account of {(record.key or b'').decode()} is locked")
         if (record.value or b"").startswith(POISON) and not self.healed(record.key):
             json.loads(record.value or b"")

@@ -9,7 +9,7 @@ import pytest
 from aioshard.serde.side_records import Coordinates, release
 from tests.guarantees.behaviour import parking
 from tests.guarantees.checks import safe_when_parked, verify
-from tests.guarantees.observations import RecordId
+from tests.guarantees.observations import Kind, RecordId
 from tests.guarantees.scenario import Scenario
 from tests.guarantees.side_topics import ParkedExactly, live
 
@@ -88,6 +88,39 @@ async def test_a_parked_key_survives_rebalance_restart_and_kill_until_its_releas
     await scenario.until_settled("a", "b", "c", timeout=60)
     await scenario.until_finished(len(scenario.produced), timeout=120)
     await scenario.until_nothing_is_parked()
+    await scenario.verify(*safe_when_parked(scenario.failing))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ["deploy", "kill"])
+async def test_a_delay_that_the_handler_chose_survives(scenario: Scenario, how: str) -> None:
+    """The delay of the policy is far shorter: a process that forgot the handler's would run the records too early."""
+    await scenario.create(partitions=4, policy="parked")
+    seconds = 20.0
+    behaviour: dict[str, Any] = {"on_failure": parking(scenario.side_topic, delay=0.1), "parks_for": seconds}
+    bad = [b"bad%d" % number for number in range(20)]
+    scenario.start("a", QUICK, **behaviour)
+    await scenario.until_settled("a")
+    began = time.monotonic_ns()
+    for _ in range(3):
+        await scenario.produce([(key, b"x") for key in bad])
+        await scenario.produce([(b"k%d" % number, b"y") for number in range(100)])
+    await until_parked(scenario)
+    scenario.heal()
+
+    if how == "deploy":
+        assert await scenario.members["a"].stop() == 0, scenario.members["a"].tail
+    else:
+        await scenario.kill("a")
+    scenario.start("a", QUICK, **behaviour)
+    await scenario.until_settled("a")
+    await scenario.produce([(key, b"x") for key in bad])
+    await scenario.until_finished(len(scenario.produced), timeout=120)
+    await scenario.until_nothing_is_parked()
+
+    seen = scenario.observations.refresh().seen
+    finished = [event.at for event in seen if event.kind is Kind.FINISHED and event.record_id in scenario.failing]
+    assert min(finished) >= began + seconds * 1e9
     await scenario.verify(*safe_when_parked(scenario.failing))
 
 

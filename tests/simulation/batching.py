@@ -111,5 +111,15 @@ class BatchWorld(World):
 class FailingBatchWorld(BatchWorld, FailingWorld):
     """As `FailingWorld`, with batches."""
 
+    async def handle_batch(self, process: Process, records: list[Record], context: BatchContext) -> None:
+        try:
+            await super().handle_batch(process, records, context)
+        except BatchError as error:
+            raise BatchError(
+                {record: self.failure_for(why) for record, why in error.errors.items() if isinstance(why, Exception)}
+            ) from error
+        except Exception as error:
+            raise self.failure_for(error) from error
+
     def failed_in(self, records: list[Record]) -> None:
         self.failed.update((record.topic_partition, record.offset) for record in records)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from aioshard import CircuitBreaker, Context, DeadLetter, Park, Record, Retry
+from aioshard import CircuitBreaker, Context, DeadLetter, Growing, Park, ParkLater, Record, Retry
 from aioshard.core.options import OnFailure
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
@@ -21,6 +21,7 @@ POLICIES: dict[str, OnFailure] = {
     "breaker": DeadLetter(SIDE, breaker=CircuitBreaker(failure_rate=0.2, window=10, minimum=2)),
     "park": Park(SIDE, delay=1.0),
     "park for good": Park(SIDE, delay=0.5, attempts=1),
+    "park later": Park(SIDE, delay=Growing(0.3, factor=3.0, maximum=3.0)),
 }
 
 
@@ -55,7 +56,15 @@ class FailingWorld(World):
         except BaseException as error:
             if isinstance(error, Exception) or clock() - began >= TIMEOUT:
                 self.failed.add((record.topic_partition, record.offset))
+            if isinstance(error, Exception):
+                raise self.failure_for(error) from error
             raise
+
+    def failure_for(self, error: Exception) -> Exception:
+        """Return the exception of a failed run: the handler may choose when the record runs again."""
+        if self.policy != "park later" or self.rng.random() < 0.3:
+            return error
+        return ParkLater(self.rng.choice([0.0, 0.3, 2.5]))
 
     # Invariants -------------------------------------------------------------------------
 

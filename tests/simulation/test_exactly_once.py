@@ -208,3 +208,15 @@ def test_a_reader_sees_every_message_exactly_once(kind: type[ExactlyOnceWorld], 
         parked += len(getattr(worlds[0], "ever_parked", ()))
     assert visible > 0
     assert bool(parked) == issubclass(kind, ParkingWorld)
+
+
+def test_a_partition_may_end_before_the_read_of_its_parked_records_begins() -> None:
+    """Seed 20: it is revoked in the step after the one that decided to read it."""
+    worlds: list[ParkingBatchWorld] = []
+
+    async def life() -> None:
+        worlds.append(ParkingBatchWorld(20, fixed_shards=False))
+        await worlds[0].live_through(25, [0.0, 0.01, 0.1, 0.3, 2.0])
+
+    live(life(), seed=20, on_step=lambda: worlds[0].check() if worlds else None)
+    worlds[0].check_all()

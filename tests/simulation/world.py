@@ -645,11 +645,12 @@ async def stop_quietly(process: Process) -> None:
 def check_engine(engine: Engine) -> None:
     """Check the invariants of one engine between two steps."""
     epochs: list[Epoch] = [*engine.rebalance.partitions]
+    read_ahead = [handler.parking.replays.read_ahead for handler in engine.handlers if handler.parking is not None]
     for handler in engine.handlers:
         if handler.parking is not None:
             epochs += handler.parking.partitions
-    records = sum(epoch.held_usage.records for epoch in epochs)
-    size = sum(epoch.buffered_bytes for epoch in epochs)
+    records = sum(epoch.held_usage.records for epoch in epochs) + sum(usage.records for usage in read_ahead)
+    size = sum(epoch.buffered_bytes for epoch in epochs) + sum(usage.bytes for usage in read_ahead)
     oversized = 2 if any(handler.parking is not None for handler in engine.handlers) else 1
     buffer = engine.buffer
     unsent = sum(epoch.unsent_bytes for epoch in epochs)

@@ -330,6 +330,9 @@ class HandlerSnapshot:
 
     def _queued(self, delivery: Delivery) -> Cause:
         waited = self._now - delivery.arrived
+        if delivery.recovery is not None:
+            why = f"is incomplete until this is done: {delivery.recovery.purpose}; other writes come first"
+            return Cause("recovery", waited, why, "wait; if the other writes fail, a finding says why")
         if self._no_start is not None:
             return self._no_start._replace(since=waited)
         if self._shards_of(delivery).is_restrained(delivery):

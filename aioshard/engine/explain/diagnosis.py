@@ -1,6 +1,7 @@
 """Why each partition does not advance, as data and as text. Safe from any thread."""
 
 from aioshard.engine.explain.causes import HandlerSnapshot
+from aioshard.engine.explain.parked import parked_lines
 from aioshard.engine.explain.partitions import examine
 from aioshard.engine.explain.problems import general_findings
 from aioshard.engine.partition import Partition
@@ -22,7 +23,7 @@ def diagnose(watch: Watch) -> Diagnosis:
 
 
 def explain(watch: Watch) -> str:
-    """Explain in sentences, partition by partition, why each does not advance; safe to call from any thread."""
+    """Explain in sentences why each partition does not advance, and when parked keys run; safe from any thread."""
     diagnosis = diagnose(watch)
     lines = [f"The app is {diagnosis.state}."]
     engine = watch.engine
@@ -36,6 +37,8 @@ def explain(watch: Watch) -> str:
         lines += _advice(finding.what_to_do)
     for partition in diagnosis.partitions:
         lines += _lines_of(partition)
+    for handler in engine.handlers:
+        lines += parked_lines(handler, show_keys=engine.settings.show_keys)
     for run in diagnosis.outliving:
         lines.append(f"Record {run.topic}/{run.partition}/{run.offset} {run.reason.removeprefix('it ')}.")
         lines += _advice(run.what_to_do)

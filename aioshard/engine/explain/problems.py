@@ -85,6 +85,7 @@ def restart_cures(watch: Watch) -> Iterator[str]:
 def general_findings(watch: Watch) -> Iterator[Finding]:
     """Yield the findings that concern all partitions."""
     yield from _failures(watch)
+    yield from _healthy_keys_wait(watch.engine)
     yield from _unwritten(watch.engine)
     yield from _nothing_consumed(watch)
     for topic in sorted(watch.engine.rebalance.unhandled):
@@ -97,6 +98,31 @@ def general_findings(watch: Watch) -> Iterator[Finding]:
             f"{counted(left.lag, 'record')} are left, and {left}",
             None,
             "`aioshard group lag --over 10` shows it for the whole group; assignor='cooperative-lag' balances backlogs",
+        )
+
+
+def _healthy_keys_wait(engine: Engine) -> Iterator[Finding]:
+    """Yield findings about partitions that take in nothing more behind a failed record: their other keys wait too."""
+    waiting: dict[ActiveHandler, list[Delivery]] = {}
+    for partition in engine.rebalance.partitions:
+        oldest = partition.tracker.oldest
+        if oldest is None or oldest.block is None or oldest.recovery is not None:
+            continue
+        if engine.intake.limit(partition) is not None:
+            waiting.setdefault(engine.handlers.of(partition.topic_partition.topic), []).append(oldest)
+    for handler, oldest_records in waiting.items():
+        first = oldest_records[0]
+        block = first.block
+        error = "" if block is None else f" ({block.error})"
+        parks = "on_failure=Park()"
+        if block is None or not block.halted:
+            parks = f"few attempts and {parks}"
+        yield Finding(
+            "healthy keys wait",
+            f"healthy keys wait too in {counted(len(oldest_records), 'partition')} of handler {handler.spec.name}: "
+            f"nothing more is taken in behind failed records, such as {first!r}{error}",
+            None,
+            f"fix the cause; with {parks} only the keys that fail would wait",
         )
 
 

@@ -1,11 +1,13 @@
 """The `SideTopics` port on the in-memory broker."""
 
 import asyncio
+import itertools
 from collections.abc import Collection, Sequence
 
 from aioshard.errors import ClientLostError, SideTopicError, TransportError
 from aioshard.kafka.errors import undecided
 from aioshard.kafka.memory.broker import InMemoryBroker
+from aioshard.ports import record_size
 from aioshard.records import Record, TopicPartition
 
 
@@ -119,7 +121,9 @@ class InMemorySideTopics:
             raise undecided(topic_partition)
         return log.end
 
-    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+    async def read(
+        self, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         """See `SideTopics.read`.
 
         Raises:
@@ -127,7 +131,11 @@ class InMemorySideTopics:
             TransportError: The partition does not exist, or the error set with `fail_fetches`.
         """
         await self._request()
-        return self._read(topic_partition, offset)[0]
+        records = self._read(topic_partition, offset)[0]
+        if max_bytes is None:
+            return records
+        sizes = itertools.accumulate(record_size(record.key, record.value, record.headers) for record in records)
+        return records[: max(sum(size <= max_bytes for size in sizes), 1)]
 
     async def close(self) -> None:
         """See `SideTopics.close`."""

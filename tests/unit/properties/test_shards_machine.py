@@ -107,6 +107,17 @@ class ShardsMachine(RuleBasedStateMachine):
     def take(self) -> None:
         self.start(self.within(self.shards.take))
 
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, 9))
+    def hand_over(self, number: int) -> None:
+        if self.running[number % len(self.running)].may_start:
+            self.within(self.shards.hand_over, self.pick(number))
+
+    @precondition(lambda self: len(self.running) < WORKERS)
+    @rule()
+    def recover(self) -> None:
+        self.start(self.within(self.shards.take_handed_over))
+
     def pick(self, number: int) -> Delivery:
         return self.running.pop(number % len(self.running))
 
@@ -186,6 +197,7 @@ class ShardsMachine(RuleBasedStateMachine):
         for _ in range(len(self.alive) + 1):
             self.take()
             self.within(lambda: None)
+            self.recover()
             if self.running:
                 return
 
@@ -203,9 +215,14 @@ class ShardsMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_occupied_key_has_an_owner(self) -> None:
-        owners = [*self.running, *self.shards._blocked, *(entry[2] for entry in self.shards._returning)]
+        returning = [entry[2] for entry in self.shards._returning]
+        owners = [*self.running, *self.shards._blocked, *returning, *self.shards.handed_over]
         keys = [delivery.key for delivery in owners if delivery.key is not None]
         assert sorted(map(str, keys)) == sorted(map(str, self.shards._occupied))
+
+    @invariant()
+    def a_delivery_that_was_handed_over_has_not_ended(self) -> None:
+        assert all(delivery in self.alive for delivery in self.shards.handed_over)
 
 
 class FixedShardMachine(ShardsMachine):
@@ -219,6 +236,6 @@ class FixedShardMachine(ShardsMachine):
 
 
 TestShards = ShardsMachine.TestCase
-TestShards.settings = settings(max_examples=max(SEEDS, 120), stateful_step_count=50, deadline=None)
+TestShards.settings = settings(max_examples=max(SEEDS, 300), stateful_step_count=50, deadline=None)
 TestFixedShard = FixedShardMachine.TestCase
 TestFixedShard.settings = settings(max_examples=max(SEEDS, 60), stateful_step_count=50, deadline=None)

@@ -1,0 +1,284 @@
+"""Replays of parked records: many come back with few reads, and they hold up neither each other nor other keys."""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from aioshard import App, Park, Record, Retry, RetryLater
+from aioshard.core.fairness import most_failing_runs
+from aioshard.core.sharding import fixed_shard
+from aioshard.records import TopicPartition
+from aioshard.serde.side_records import Removed, read_parked
+from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
+from tests.engine.live_apps import engine_of, until
+
+PARKED = "orders.parked"
+
+
+class Outage:
+    """A handler that takes a while, and fails for keys that begin with `bad` until it is over."""
+
+    def __init__(self, *, seconds: float = 0.01) -> None:
+        self.is_over = False
+        self.seconds = seconds
+        self.done: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)
+        self.running: set[bytes] = set()
+        self.most_bad = 0
+        """Maximum number of concurrent runs of parked keys since the outage is over."""
+        self.wait_in_memory: set[bytes] = set()
+        """Keys that are retried in memory, an hour later."""
+
+    def app(self, *, concurrency: int | None = 10, shards: int | None = None, delay: float = 30.0) -> App:
+        app = App("shop", commit_interval=0.1)
+
+        @app.consume(
+            "orders",
+            concurrency=concurrency,
+            shards=shards,
+            retry=Retry(attempts=1 if not self.wait_in_memory else 2),
+            on_failure=Park(PARKED, delay=delay),
+        )
+        async def handle(record: Record) -> None:
+            key = record.key or b""
+            assert key not in self.running, "I4: two records of one key at once"
+            self.running.add(key)
+            try:
+                if self.is_over:
+                    self.most_bad = max(self.most_bad, sum(running.startswith(b"bad") for running in self.running))
+                await asyncio.sleep(self.seconds)
+                if key.startswith(b"bad") and not self.is_over:
+                    raise ConnectionError
+                if key in self.wait_in_memory:
+                    self.wait_in_memory.discard(key)
+                    raise RetryLater(3_600.0)
+                self.done[key].append((record.partition, record.offset))
+            finally:
+                self.running.discard(key)
+
+        return app
+
+    def count(self, prefix: bytes) -> int:
+        return sum(len(places) for key, places in self.done.items() if key.startswith(prefix))
+
+    def in_order(self) -> bool:
+        return all(places == sorted(set(places)) for places in self.done.values())
+
+
+async def publish(client: TestClient, keys: int, records: int, *, prefix: str = "bad", partitions: int = 1) -> None:
+    """A number of records of each key; each key is in one partition."""
+    for _ in range(records):
+        for key in range(keys):
+            await client.publish("orders", b"x" * 50, key=f"{prefix}{key}", partition=key % partitions)
+
+
+def nothing_is_parked(broker: InMemoryBroker) -> bool:
+    left: set[object] = set()
+    for record in broker.records(PARKED):
+        match read_parked(record):
+            case Removed(storage_key):
+                left.discard(storage_key)
+            case None:
+                pass
+            case parked:
+                left.add(getattr(parked, "storage_key", None))
+    return not left
+
+
+def test_chains_of_many_keys_are_read_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next records of all keys that run are kept, although the keys alternate, and not those far behind."""
+    outage = Outage()
+    read = InMemorySideTopics.read
+    returned: list[int] = []
+
+    async def counted(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        records = await read(self, topic_partition, offset, max_bytes)
+        returned.append(len(records))
+        return records
+
+    monkeypatch.setattr(InMemorySideTopics, "read", counted)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=8)
+        async with TestClient(outage.app(concurrency=40), broker=broker) as client:
+            await publish(client, 80, 30, partitions=8)
+            # The first record of each key fails again, and is stored behind others of its key.
+            await asyncio.sleep(40.0)
+            await publish(client, 80, 20, partitions=8)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            returned.clear()
+            await until(lambda: outage.count(b"bad") == 4_000)
+            await until(lambda: nothing_is_parked(broker))
+
+    run(test())
+    assert outage.in_order()
+    assert len(returned) < 150, "4,000 records"
+    assert sum(returned) < 16_000, "each is decoded a few times at most"
+
+
+def test_replays_take_a_share_of_the_workers_while_others_wait() -> None:
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=2)
+        async with TestClient(outage.app(concurrency=20, delay=60.0), broker=broker) as client:
+            await publish(client, 100, 2, partitions=2)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            await publish(client, 8_000, 1, prefix="good", partitions=2)
+            began = outage.count(b"good")
+            await until(lambda: outage.count(b"bad") >= 100, look_every=0.1)
+            assert outage.most_bad <= most_failing_runs(20, others_wait=True) == 4
+            # A tenth of a second each: the others have 16 of the 20 workers.
+            assert outage.count(b"good") - began > 3 * 100
+            await until(lambda: outage.count(b"bad") == 200)
+
+    run(test())
+    assert outage.in_order()
+
+
+def test_replays_use_the_workers_that_nothing_else_needs() -> None:
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        async with TestClient(outage.app(concurrency=20), broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 100, 1)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await until(lambda: outage.count(b"bad") == 100)
+            assert outage.most_bad == 20
+
+    run(test())
+
+
+def test_replays_that_wait_for_their_next_attempt_hold_up_no_others() -> None:
+    """They hold no worker, maybe for an hour."""
+    outage = Outage(seconds=0.1)
+    outage.wait_in_memory.update(f"bad{number}".encode() for number in range(50))
+
+    async def test() -> None:
+        async with TestClient(outage.app(concurrency=10), broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 100, 1)
+            await client.settle(timeout=100.0)
+            await asyncio.sleep(20.0)
+            outage.is_over = True
+            await publish(client, 5_000, 1, prefix="good")
+            await until(lambda: outage.count(b"bad") == 50, timeout=30.0)
+            assert outage.count(b"good") < 5_000, "no worker was ever idle"
+            await until(lambda: outage.count(b"bad") == 100, timeout=4_000.0, look_every=1.0)
+
+    run(test())
+
+
+def test_a_partition_that_answers_slowly_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = Outage()
+    read = InMemorySideTopics.read
+    reading: set[TopicPartition] = set()
+
+    async def slow(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        assert topic_partition not in reading, "it is being read"
+        reading.add(topic_partition)
+        try:
+            if topic_partition.partition == 0 and outage.is_over:
+                await asyncio.sleep(100.0)
+            return await read(self, topic_partition, offset, max_bytes)
+        finally:
+            reading.discard(topic_partition)
+
+    monkeypatch.setattr(InMemorySideTopics, "read", slow)
+
+    async def test() -> None:
+        async with TestClient(outage.app(delay=10.0), broker=InMemoryBroker(partitions=2)) as client:
+            for partition in range(2):
+                for key in range(15):
+                    await client.publish("orders", b"", key=f"bad{partition}-{key}", partition=partition)
+                await client.settle()
+                await asyncio.sleep(3.0)
+            outage.is_over = True
+            await until(lambda: outage.count(b"bad") == 15, timeout=30.0)
+            assert {partition for places in outage.done.values() for partition, _ in places} == {1}
+            await until(lambda: outage.count(b"bad") == 30, timeout=400.0)
+
+    run(test())
+    assert outage.in_order()
+
+
+def test_records_that_were_read_and_are_not_needed_give_their_room_back() -> None:
+    """One key is released; its neighbours were read too, and wait for a day."""
+    outage = Outage()
+    app = outage.app(delay=86_400.0)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 50, 2)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            app.release_parked("orders", 0, 0)
+            await until(lambda: outage.count(b"bad") == 2)
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            assert parking.replays.read_ahead.records > 0
+            assert engine_of(app).buffer.records == parking.replays.read_ahead.records
+            await asyncio.sleep(100.0)
+            assert parking.replays.read_ahead.records == 0
+            assert engine_of(app).buffer.records == 0
+            assert engine_of(app).buffer.bytes == 0
+
+    run(test())
+
+
+def test_replays_take_turns_with_the_other_records_of_a_fixed_shard() -> None:
+    """All records are in one of ten shards, and the workers of the others are idle."""
+    outage = Outage(seconds=0.1)
+
+    def of_one_shard(prefix: str) -> Iterator[str]:
+        names = (f"{prefix}{number}" for number in itertools.count())
+        return (name for name in names if fixed_shard(name.encode(), 10, 0) == 3)
+
+    async def test() -> None:
+        app = outage.app(concurrency=None, shards=10, delay=60.0)
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for key in itertools.islice(of_one_shard("bad"), 50):
+                for _ in range(2):
+                    await client.publish("orders", b"", key=key, partition=0)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            for key in itertools.islice(of_one_shard("good"), 1_000):
+                await client.publish("orders", b"", key=key, partition=0)
+            await until(lambda: outage.count(b"bad") >= 1)
+            before = outage.count(b"good")
+            await until(lambda: outage.count(b"bad") == 100)
+            assert 50 < outage.count(b"good") - before < 500
+            await client.settle(timeout=200.0)
+
+    run(test())
+    assert outage.in_order()
+
+
+def test_replays_take_turns_with_the_other_records_of_a_single_worker() -> None:
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        async with TestClient(outage.app(concurrency=1, delay=60.0), broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 50, 2)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            await publish(client, 1_000, 1, prefix="good")
+            await until(lambda: outage.count(b"bad") >= 1)
+            before = outage.count(b"good")
+            await until(lambda: outage.count(b"bad") == 100)
+            assert 50 < outage.count(b"good") - before < 500
+            await client.settle(timeout=200.0)
+
+    run(test())
+    assert outage.in_order()
