@@ -993,6 +993,36 @@ class App(Router, Generic[State]):
             raise StateError(f"app {self.group_id!r} {state}")
         return self._engine
 
+    async def run_in_loop(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
+        """Run a coroutine of another part of this package in the app's event loop, from any event loop.
+
+        A cancellation of the caller cancels it.
+
+        Args:
+            coroutine: It may use the app's resources.
+            name: The name of the task, if one is needed.
+
+        Raises:
+            StateError: The app is not running.
+        """
+        try:
+            self.running_engine()
+        except StateError:
+            coroutine.close()
+            raise
+        loop = self._loop
+        assert loop is not None  # noqa: S101 - set before the engine
+        if asyncio.get_running_loop() is loop:
+            return await coroutine
+
+        async def run_there() -> T:
+            task = asyncio.current_task()
+            assert task is not None  # noqa: S101 - in a coroutine
+            task.set_name(name)
+            return await coroutine
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run_there(), loop))
+
     @property
     def _has_drained(self) -> bool:
         return self._draining is not None and self._draining.done()

@@ -15,7 +15,7 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.health import HealthServer
-from aioshard.cli.loading import load_app
+from aioshard.cli.loading import load_app, load_function
 from aioshard.cli.output import exit_code, print_json
 from aioshard.cli.supervisor import WORKER_VARIABLE, Parent, Supervisor, run_reloading
 from aioshard.errors import AioshardError, NotDrainedError
@@ -72,6 +72,14 @@ ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
     "all of its addresses, such as http://billing-headless:8080; repeatable.",
 )
 @click.option(
+    "--transform",
+    "transforms",
+    metavar="MODULE:FUNCTION",
+    multiple=True,
+    help="With --web: allow operators to change dead letters with this function before they are tried or sent back; "
+    "repeatable.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
     default="info",
@@ -101,6 +109,7 @@ def command(
     host: str,
     web: bool,
     members: tuple[str, ...],
+    transforms: tuple[str, ...],
     log_level: str,
     log_format: logs.LogFormat,
     as_json: bool,
@@ -133,7 +142,9 @@ def command(
     serve_health: ServeHealth = contextlib.nullcontext
     if health_port is not None or web:
         port = _port_of(health_port, worker)
-        serve_health = functools.partial(_health, host=host, port=port, web=web, members=members)
+        serve_health = functools.partial(
+            _health, host=host, port=port, web=web, members=members, transforms=transforms, app_dir=app_dir
+        )
     return _run(load, serve_health, parent, until_caught_up=until_caught_up, as_json=as_json and worker is None)
 
 
@@ -287,7 +298,16 @@ def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json:
 
 
 @contextlib.asynccontextmanager
-async def _health(app: App, *, host: str, port: int, web: bool, members: tuple[str, ...]) -> AsyncIterator[None]:
+async def _health(
+    app: App,
+    *,
+    host: str,
+    port: int,
+    web: bool,
+    members: tuple[str, ...],
+    transforms: tuple[str, ...],
+    app_dir: str,
+) -> AsyncIterator[None]:
     """Serve the health routes, and with *web* the dashboard, while the context is open."""
     import prometheus_client  # noqa: PLC0415 - imported on use
 
@@ -299,7 +319,9 @@ async def _health(app: App, *, host: str, port: int, web: bool, members: tuple[s
     AppCollector(app, registry=registry)
     routes = []
     if web:
-        routes = dashboard_routes(app, token=os.environ.get(TOKEN_VARIABLE) or None, members=members)
+        allowed = [load_function(name, app_dir) for name in transforms]
+        token = os.environ.get(TOKEN_VARIABLE) or None
+        routes = dashboard_routes(app, token=token, members=members, transforms=allowed)
     async with serve_health(app, host=host, port=port, registry=registry, routes=routes) as (address, bound):
         shown_host = f"[{address}]" if ":" in address else address  # IPv6
         url = f"http://{shown_host}:{bound}"

@@ -1,5 +1,6 @@
 """Filters for dead letters and parked records: one value, built from the options of a command or from a web request."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from aioshard.core.text import bytes_as_text
@@ -47,8 +48,10 @@ class Filters(NamedTuple):
 
     partitions: tuple[int, ...] = ()
     """Partitions of the side topic; empty means all."""
-    at: tuple[Coordinates, ...] = ()
+    at: Collection[Coordinates] = ()
     """Positions in the side topic; empty means all."""
+    done: bool | None = None
+    """Whether a dead letter was sent back or processed before; None means both. Parked records are never done."""
     handler: str | None = None
     group: str | None = None
     error: str | None = None
@@ -66,11 +69,6 @@ class Filters(NamedTuple):
     """Time of the failure or later, in seconds since the epoch."""
     until: float | None = None
     """Before this time of the failure."""
-
-    @property
-    def reads_payload(self) -> bool:
-        """Whether the result tells something about keys, values, headers or messages of errors."""
-        return self.key is not None or self.text is not None or bool(self.headers)
 
     def takes_at(self, at: Coordinates) -> bool:
         """Return whether the position of a record in the side topic matches."""

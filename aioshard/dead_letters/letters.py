@@ -28,7 +28,11 @@ class Letter(NamedTuple):
 
     def matches(self, filters: Filters) -> bool:
         """Return whether it matches all filters."""
-        return filters.takes_at(self.at) and filters.takes(self.original, self.failure)
+        return (
+            filters.takes_at(self.at)
+            and filters.done in {None, self.done}
+            and filters.takes(self.original, self.failure)
+        )
 
     @property
     def place(self) -> Place:

@@ -30,6 +30,8 @@ _FOR_TRIALS: Final[dict[str, Any]] = {
     "processing_guarantee": "at_least_once",
 }
 """Settings of an app that runs on dead letters from memory."""
+_STOP_TIMEOUT = 2.0
+"""Seconds that handlers get to end when a dry run beside a running app is stopped: nothing of it is kept."""
 
 
 class Tried(NamedTuple):
@@ -158,7 +160,8 @@ async def _trial_of(app: App) -> AsyncIterator[App]:
     """Return an app to run: *app* itself, or one with its handlers and its open resources if it runs already."""
     settings = app.settings
     if _is_running(app):
-        beside = settings.replace(assign=None, **_FOR_TRIALS)
+        timeout = min(settings.shutdown_timeout, _STOP_TIMEOUT)
+        beside = settings.replace(assign=None, shutdown_timeout=timeout, **_FOR_TRIALS)
         trial: App = App(app.group_id, settings=beside, resources=functools.partial(_open_state, app))
         trial.include_router(app)
         yield trial

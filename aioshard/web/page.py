@@ -1,14 +1,14 @@
 """The dashboard of an app: shows its activity, explains why a partition is stuck, and with a token allows actions.
 
-It is one page, one script and one stylesheet. The script reads `history.json` once and then polls `dashboard.json`.
-All its URLs are relative, so it works below any path. Nothing is loaded from other sites.
+It is one page with three scripts and one stylesheet. `page.js` reads `history.json` once and then polls
+`dashboard.json`. All its URLs are relative, so it works below any path. Nothing is loaded from other sites.
 
 | path | response |
 | --- | --- |
-| `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
+| `/` | the dashboard; with `page.js`, `elements.js`, `dead_letters.js`, `page.css` and `icon.svg` |
 | `/dashboard.json` | its data: `statistics`, `diagnosis`, `workload`, `actions` and `at` |
 | `/members.json` | with *members*: the statistics of each process of the group, or why it does not answer |
-| `/messages.json` | `topics` of dead letters and parked records, their newest `messages`, and `errors` by topic |
+| `/dead-letters.json`, `/dead-letters/…` | dead letters and parked records; see `aioshard.web.dead_letters` |
 | `/history.json` | `history`: what `App.history()` returns, one object per sample, oldest first |
 | `/actions` | POST: its actions, as described in `aioshard.web.actions`; this path exists only with a token |
 
@@ -18,7 +18,6 @@ further ones. `workload` is `App.workload()`, None while the app is not running.
 the token can perform actions; `at` is the time of the snapshot, in seconds since the epoch.
 """
 
-import asyncio
 import dataclasses
 import json
 import socket
@@ -37,33 +36,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from aioshard.app import App
-from aioshard.core.options import DeadLetter, Park
-from aioshard.core.sharding import shown
-from aioshard.errors import AioshardError
-from aioshard.kafka.admin import KafkaAdmin
-from aioshard.kafka.side_topics import TopicReader
+from aioshard.dead_letters.edits import Transform
 from aioshard.observe import PartitionStatistics
-from aioshard.records import Record
-from aioshard.serde.side_records import (
-    Coordinates,
-    DeadLetterRecord,
-    Failure,
-    ParkedRecord,
-    Removed,
-    read_dead_letter,
-    read_parked,
-)
-from aioshard.settings import Settings
 from aioshard.web.actions import action_route
+from aioshard.web.authorization import Authorization
+from aioshard.web.dead_letters import DeadLetterRoutes
 from aioshard.web.server import NOT_FOUND, SAFE, Json, routes_in_threads
 
 MOST_DIAGNOSED = 100
 """Maximum number of diagnosed partitions."""
-NEWEST = 100
-"""Number of offsets to read at the end of each partition, and maximum number of messages in a response."""
-LONGEST = 10_000
-"""Maximum number of characters of a payload in a response."""
-_MESSAGES_TIMEOUT = 10.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Ignores proxies of the environment: the processes are nearby."""
 _PARTITION_FIELDS = [field.name for field in dataclasses.fields(PartitionStatistics)]
@@ -71,12 +52,16 @@ _STATIC = Path(__file__).with_name("static")
 _FILES = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
+    "/elements.js": ("elements.js", "text/javascript"),
+    "/dead_letters.js": ("dead_letters.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 
 
-def dashboard(app: App, *, token: str | None = None, members: Sequence[str] = ()) -> Starlette:
+def dashboard(
+    app: App, *, token: str | None = None, members: Sequence[str] = (), transforms: Sequence[Transform] = ()
+) -> Starlette:
     """Return the dashboard as a separate application, to be mounted in FastAPI or Starlette.
 
     Args:
@@ -84,9 +69,11 @@ def dashboard(app: App, *, token: str | None = None, members: Sequence[str] = ()
         token: Allows anyone who has it to act; at least 16 characters. With None the dashboard is read-only.
         members: Base URLs of the health servers of all processes of the group, which are then shown too. A host name
             stands for all of its addresses, such as those of a headless service.
+        transforms: Functions that change dead letters before they are tried or sent back, as `--transform` of
+            `aioshard dlt replay` takes them. A request can name these and no others.
 
     Raises:
-        SettingsError: The token is too short, or cannot be sent in a header.
+        SettingsError: The token is too short, or cannot be sent in a header. Or transforms have no or equal names.
 
     Example:
         >>> from starlette.applications import Starlette
@@ -95,16 +82,20 @@ def dashboard(app: App, *, token: str | None = None, members: Sequence[str] = ()
         >>> web = Starlette(lifespan=shard_app.lifespan)
         >>> web.mount("/aioshard", dashboard(shard_app))  # the dashboard is at /aioshard/
     """
-    return Starlette(routes=dashboard_routes(app, token=token, members=members), exception_handlers=NOT_FOUND)
+    routes = dashboard_routes(app, token=token, members=members, transforms=transforms)
+    return Starlette(routes=routes, exception_handlers=NOT_FOUND)
 
 
-def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[str] = ()) -> list[BaseRoute]:
+def dashboard_routes(
+    app: App, *, token: str | None = None, members: Sequence[str] = (), transforms: Sequence[Transform] = ()
+) -> list[BaseRoute]:
     """Return the routes of the dashboard, to be served with others.
 
     Args:
         app: As in `dashboard`.
         token: As in `dashboard`.
         members: As in `dashboard`.
+        transforms: As in `dashboard`.
 
     Raises:
         SettingsError: As for `dashboard`.
@@ -131,9 +122,10 @@ def dashboard_routes(app: App, *, token: str | None = None, members: Sequence[st
     routes += routes_in_threads({"/dashboard.json": dashboard_json, "/history.json": history_json}, threads=1)
     if members:
         routes += routes_in_threads({"/members.json": members_json}, threads=1)
-    routes.append(messages_route(app))
-    if token is not None:
-        routes.append(action_route(app, token))
+    authorization = None if token is None else Authorization(token)
+    routes += DeadLetterRoutes(app, authorization, transforms).routes()
+    if authorization is not None:
+        routes.append(action_route(app, authorization))
     return routes
 
 
@@ -188,62 +180,4 @@ def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
         "workload": None if workload is None else workload.asdict(),
         "actions": actions,
         "at": time.time(),
-    }
-
-
-# The newest dead letters and parked records -------------------------------------------
-
-# Nothing is consumed or committed. Keys are hashed unless `show_keys` is set; payloads are left out unless
-# `show_payloads` is set.
-
-
-def messages_route(app: App) -> Route:
-    """Return the route with the newest dead letters and parked records of an app, the newest failure first.
-
-    It reads only the topics that the handlers of the app name.
-    """
-
-    async def messages(_: Request) -> Response:
-        policies = [handler.on_failure for handler in app.handlers]
-        topics = {policy.topic for policy in policies if isinstance(policy, DeadLetter | Park)}
-        newest: list[dict[str, Any]] = []
-        errors = {}
-        for topic in sorted(topics):
-            try:
-                async with asyncio.timeout(_MESSAGES_TIMEOUT):
-                    newest += await _newest(app.settings, topic)
-            except (AioshardError, TimeoutError) as error:
-                errors[topic] = str(error) or f"the brokers took longer than {_MESSAGES_TIMEOUT:g} s"
-        newest.sort(key=lambda message: -message["failed_at"])
-        return Json({"topics": sorted(topics), "messages": newest[:NEWEST], "errors": errors}, headers=SAFE)
-
-    return Route("/messages.json", messages, methods=["GET"])
-
-
-async def _newest(settings: Settings, topic: str) -> list[dict[str, Any]]:
-    stored: dict[object, dict[str, Any]] = {}
-    async with KafkaAdmin(settings) as admin, TopicReader(settings, topic, await admin.partitions(topic)) as reader:
-        async for records in reader.read({number: log.end - NEWEST for number, log in reader.ranges.items()}):
-            for record in records:
-                match read_dead_letter(record) or read_parked(record):
-                    case DeadLetterRecord(original, failure):
-                        stored[Coordinates.of(record)] = _message(settings, topic, original, failure)
-                    case ParkedRecord(original, failure) as parked:
-                        stored[parked.storage_key] = _message(settings, topic, original, failure)
-                    case Removed(storage_key):
-                        stored.pop(storage_key, None)
-    return list(stored.values())
-
-
-def _message(settings: Settings, topic: str, original: Record, failure: Failure) -> dict[str, Any]:
-    payload = None
-    if settings.show_payloads:
-        payload = (original.value or b"").decode("utf-8", "backslashreplace")[:LONGEST]
-    return {
-        "topic": topic,
-        "record": str(Coordinates.of(original)),
-        "key": shown(original.key, show_keys=settings.show_keys),
-        "size": None if original.value is None else len(original.value),
-        "payload": payload,
-        **failure._asdict(),
     }

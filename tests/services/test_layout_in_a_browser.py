@@ -21,21 +21,21 @@ NARROW = """() => {
   const cards = [...document.querySelectorAll("main .card:not(.plot)")].filter((card) => card.checkVisibility());
   return cards.filter((card) => card.offsetWidth < 0.9 * width).map((card) => card.querySelector("h2").textContent);
 }"""
-MESSAGES = {
-    "topics": ["invoices.parked"],
-    "errors": {},
-    "messages": [
+LETTERS = {
+    "cursor": None,
+    "letters": [
         {
-            "topic": "invoices.parked",
-            "record": "invoices/3/0",
-            "key": "#61a0f67b",
-            "failed_at": 0.0,
+            "partition": 3,
+            "offset": 0,
+            "replayed": None,
+            "record": {"topic": "clicks", "partition": 3, "offset": 0, "timestamp": 0.0, "key": "#61a0f67b"},
+            "size": 2,
+            "group": "billing",
             "handler": "on_invoice_created",
             "attempts": 2,
             "error": "DeadLetterRefusedError",
             "message": "the account is locked",
-            "size": 2,
-            "payload": "{}",
+            "failed_at": 0.0,
         }
     ],
 }
@@ -79,11 +79,11 @@ async def test_no_part_leaves_half_the_page_empty(page: Page) -> None:
 
 async def test_no_word_is_broken_on_a_phone(page: Page) -> None:
     async def answer(route: Route) -> None:
-        await route.fulfill(body=json.dumps(MESSAGES), content_type="application/json")
+        await route.fulfill(body=json.dumps(LETTERS), content_type="application/json")
 
-    await page.route("**/messages.json", answer)
+    await page.route("**/dead-letters/page", answer)
     await page.set_viewport_size({"width": 390, "height": 844})
     await page.get_by_role("button", name="Read the newest").click()
-    await expect(page.locator("#messages tbody tr")).to_have_count(1)
+    await expect(page.locator("#letters tbody tr")).to_have_count(1)
     assert await broken_words(page, "main *", longest=24) == []
     assert await page.evaluate("document.documentElement.scrollWidth") == 390

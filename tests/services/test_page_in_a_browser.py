@@ -14,7 +14,7 @@ from playwright.async_api import Browser, expect
 from aioshard import App, Park, Record, Retry
 from aioshard.web.page import dashboard
 from tests.support.brokers import SharedKafka
-from tests.support.browsing import Watched, served
+from tests.support.browsing import Watched, pale_texts, served
 
 TOKEN = "only-for-this-test"
 SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"
@@ -188,29 +188,7 @@ async def look_at_its_colours(watched: Watched, scheme: Any) -> None:
     await page.evaluate("Promise.all(document.getAnimations().map((one) => one.finished))")
     dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(13, 17, 23)") is (scheme == "dark")
-    assert await page.evaluate(TOO_PALE) == []
-
-
-TOO_PALE = """() => {
-  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => parts(colour).slice(0, 3).map((n) => n / 255)
-    .map((n) => (n <= 0.04045 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, n, at) => sum + n * [0.2126, 0.7152, 0.0722][at], 0);
-  const behind = (one) => {
-    for (let at = one; at; at = at.parentElement) {
-      const colour = getComputedStyle(at).backgroundColor;
-      if (parts(colour)[3] !== 0) return colour;
-    }
-    return "rgb(255, 255, 255)";
-  };
-  return [...document.querySelectorAll("body *")].filter((one) => one.checkVisibility() &&
-      [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())).map((one) => {
-    const style = getComputedStyle(one);
-    const written = one instanceof SVGElement ? style.fill : style.color;
-    const [a, b] = [light(written), light(behind(one))].sort((x, y) => y - x);
-    return [(a + 0.05) / (b + 0.05), one.outerHTML.slice(0, 80)];
-  }).filter(([ratio]) => ratio < 4.5);
-}"""
+    assert await pale_texts(page) == []
 
 
 async def test_the_dashboard_works_in_a_browser(

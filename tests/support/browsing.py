@@ -76,6 +76,34 @@ async def broken_words(page: Page, selector: str, longest: int = 40) -> list[str
     return words
 
 
+TOO_PALE = """() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => parts(colour).slice(0, 3).map((n) => n / 255)
+    .map((n) => (n <= 0.04045 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, n, at) => sum + n * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (one) => {
+    for (let at = one; at; at = at.parentElement) {
+      const colour = getComputedStyle(at).backgroundColor;
+      if (parts(colour)[3] !== 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  return [...document.querySelectorAll("body *")].filter((one) => one.checkVisibility() &&
+      [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())).map((one) => {
+    const style = getComputedStyle(one);
+    const written = one instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(written), light(behind(one))].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), one.outerHTML.slice(0, 80)];
+  }).filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+async def pale_texts(page: Page) -> list[list[object]]:
+    """Texts that do not stand out from what is behind them (4.5 : 1), each with its contrast."""
+    texts: list[list[object]] = await page.evaluate(TOO_PALE)
+    return texts
+
+
 class Watched:
     """A page, with all that it said and asked for.
 

@@ -6,6 +6,7 @@ is what happens there. `python -m tests.tools.screenshots pages` takes those of 
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import sys
@@ -22,6 +23,7 @@ from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.testing import InMemoryBroker, TestClient
 from aioshard.web import dashboard, serve_health
 from tests.kafka.faults.support import until
+from tests.services.dead_letter_shop import Order
 from tests.support.browsing import open_browser, served
 from tests.support.paths import PROJECT
 from tests.tools.site import application, build
@@ -122,24 +124,54 @@ async def take_group() -> None:
         make_small(picture)
 
 
-async def take_messages() -> None:
-    """Fail some records, and take the picture of their messages, which are read over TCP."""
+async def take_dead_letters() -> None:
+    """Fail some orders, and take pictures of their dead letters, which are read over TCP, and of a dry run."""
     async with contextlib.AsyncExitStack() as stack:
-        settings = (await stack.enter_async_context(EmbeddedBroker())).settings
-        app = App("billing", **settings, auto_offset_reset="earliest", show_keys=True, show_payloads=True)
-        app.consume("orders", retry=Retry(attempts=2), on_failure=DeadLetter("orders.dlt"))(on_order)
+        broker = await stack.enter_async_context(EmbeddedBroker())
+        for topic in ("orders", "orders.dlt"):
+            await broker.create_topic(topic)
+        app = App("billing", **broker.settings, auto_offset_reset="earliest", show_keys=True, show_payloads=True)
+        app.consume("orders", retry=Retry(attempts=2), on_failure=DeadLetter("orders.dlt", breaker=None))(on_order)
         await stack.enter_async_context(app)
-        for number, currency in enumerate(["EUR", "XBT", "EUR", "XTS", "XBT"]):
-            await app.publish("orders", {"id": 7_000 + number, "currency": currency}, key=f"customer-{number}")
+        for number in range(240):
+            line = {"article": "tea", "price": 2.5} if number % 12 else {"article": "tea"}
+            currency = ["EUR", "XBT", "EUR", "XTS"][number % 4]
+            order = {"id": 7_000 + number, "currency": currency, "lines": [line]}
+            await app.publish("orders", order, key=f"customer-{number}")
         browser = await stack.enter_async_context(open_browser())
-        page = await browser.new_page(viewport={"width": 1280, "height": 900})
-        await page.goto(await stack.enter_async_context(served(dashboard(app))))
-        await until(lambda: app.statistics().handlers[0].dead_lettered == 3, app.explain)
+        page = await browser.new_page(viewport={"width": 1280, "height": 1000})
+        add_price.__module__ = "shop.fixes"  # as if it were installed where the pictures say
+        routes = dashboard(app, token=_TOKEN, transforms=[add_price])
+        await page.goto(await stack.enter_async_context(served(routes)))
+        await until(lambda: app.statistics().handlers[0].dead_lettered == 140, app.explain)
+        await page.get_by_role("button", name="Unlock actions").click()
+        await page.get_by_label("Token").fill(_TOKEN)
+        await page.keyboard.press("Enter")
         await page.get_by_role("button", name="Read the newest").click()
-        await page.locator("#messages summary").first.click()
-        picture = PICTURES / "dashboard-messages.png"
-        await page.locator("section", has=page.locator("#messages")).screenshot(path=picture)
+        await page.locator("#letters-count").get_by_text("140 of 140").wait_for()
+        for number in range(3):
+            await page.locator("#letters input").nth(number).check()
+        await page.locator("#toast").wait_for(state="hidden")
+        await page.evaluate("document.querySelector('#dead-letters').scrollIntoView()")
+        picture = PICTURES / "dashboard-dead-letters.png"
+        await page.screenshot(path=picture, clip={"x": 0, "y": 55, "width": 1280, "height": 640})
         make_small(picture)
+        await page.get_by_role("button", name="error DecodeError").click()
+        broken = page.locator("#letters tbody tr").filter(has_text="DecodeError").first
+        await broken.get_by_role("button", name="Open").click()
+        await page.locator("#letter-transform").select_option(index=1)
+        await page.locator("#letter-try").click()
+        await page.locator("#letter-outcome .badge").wait_for()
+        await page.set_viewport_size({"width": 1280, "height": 1400})
+        picture = PICTURES / "dashboard-dead-letter.png"
+        await page.locator("#letter").screenshot(path=picture)
+        make_small(picture)
+
+
+def add_price(record: Record) -> dict[str, Any] | None:
+    """A transform: every line without a price gets one."""
+    order: dict[str, Any] = json.loads(record.value or b"{}")
+    return order | {"lines": [{"price": 1.0} | line for line in order["lines"]]}
 
 
 async def take_pages() -> None:
@@ -166,9 +198,10 @@ async def take_pages() -> None:
                 make_small(picture, Image.Quantize.MEDIANCUT)
 
 
-async def on_order(order: dict[str, Any]) -> None:
-    if order["currency"] != "EUR":
-        raise LookupError(f"no rate for {order['currency']}")
+async def on_order(order: Order) -> dict[str, Any]:
+    if order.currency != "EUR":
+        raise LookupError(f"no rate for {order.currency}")
+    return {"order": order.id, "total": sum(line.price for line in order.lines)}
 
 
 async def _slowly(_: Record) -> None:
@@ -199,7 +232,7 @@ def main() -> int:
         with contextlib.suppress(NotDrainedError):  # one of its records never ends
             asyncio.run(take(float(sys.argv[1]) if len(sys.argv) > 1 else _SECONDS, full="full" in sys.argv))
         asyncio.run(take_group())
-        asyncio.run(take_messages())
+        asyncio.run(take_dead_letters())
     asyncio.run(take_pages())
     return 0
 

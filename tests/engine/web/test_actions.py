@@ -11,7 +11,8 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import HandlerError, SettingsError, StateError
-from aioshard.web.actions import Action, ActionRefusedError, check_token, parse, perform
+from aioshard.web.actions import Action, parse, perform
+from aioshard.web.authorization import RefusedError, check_token
 from aioshard.web.page import dashboard
 
 TOKEN = "correct-horse-battery"
@@ -314,7 +315,7 @@ async def test_a_refusal_of_the_app_is_passed_on_verbatim(
 def test_an_unresponsive_app_is_reported(app: FakeApp) -> None:
     app.refuses = TimeoutError()
 
-    with pytest.raises(ActionRefusedError, match="did not answer in time") as refused:
+    with pytest.raises(RefusedError, match="did not answer in time") as refused:
         perform(app, Action(action="pause", topic="orders", partition=3))
     assert refused.value.status_code == 504
 

@@ -23,7 +23,8 @@ from aioshard.web.page import MOST_DIAGNOSED, dashboard, snapshot
 from tests.engine.live_apps import until
 from tests.support import browsing
 
-PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/dashboard.json", "/history.json", "/messages.json"]
+SCRIPTS = ["/page.js", "/elements.js", "/dead_letters.js"]
+PATHS = ["/", *SCRIPTS, "/page.css", "/icon.svg", "/dashboard.json", "/history.json", "/dead-letters.json"]
 STATIC = Path(importlib.import_module("aioshard.web.page").__file__ or "").with_name("static")
 
 
@@ -44,7 +45,7 @@ async def served(app: App, path: str) -> httpx.Response:
 
 async def test_polls_can_be_kept_out_of_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     web = FastAPI()
-    web.mount("/aioshard", dashboard(App("billing")))
+    web.mount("/aioshard", dashboard(App("billing"), token="correct-horse-battery"))
     web.get("/dashboard.json")(lambda: "of the application itself")
     access, polls = logging.getLogger("uvicorn.access"), PollFilter("/aioshard")
     caplog.set_level(logging.INFO, access.name)
@@ -54,6 +55,9 @@ async def test_polls_can_be_kept_out_of_the_access_log(caplog: pytest.LogCapture
             for path in ("/aioshard/", "/aioshard/dashboard.json", "/dashboard.json", "/aioshard/dashboard.json/x"):
                 await client.get(path)
             await client.post("/aioshard/dashboard.json")
+            await client.post("/aioshard/dead-letters/jobs", json={})
+            authorization = {"authorization": "Bearer correct-horse-battery"}
+            await client.post("/aioshard/dead-letters/jobs", json={}, headers=authorization)
     finally:
         access.removeFilter(polls)
 
@@ -63,6 +67,7 @@ async def test_polls_can_be_kept_out_of_the_access_log(caplog: pytest.LogCapture
         '"GET /dashboard.json HTTP/1.1" 200',
         '"GET /aioshard/dashboard.json/x HTTP/1.1" 404',
         '"POST /aioshard/dashboard.json HTTP/1.1" 405',
+        '"POST /aioshard/dead-letters/jobs HTTP/1.1" 401',
     ]
 
 
@@ -109,17 +114,18 @@ async def test_text_that_cannot_be_encoded_breaks_no_data(show_keys: bool) -> No
 
 def test_the_dashboard_needs_no_external_or_inline_resources() -> None:
     html = (STATIC / "index.html").read_text()
-    script = (STATIC / "page.js").read_text()
+    script = "".join((STATIC / name.removeprefix("/")).read_text() for name in SCRIPTS)
 
     addresses = re.findall(r'(?:src|href)="([^"#][^"]*)"', html)
     assert sorted(set(addresses)) == ["explain", "icon.svg", "page.css", "page.js"], "relative, and ours"
+    assert set(re.findall(r'from "([^"]*)"', script)) == {"./elements.js", "./dead_letters.js"}
     assert not re.search(r"<script(?! src)|<style|\sstyle=|\son\w+=|javascript:", html)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html + script + (STATIC / "page.css").read_text())
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|localStorage", script)
 
 
 def test_the_dashboard_is_small() -> None:
-    assert sum(file.stat().st_size for file in STATIC.iterdir()) < 90_000
+    assert sum(file.stat().st_size for file in STATIC.iterdir()) < 130_000
 
 
 async def test_the_dashboard_works_under_any_path() -> None:

@@ -21,6 +21,8 @@ app = App("billing", bootstrap_servers="127.0.0.1:1", auto_offset_reset="earlies
 
 @app.consume("orders")
 async def on_order(record: Record) -> None: ...
+
+def fixed(record: Record) -> bytes: ...
 """
 
 
@@ -85,3 +87,14 @@ async def test_other_processes_are_shown_by_url(start: Start) -> None:
         members = (await client.get("/members.json")).json()["members"]
     assert [member["url"] for member in members] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     assert all("refused" in member["error"] for member in members)
+
+
+async def test_transforms_are_those_of_the_operator(start: Start, tmp_path: Path) -> None:
+    async with start("--transform", "shop:fixed") as client:
+        assert (await client.get("/dead-letters.json")).json()["transforms"] == ["shop:fixed"]
+
+    (tmp_path / "shop.py").write_text(APP)
+    app = await CommandProcess.start(tmp_path, "run", "shop:app", "--web", "--transform", "shop:missing")
+
+    assert await app.ends() == 2
+    assert "has no attribute 'missing'" in app.errors

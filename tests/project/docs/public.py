@@ -9,6 +9,7 @@ from aioshard import errors, spark, testing, web
 
 MODULES: tuple[ModuleType, ...] = (aioshard, testing, spark, web)
 INTERNAL = {
+    "aioshard.App.run_in_loop": "for the dashboard, which may run in another event loop",
     "aioshard.App.running_engine": "for parts of the package that run handlers in another way",
     "aioshard.App.serve_until_signal": "for the command line, which has its own signal handlers",
     "aioshard.App.traced_by": "for aioshard.telemetry.tracing.trace",

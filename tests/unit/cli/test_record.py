@@ -8,6 +8,7 @@ import pytest
 from starlette.applications import Starlette
 
 from aioshard.web.actions import action_route
+from aioshard.web.authorization import Authorization
 from aioshard.web.health import health_routes
 from aioshard.web.server import NOT_FOUND
 from tests.engine.web.test_actions import TOKEN, FakeApp
@@ -22,7 +23,7 @@ async def test_each_command_reaches_the_app(
 ) -> None:
     monkeypatch.setenv("AIOSHARD_WEB_TOKEN", TOKEN)
     app = FakeApp()
-    async with served(Starlette(routes=[action_route(app, TOKEN)])) as url:
+    async with served(Starlette(routes=[action_route(app, Authorization(TOKEN))])) as url:
         ended = await aioshard("record", command, url, "orders/3/101", "--json")
 
     assert ended.code == 0, ended.errors
@@ -32,7 +33,7 @@ async def test_each_command_reaches_the_app(
 
 async def test_a_refusal_is_passed_on(aioshard: Aioshard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_WEB_TOKEN", "another-token-than-that")
-    async with served(Starlette(routes=[action_route(FakeApp(), TOKEN)])) as url:
+    async with served(Starlette(routes=[action_route(FakeApp(), Authorization(TOKEN))])) as url:
         ended = await aioshard("record", "skip", url, "orders/3/101")
 
     assert ended.code == 3

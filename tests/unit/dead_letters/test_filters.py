@@ -3,6 +3,7 @@
 import pytest
 
 from aioshard.dead_letters.filters import EVERYTHING, Filters, HeaderFilter
+from aioshard.dead_letters.letters import Letter
 from aioshard.serde.side_records import Coordinates
 from tests.support.dead_letters import FAILED_AT, failure, record
 
@@ -63,8 +64,10 @@ def test_a_header_filter_has_a_value_after_the_first_equals_sign() -> None:
     assert HeaderFilter.parse("a") == HeaderFilter("a", None)
 
 
-@pytest.mark.parametrize("filters", [Filters(key="a"), Filters(text="a"), Filters(headers=(HeaderFilter("a"),))])
-def test_a_filter_by_content_tells_about_the_content(filters: Filters) -> None:
-    """Where payloads are hidden, a series of such filters would find them out."""
-    assert filters.reads_payload
-    assert not Filters(error="ValueError", since=1.0, records=(Coordinates("orders", 0, 41),)).reads_payload
+@pytest.mark.parametrize("done", [False, True])
+def test_dead_letters_are_selected_by_whether_they_are_done(done: bool) -> None:
+    letter = Letter(Coordinates("orders.dlt", 0, 7), RECORD, FAILURE, done)
+
+    assert letter.matches(EVERYTHING)
+    assert letter.matches(Filters(done=done, at=frozenset({Coordinates("orders.dlt", 0, 7)})))
+    assert not letter.matches(Filters(done=not done))
