@@ -168,21 +168,23 @@ def _objects(letters: Sequence[Letter], values: Sequence[Decoded]) -> list[dict[
 
 def _lines_of(topic: str, survey: Survey, values: Sequence[Decoded], *, progress_known: bool) -> Iterator[str]:
     selected = part_as_text(survey.selected, survey.dead_letters, "dead letter")
-    done = f", {survey.done} of them already replayed" if progress_known else ""
+    done = f", {survey.done:,} of them already replayed" if progress_known else ""
     yield f"{selected} in {topic}{done}"
+    if survey.dead_letters and not survey.selected:
+        yield "None matches: without filters, this command counts them by error, handler and topic"
     if survey.others:
         yield f"{counted(survey.others, 'other record')} in {topic}"
     if survey.first_failed_at is not None and survey.last_failed_at is not None:
         yield f"  failed: {moment_as_text(survey.first_failed_at)} to {moment_as_text(survey.last_failed_at)}"
     for name, counts in (("errors", survey.errors), ("handlers", survey.handlers), ("topics", survey.topics)):
         if counts:
-            listed = [f"{as_text(value)} {count}" for value, count in counts.most_common()]
+            listed = [f"{as_text(value)} {count:,}" for value, count in counts.most_common()]
             yield f"  {name}: {', '.join(listed)}"
     newest = survey.newest
     if newest:
         yield from ["", *_table_of(newest, values)]
         if len(newest) < survey.selected:
-            yield f"\n{survey.selected - len(newest)} older ones are not shown: --limit shows more"
+            yield f"\n{survey.selected - len(newest):,} older ones are not shown: --limit shows more"
 
 
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
@@ -341,14 +343,14 @@ def replay(
     result = Result()
     with open_runner() as runner, entered(runner, DeadLetterTopic.opened(settings, topic)) as dead_letters:
         plan = runner.run(_plan(dead_letters, filters, limit=limit, again=again))
+        remarks = _remarks_on(topic, plan)
         if len(plan) != 1 and (value is not None or value_file is not None):
-            raise click.UsageError(
-                f"a value was given for one dead letter, and {len(plan):,} match: select one with --at"
-            )
+            sentence = f"a value was given for one dead letter, and {len(plan):,} match"
+            raise click.UsageError(f"{sentence}: select one with --at" if plan.due else ". ".join([sentence, *remarks]))
         if dry_run:
             if change is not None:
                 result = runner.run(preview(dead_letters, plan, change))
-            _report_plan(topic, plan, result if change else None, verb, as_json=as_json)
+            _report_plan(topic, plan, result if change else None, verb, remarks=remarks, as_json=as_json)
             return 0
         if plan.due:
             confirm(_question(topic, plan, app, changed=change is not None), yes=yes)
@@ -373,9 +375,9 @@ def replay(
             with Signals("ending after the records in progress") as signals:
                 runner.run(work(signals))
         except AioshardError as error:
-            _report(topic, plan, result, verb, error, as_json=as_json)
+            _report(topic, plan, result, verb, error, remarks=remarks, as_json=as_json)
             raise
-    _report(topic, plan, result, verb, None, as_json=as_json)
+    _report(topic, plan, result, verb, None, remarks=remarks, as_json=as_json)
     if result.stopped:
         return INTERRUPTED
     return UNHEALTHY if result.failed else 0
@@ -385,6 +387,25 @@ async def _plan(dead_letters: DeadLetterTopic, filters: Filters, *, limit: int |
     await dead_letters.fetch_progress()
     async with progress(f"reading {dead_letters.name}", lambda: dead_letters.read):
         return await make_plan(dead_letters, filters, limit=limit, again=again)
+
+
+def _remarks_on(topic: str, plan: Plan) -> list[str]:
+    """Say why a plan is empty, or that it leaves out dead letters because of the limit."""
+    # 1. It is only a part of those that are due.
+    if plan.beyond_limit:
+        return [f"{plan.beyond_limit:,} more are due: a higher --limit includes them"]
+    if plan.due or plan.covered:
+        return []
+    # 2. All of them are done.
+    if plan.done:
+        was = "was" if plan.done == 1 else "were"
+        return [f"{counted(plan.done, 'dead letter')} {was} replayed before: --again includes them"]
+    # 3. None matches.
+    total = sum(map(len, plan.offsets.values()))
+    if total == 0:
+        return []
+    none = f"None of the {counted(total, 'dead letter')} in {topic} matches"
+    return [f"{none}: `aioshard dlt show {topic}` counts them by error, handler and topic"]
 
 
 def _question(topic: str, plan: Plan, app: App | None, *, changed: bool) -> str:
@@ -399,21 +420,26 @@ def _question(topic: str, plan: Plan, app: App | None, *, changed: bool) -> str:
 
 
 def _by_topic(topics: Counter[str]) -> str:
-    return ", ".join(f"{topic} {count}" for topic, count in topics.most_common())
+    return ", ".join(f"{topic} {count:,}" for topic, count in topics.most_common())
 
 
-def _report_plan(topic: str, plan: Plan, result: Result | None, verb: str, *, as_json: bool) -> None:
+def _report_plan(
+    topic: str, plan: Plan, result: Result | None, verb: str, *, remarks: Sequence[str], as_json: bool
+) -> None:
     """Print how many dead letters a run would work on, and the result of the transform."""
     content: dict[str, Any] = {
         "topic": topic,
         "dry_run": True,
         "selected": len(plan),
+        "replayed": plan.done,
+        "beyond_limit": plan.beyond_limit,
         "topics": plan.topics,
         "errors": plan.errors,
     }
     lines = [f"{counted(len(plan), 'dead letter')} would be {verb}"]
     if plan.topics:
         lines[0] += f": {_by_topic(plan.topics)}"
+    lines += remarks
     if result is not None:
         changed = result.done.total()
         content |= {"changed": changed, "left": result.left, "failed": _failed(result)}
@@ -425,7 +451,16 @@ def _report_plan(topic: str, plan: Plan, result: Result | None, verb: str, *, as
         _echo_failed(result)
 
 
-def _report(topic: str, plan: Plan, result: Result, verb: str, error: BaseException | None, *, as_json: bool) -> None:
+def _report(
+    topic: str,
+    plan: Plan,
+    result: Result,
+    verb: str,
+    error: BaseException | None,
+    *,
+    remarks: Sequence[str],
+    as_json: bool,
+) -> None:
     """Print the result; on standard error if the run was cut short."""
     is_cut_short = error is not None or result.stopped
     total = result.done.total()
@@ -436,6 +471,8 @@ def _report(topic: str, plan: Plan, result: Result, verb: str, error: BaseExcept
     else:
         line = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {verb}"
         click.echo(f"{line}: {_by_topic(result.done)}" if result.done else line, err=is_cut_short)
+        for remark in remarks:
+            click.echo(remark, err=is_cut_short)
         if result.left:
             click.echo(f"The transform left {counted(result.left, 'dead letter')} alone", err=is_cut_short)
         if result.stopped:
@@ -455,7 +492,7 @@ def _echo_failed(result: Result) -> None:
     for letter, why in result.failed[:_SHOWN]:
         click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)
     if len(result.failed) > _SHOWN:
-        click.echo(f"Failed: {len(result.failed) - _SHOWN} more; --json names all of them", err=True)
+        click.echo(f"Failed: {len(result.failed) - _SHOWN:,} more; --json names all of them", err=True)
 
 
 # try ----------------------------------------------------------------------------------
@@ -501,9 +538,9 @@ def try_(
     filters = filters._replace(group=app.group_id)
     function = _transform_of(transform, app_dir, None, None)
 
-    async def read(dead_letters: DeadLetterTopic) -> list[Letter]:
+    async def read(dead_letters: DeadLetterTopic) -> tuple[Plan, list[Letter]]:
         plan = await _plan(dead_letters, filters, limit=limit, again=again)
-        return [item.letter async for item in planned(dead_letters, plan, None, Result())]
+        return plan, [item.letter async for item in planned(dead_letters, plan, None, Result())]
 
     async def run_handlers(letters: list[Letter], signals: Signals) -> Trial:
         stop = asyncio.Event()
@@ -512,7 +549,7 @@ def try_(
 
     with open_runner() as runner:
         with entered(runner, DeadLetterTopic.opened(app.settings, topic)) as dead_letters:
-            letters = runner.run(read(dead_letters))
+            plan, letters = runner.run(read(dead_letters))
         if letters:
             confirm(
                 f"Run the handlers of app {app.group_id!r} on {counted(len(letters), 'dead letter')} of {topic}? "
@@ -523,10 +560,11 @@ def try_(
             trial = runner.run(run_handlers(letters, signals))
     content = {
         "topic": topic,
+        "beyond_limit": plan.beyond_limit,
         "tried": list(map(tried_as_object, trial.tried)),
         "other_messages": list(map(message_as_object, trial.unattributed)),
     }
-    print_result(content, _lines_of_trial(trial), as_json=as_json)
+    print_result(content, [*_lines_of_trial(trial), *_remarks_on(topic, plan)], as_json=as_json)
     return UNHEALTHY if any(tried.error is not None for tried in trial.tried) else 0
 
 

@@ -23,6 +23,10 @@ class Plan:
     """The dead letters to work on, in the order in which they were read, each with all of its record."""
     covered: list[Place] = dataclasses.field(default_factory=list)
     """Dead letters that match and are due, whose record was finished by another one."""
+    done: int = 0
+    """Number of dead letters that match and were done before: they are left out."""
+    beyond_limit: int = 0
+    """Number of records that are due and left out because of the limit."""
     topics: Counter[str] = dataclasses.field(default_factory=Counter)
     """How many records come from each topic."""
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -102,6 +106,7 @@ async def make_plan(
         identity = letter.identity
         if letter.done and not again:
             done.add(identity)
+            plan.done += letter.matches(filters)
             continue
         places.setdefault(identity, []).append(letter.place)
         if identity not in chosen and letter.matches(filters):
@@ -113,4 +118,6 @@ async def make_plan(
             plan.due[found.place] = places[identity]
             plan.topics[found.topic] += 1
             plan.errors[found.error] += 1
+        else:
+            plan.beyond_limit += 1
     return plan

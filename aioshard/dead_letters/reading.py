@@ -29,7 +29,7 @@ class DeadLetterTopic:
         ```python
         async with DeadLetterTopic.opened(settings, "orders.dlt") as topic:
             await topic.fetch_progress()
-            survey = await topic.survey(Filters(error="TimeoutError"), newest=50)
+            survey = await topic.survey(Filters(error="AttemptTimeoutError"), newest=50)
         ```
     """
 

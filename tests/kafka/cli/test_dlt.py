@@ -169,6 +169,17 @@ async def test_a_shortened_table_says_so(aioshard: Aioshard, kafka: SharedKafka,
     assert ended.output.endswith("\n4 older ones are not shown: --limit shows more\n")
 
 
+async def test_filters_that_match_nothing_are_pointed_out(
+    aioshard: Aioshard, kafka: SharedKafka, dead_letter_topic: str
+) -> None:
+    ended = await aioshard(
+        "dlt", "show", dead_letter_topic, "--error", "KeyError", "--bootstrap-servers", kafka.bootstrap
+    )
+
+    assert ended.code == 0
+    assert ended.output.splitlines()[1].startswith("None matches")
+
+
 async def test_an_empty_topic_is_not_an_error(aioshard: Aioshard, kafka: SharedKafka, topic: str) -> None:
     await kafka.create_topic(topic, 3)
 
@@ -320,6 +331,35 @@ async def test_again_resends_replayed_dead_letters(replay: Replay) -> None:
     assert await replay.arrived() == [b"1", b"2", b"2"]
 
 
+async def test_a_run_without_work_says_why(replay: Replay) -> None:
+    """A wrong filter and finished work look the same otherwise."""
+    await replay.write(replay.record(1), replay.record(2))
+    await replay.write(replay.record(3), error="TimeoutError")
+    await replay.run("--limit", "1")
+
+    finished = await replay.run("--record", f"{replay.source}/0/1")
+    unmatched = await replay.run("--error", "KeyError")
+    preview = await replay.run("--error", "ValueError", "--dry-run", "--json")
+    refused = await replay.run("--record", f"{replay.source}/0/1", "--value", "x", code=2)
+
+    assert "--again" in finished.output
+    assert "None of the 3 dead letters" in unmatched.output
+    assert "--again" not in unmatched.output
+    counts = json.loads(preview.output)
+    assert (counts["selected"], counts["replayed"], counts["beyond_limit"]) == (1, 1, 0)
+    assert "--again" in refused.errors
+
+
+async def test_a_limited_run_says_how_many_are_left(replay: Replay) -> None:
+    await replay.write(*(replay.record(number) for number in range(5)))
+
+    ended = await replay.run("--limit", "2")
+    preview = await replay.run("--limit", "2", "--dry-run", "--json")
+
+    assert "3 more are due" in ended.output
+    assert json.loads(preview.output)["beyond_limit"] == 1
+
+
 async def test_records_are_republished_in_order(replay: Replay) -> None:
     """In any order of their dead letters, as after a change of the number of partitions."""
     await replay.write(replay.record(8), replay.record(6), replay.record(9))
@@ -339,7 +379,7 @@ async def test_a_record_with_two_dead_letters_is_republished_once(replay: Replay
 
     assert ended.output == f"2 dead letters were sent back: {replay.source} 2\n"
     assert await replay.arrived() == [b"1", b"2"]
-    assert (await replay.run()).output == "0 dead letters were sent back\n"
+    assert (await replay.run()).output.startswith("0 dead letters were sent back\n")
 
 
 async def test_a_limited_run_is_continued_by_the_next(replay: Replay) -> None:
@@ -433,7 +473,7 @@ async def test_the_embedded_broker_stores_replay_progress(aioshard: Aioshard, to
         again = await aioshard(*command)
 
     assert ended.output == f"1 dead letter was sent back: {topic} 1\n"
-    assert again.output == "0 dead letters were sent back\n"
+    assert again.output.startswith("0 dead letters were sent back\n")
 
 
 async def test_progress_of_a_recreated_topic_is_ignored(replay: Replay, kafka: SharedKafka) -> None:

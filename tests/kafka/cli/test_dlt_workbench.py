@@ -173,6 +173,8 @@ async def test_try_runs_a_limited_number(workbench: Workbench) -> None:
     limited = await workbench.run("try", "--app", "shop:app", "--yes", "--limit", "3")
 
     assert len(default.report["tried"]) == 20
+    assert default.report["beyond_limit"] == 10
+    assert "27 more are due" in limited.output
     assert limited.output.splitlines()[0].startswith("3 dead letters would succeed")
     assert sum("(dead letter " in line for line in limited.output.splitlines()) == 3
 
@@ -260,6 +262,8 @@ async def test_a_dry_run_sends_nothing(workbench: Workbench) -> None:
         "topic": workbench.topic,
         "dry_run": True,
         "selected": 3,
+        "replayed": 0,
+        "beyond_limit": 0,
         "topics": {workbench.source: 3},
         "errors": {"ValueError": 3},
     }

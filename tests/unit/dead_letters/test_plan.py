@@ -107,6 +107,17 @@ def test_a_limit_counts_records() -> None:
     assert (plan.topics, plan.errors) == ({"orders": 2}, {"TimeoutError": 1, "ValueError": 1})
 
 
+def test_a_plan_counts_the_matching_ones_that_it_leaves_out() -> None:
+    """Otherwise an operator cannot tell a wrong filter from finished work."""
+    topic = topic_of([record(number) for number in range(1, 8)])
+    topic.progress[0] = ReplayedOffsets(Committed(2, ""))
+    odd = Filters(error="TimeoutError")
+
+    assert (plan_of(topic, odd).done, plan_of(topic, odd).beyond_limit) == (1, 0)
+    assert (plan_of(topic, odd, limit=1).done, plan_of(topic, odd, limit=1).beyond_limit) == (1, 2)
+    assert (plan_of(topic, again=True).done, plan_of(topic, again=True, limit=3).beyond_limit) == (0, 4)
+
+
 def test_a_plan_adopts_what_another_run_has_done_meanwhile() -> None:
     """Also a second dead letter of the same record, which then is not sent any more."""
     topic = topic_of([record(1), record(2), record(3), record(1)])
