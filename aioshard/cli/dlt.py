@@ -71,6 +71,7 @@ def _page(text: str) -> Cursor | Literal["newest"]:
 @options.topic_argument
 @options.filters
 @options.at
+@click.option("--due", "done", flag_value=False, default=None, help="Only those that were not replayed yet.")
 @click.option(
     "--limit",
     type=click.IntRange(0),
@@ -109,7 +110,7 @@ def show(
         app.configure(bootstrap_servers=bootstrap_servers)
     settings = settings_of(bootstrap_servers) if app is None else app.settings
     if page is not None:
-        found = run(_page_of(settings, topic, filters, page, limit or options.ROWS))
+        found = run(_page_of(settings, topic, filters, page, options.ROWS if limit is None else limit))
         values = run(_values_of(app, found.letters))
         cursor = None if found.cursor is None else cursor_as_text(found.cursor)
         content: dict[str, Any] = {"topic": topic, "dead_letters": _objects(found.letters, values), "cursor": cursor}
@@ -130,7 +131,7 @@ def show(
 async def _survey(settings: Settings, topic: str, filters: Filters, newest: int | None) -> tuple[Survey, bool]:
     """Return figures about the dead letters that match, and whether it is known which ones are done."""
     async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
-        progress_known = await _fetch_progress(dead_letters)
+        progress_known = await _fetch_progress(dead_letters, required=filters.done is not None)
         async with progress(f"reading {topic}", lambda: dead_letters.read):
             return await dead_letters.survey(filters, newest=newest), progress_known
 
@@ -139,17 +140,23 @@ async def _page_of(
     settings: Settings, topic: str, filters: Filters, page: Cursor | Literal["newest"], size: int
 ) -> Page:
     async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
-        await _fetch_progress(dead_letters)
+        await _fetch_progress(dead_letters, required=filters.done is not None)
         cursor = None if page == "newest" else page
         async with progress(f"reading {topic}", lambda: dead_letters.read):
             return await read_page(dead_letters, filters, cursor=cursor, size=size)
 
 
-async def _fetch_progress(dead_letters: DeadLetterTopic) -> bool:
-    """Return whether it is known which ones are done."""
+async def _fetch_progress(dead_letters: DeadLetterTopic, *, required: bool) -> bool:
+    """Return whether it is known which ones are done.
+
+    Raises:
+        AuthorizationError: It is not, and *required*.
+    """
     try:
         await dead_letters.fetch_progress()
     except AuthorizationError as error:
+        if required:
+            raise
         click.echo(f"Cannot show which dead letters were replayed: {error}", err=True)
         return False
     return True

@@ -322,6 +322,24 @@ async def test_dead_letters_sent_with_a_filter_are_not_sent_again_without_it(rep
     assert sorted(filter(None, await replay.arrived())) == [b"1", b"2", b"3", b"4", b"5", b"6", b"7"]
 
 
+async def test_the_remaining_dead_letters_are_shown_and_counted(
+    replay: Replay, aioshard: Aioshard, kafka: SharedKafka
+) -> None:
+    await replay.write(*(replay.record(number) for number in (1, 2, 3)))
+    await replay.write(replay.record(4), error="TimeoutError")
+    await replay.run("--error", "ValueError", "--limit", "2")
+    show = ["dlt", "show", replay.topic, "--due", "--json", "--bootstrap-servers", kafka.bootstrap]
+
+    report = json.loads((await aioshard(*show)).output)
+    page = json.loads((await aioshard(*show, "--page", "newest")).output)
+
+    assert [letter["record"]["offset"] for letter in report["dead_letters"]] == [3, 4]
+    assert [letter["record"]["offset"] for letter in page["dead_letters"]] == [4, 3]
+    summary = report["summary"]
+    assert (summary["selected"], summary["dead_letters"], summary["replayed"]) == (2, 4, 0)
+    assert summary["errors"] == {"ValueError": 1, "TimeoutError": 1}
+
+
 async def test_again_resends_replayed_dead_letters(replay: Replay) -> None:
     await replay.write(replay.record(1), replay.record(2))
     await replay.run()

@@ -63,6 +63,11 @@ async def test_dead_letters_can_be_shown_without_replay_progress(aioshard: Aiosh
     assert ended.output.splitlines()[0] == f"1 dead letter in {topic}.dlt"
     assert f"the brokers do not allow this user to read with group '{progress_group(topic)}.dlt'" in ended.errors
 
+    due = await aioshard("dlt", "show", f"{topic}.dlt", "--due")
+
+    assert (due.code, due.output) == (1, "")
+    assert f"the brokers do not allow this user to read with group '{progress_group(topic)}.dlt'" in due.errors
+
 
 @pytest.mark.usefixtures("grant")
 async def test_an_unreadable_topic_is_named(aioshard: Aioshard, topic: str) -> None:
