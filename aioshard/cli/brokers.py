@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import getpass
+import logging
 import os
 import sys
 from collections.abc import Coroutine, Iterable, Iterator
@@ -12,10 +13,12 @@ from typing import TypeVar
 import click
 
 from aioshard.cli.output import progress
+from aioshard.dead_letters import audit
 from aioshard.kafka.publisher import Publisher
 from aioshard.loops import loop_factory
 from aioshard.ports import Message
 from aioshard.settings import Settings
+from aioshard.telemetry.logs import TextFormatter
 
 T = TypeVar("T")
 
@@ -82,6 +85,18 @@ def os_user() -> str:
         return f"user {getpass.getuser()}"
     except (KeyError, OSError):  # a container may have no name for the user
         return f"user {os.getuid()}"
+
+
+@contextlib.contextmanager
+def audit_log() -> Iterator[None]:
+    """Write the audit log to standard error, each line with its time: for commands that configure no logging."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter())
+    audit.logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        audit.logger.removeHandler(handler)
 
 
 async def publish(settings: Settings, messages: Iterable[Message], label: str, *, total: int | None = None) -> None:

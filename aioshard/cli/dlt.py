@@ -1,6 +1,7 @@
 """`aioshard dlt`: dead letters, shown, tried and replayed."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -12,7 +13,7 @@ import click
 
 from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.brokers import confirm, entered, open_runner, os_user, run, settings_of
+from aioshard.cli.brokers import audit_log, confirm, entered, open_runner, os_user, run, settings_of
 from aioshard.cli.loading import load_app, load_function
 from aioshard.cli.output import (
     UNHEALTHY,
@@ -379,7 +380,8 @@ def replay(
                 )
 
         try:
-            with Signals("ending after the records in progress") as signals:
+            audited = audit_log() if app is None else contextlib.nullcontext()
+            with audited, Signals("ending after the records in progress") as signals:
                 runner.run(work(signals))
         except AioshardError as error:
             _report(topic, plan, result, verb, error, remarks=remarks, as_json=as_json)
@@ -400,7 +402,8 @@ def _remarks_on(topic: str, plan: Plan) -> list[str]:
     """Say why a plan is empty, or that it leaves out dead letters because of the limit."""
     # 1. It is only a part of those that are due.
     if plan.beyond_limit:
-        return [f"{plan.beyond_limit:,} more are due: a higher --limit includes them"]
+        are = "is" if plan.beyond_limit == 1 else "are"
+        return [f"{plan.beyond_limit:,} more {are} due: a higher --limit includes them"]
     if plan.due or plan.covered:
         return []
     # 2. All of them are done.
@@ -582,6 +585,8 @@ def _lines_of_trial(trial: Trial) -> Iterator[str]:
     yield f"{succeeded} would succeed; nothing was published or committed"
     for tried in trial.tried:
         yield f"{tried.letter.source} (dead letter {tried.letter.at}): {_outcome_of(tried)}"
+        if tried.record is not tried.letter.original:
+            yield f"  changed to: {cut(bytes_as_text(tried.record.value))}"
         yield from map(_line_of_message, tried.messages)
     if trial.unattributed:
         yield "Published by tasks and threads that no handler waits for:"

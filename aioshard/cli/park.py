@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from aioshard.cli import options
-from aioshard.cli.brokers import os_user, run, settings_of
+from aioshard.cli.brokers import audit_log, os_user, run, settings_of
 from aioshard.cli.output import UNHEALTHY, cut, moment_as_text, part_as_text, print_result, progress, table
 from aioshard.core.parking import NEVER
 from aioshard.core.text import as_text, bytes_as_text
@@ -137,7 +137,8 @@ def release_(topic: str, *, filters: Filters, everything: bool, bootstrap_server
             await release_keys(publisher, topic, keys, who=os_user())
         return keys
 
-    keys = run(work())
+    with audit_log():
+        keys = run(work())
     records = sum(map(len, keys))
     content = {
         "topic": topic,
@@ -186,7 +187,8 @@ def drop(
             await drop_records(publisher, parked, topic, who=os_user())
 
     if yes:
-        run(work())
+        with audit_log():
+            run(work())
     lines = []
     if yes and records:
         lines = [f"Dropped {counted(len(records), 'parked record')}"]
@@ -196,5 +198,5 @@ def drop(
             f"Would drop {counted(len(records), 'parked record')}: {listed}",
             "Nothing was dropped: --yes drops, for good.",
         ]
-    print_result({"topic": topic, "dropped": yes, "records": records}, lines, as_json=as_json)
+    print_result({"topic": topic, "dropped": bool(yes and records), "records": records}, lines, as_json=as_json)
     return _exit_code(topic, len(records), everything=everything)

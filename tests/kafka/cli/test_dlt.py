@@ -1,6 +1,7 @@
 """`aioshard dlt`: dead letters are shown and republished once."""
 
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -338,6 +339,16 @@ async def test_the_remaining_dead_letters_are_shown_and_counted(
     summary = report["summary"]
     assert (summary["selected"], summary["dead_letters"], summary["replayed"]) == (2, 4, 0)
     assert summary["errors"] == {"ValueError": 1, "TimeoutError": 1}
+
+
+async def test_lines_of_the_audit_log_have_a_time(replay: Replay) -> None:
+    """They are all that remains if standard error is kept in a file."""
+    await replay.write(replay.record(1))
+
+    ended = await replay.run()
+
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+ .*send topic=", ended.errors, re.MULTILINE)
+    assert ended.errors.count("send topic=") == 1
 
 
 async def test_again_resends_replayed_dead_letters(replay: Replay) -> None:

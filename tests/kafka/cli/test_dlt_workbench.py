@@ -164,6 +164,8 @@ async def test_try_with_a_transform_shows_whether_it_helps(workbench: Workbench)
     assert (changed["succeeded"], changed["value"]) == (True, '{"total":7}')
     assert (left["left"], left["succeeded"], left["error"]) == (True, False, None)
     assert failed["error"] == "the transform failed: KeyError: 'total'"
+    text = (await workbench.run("try", "--app", "shop:app", "--transform", "shop:fix", "--yes", code=3)).output
+    assert text.count('{"total":7}') == 1 + 1  # the changed value, and the message that its handler would publish
 
 
 async def test_try_runs_a_limited_number(workbench: Workbench) -> None:
