@@ -366,7 +366,7 @@ def replay(
         async def work(signals: Signals) -> None:
             stop = asyncio.Event()
             signals.on_first(stop.set)
-            async with progress(f"replaying {topic}", result.done.total):
+            async with progress(f"replaying {counted(len(plan), 'dead letter')} of {topic}", result.total):
                 await run_plan(
                     settings,
                     dead_letters,

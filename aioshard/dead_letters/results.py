@@ -43,6 +43,10 @@ class Result:
     stopped: bool = False
     """Whether the run ended early because it was asked to."""
 
+    def total(self) -> int:
+        """Return the number of dead letters with an outcome: done, left alone or failed."""
+        return self.done.total() + self.left + len(self.failed)
+
     def finish(self, work: Collection[Work]) -> None:
         """Report dead letters that are stored as done."""
         for item in work:
