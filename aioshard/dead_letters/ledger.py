@@ -81,7 +81,7 @@ class Ledger:
     def _too_scattered(self, partitions: Sequence[int]) -> TransportError:
         return TransportError(
             f"the finished dead letters of {self._topic.name}/{partitions[0]} are too scattered: brokers cannot store "
-            "all their offsets. Finish older ones without filters first",
+            "all their offsets. Replay the oldest ones first, with --until and no other filter",
             retriable=False,
         )
 
