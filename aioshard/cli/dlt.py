@@ -164,7 +164,7 @@ async def _fetch_progress(dead_letters: DeadLetterTopic, *, required: bool) -> b
 
 
 async def _values_of(app: App | None, letters: Sequence[Letter]) -> list[Decoded]:
-    return [] if app is None else [await decoded(app, letter) for letter in letters]
+    return [] if app is None else await decoded(app, letters)
 
 
 def _objects(letters: Sequence[Letter], values: Sequence[Decoded]) -> list[dict[str, Any]]:

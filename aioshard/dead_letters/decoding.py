@@ -3,16 +3,17 @@
 import contextlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from aioshard.app import App
 from aioshard.core.text import as_json_value, message_of
 from aioshard.dead_letters.letters import Letter
 from aioshard.engine.handler import Handler
-from aioshard.errors import DecodeError, MessageError
+from aioshard.errors import DecodeError, MessageError, RegistryUnavailableError
 from aioshard.records import Record
-from aioshard.schema_registry.registries import Registries, RegistryInput
+from aioshard.schema_registry.framing import SchemaId
+from aioshard.schema_registry.registries import Reader, Registries, RegistryInput
 from aioshard.serde.payloads import Fault, encoded, encoded_result, faults_of, shown
 
 
@@ -29,8 +30,16 @@ class Decoded(NamedTuple):
     """The parts that cannot be decoded."""
 
 
-async def decoded(app: App, letter: Letter) -> Decoded:
-    """Decode a dead letter as the app's handler for its topic does. Never raises an error of the decoder."""
+async def decoded(app: App, letters: Iterable[Letter]) -> list[Decoded]:
+    """Decode dead letters as the app's handlers for their topics do. Never raises an error of a decoder."""
+    schemas = _Schemas()
+    try:
+        return [await _decoded(app, letter, schemas) for letter in letters]
+    finally:
+        await schemas.close()
+
+
+async def _decoded(app: App, letter: Letter, schemas: "_Schemas") -> Decoded:
     handler = next((handler for handler in app.handlers if handler.takes(letter.original.topic)), None)
     if handler is None:
         return Decoded(None, None, as_json_value(letter.original.value))
@@ -39,7 +48,7 @@ async def decoded(app: App, letter: Letter) -> Decoded:
         return Decoded(handler.name, None, as_json_value(letter.original.value))
     name = None if payload.type is None else shown(payload.type)
     try:
-        value = await _read(handler, letter.original)
+        value = await _read(handler, letter.original, schemas)
     except DecodeError as error:
         return Decoded(handler.name, name, None, faults_of(error))
     except Exception as error:  # noqa: BLE001 - the user's own decoder, such as one without its schema registry
@@ -47,25 +56,47 @@ async def decoded(app: App, letter: Letter) -> Decoded:
     return Decoded(handler.name, name, value_as_object(value))
 
 
-async def _read(handler: Handler, record: Record) -> object:
+async def _read(handler: Handler, record: Record, schemas: "_Schemas") -> object:
     assert handler.payload is not None  # noqa: S101 - checked by the caller
     if handler.taken is not None:
-        return await _read_with_schema(handler.taken, record)
+        return await schemas.read(handler.taken, record)
     value = handler.payload.read(record)
     return await value if inspect.isawaitable(value) else value
 
 
-async def _read_with_schema(taken: RegistryInput, record: Record) -> object:
-    """Decode a record with a client of its own: the app may not run, or in another event loop."""
-    registries = Registries()
-    try:
-        reader = registries.reader(taken)
+class _Schemas:
+    """The schemas of dead letters, requested with separate clients: the app may not run, or in another event loop."""
+
+    def __init__(self) -> None:
+        self._registries = Registries()
+        self._readers: dict[str, Reader] = {}
+        """By topic: each has one handler."""
+        self._unavailable: dict[str, RegistryUnavailableError] = {}
+        """Registries that did not answer, by address: each is asked only once."""
+
+    async def read(self, taken: RegistryInput, record: Record) -> object:
+        """Decode a record, once its schema is loaded."""
+        reader = self._readers.get(record.topic)
+        if reader is None:
+            reader = self._readers[record.topic] = self._registries.reader(taken)
         schema = reader.missing(record)
         if schema is not None:
-            await reader.load([schema])
+            await self._load(reader, schema)
         return reader.read(record)
-    finally:
-        await registries.close()
+
+    async def _load(self, reader: Reader, schema: SchemaId) -> None:
+        unavailable = self._unavailable.get(reader.address)
+        if unavailable is not None:
+            raise unavailable
+        try:
+            await reader.load([schema])
+        except RegistryUnavailableError as error:
+            self._unavailable[reader.address] = error
+            raise
+
+    async def close(self) -> None:
+        """Close the clients."""
+        await self._registries.close()
 
 
 def value_as_object(value: object) -> Any:

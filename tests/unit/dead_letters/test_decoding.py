@@ -12,9 +12,11 @@ from aioshard import App, Record
 from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object, value_as_object
 from aioshard.dead_letters.letters import Letter, as_object
 from aioshard.schema_registry import Avro, SchemaRegistry
+from aioshard.schema_registry.framing import framed
 from aioshard.schema_registry.registries import Registries
 from aioshard.serde.side_records import Coordinates
 from tests.support.dead_letters import failure, record
+from tests.support.fake_registry import FakeRegistry
 
 
 class Line(BaseModel):
@@ -74,7 +76,8 @@ def letter(topic: str, value: bytes | None) -> Letter:
 
 
 def decode(topic: str, value: bytes | None) -> Decoded:
-    return asyncio.run(decoded(app, letter(topic, value)))
+    (found,) = asyncio.run(decoded(app, [letter(topic, value)]))
+    return found
 
 
 def test_a_value_is_decoded_into_the_type_of_the_handler() -> None:
@@ -115,6 +118,30 @@ def test_a_value_with_a_schema_registry_is_decoded_although_the_app_does_not_run
     assert "0x78" in decode("avro", b"x").faults[0].message
 
 
+@pytest.mark.parametrize("status", [200, 503])
+def test_a_schema_registry_is_asked_once_for_all_dead_letters(status: int) -> None:
+    """One that does not answer would take its timeout for each of them."""
+
+    async def test() -> None:
+        schema = {"type": "record", "name": "Order", "fields": [{"name": "total", "type": "int"}]}
+        async with FakeRegistry({7: json.dumps(schema)}) as fake:
+            fake.status = status
+            other = App("billing")
+
+            @other.consume("avro")
+            async def on_order(order: Annotated[Order, Avro(SchemaRegistry(fake.url))]) -> None: ...
+
+            found = await decoded(other, [letter("avro", framed(7, b"\x0e"))] * 3)
+
+            assert fake.requests.total() == 1
+            if status == 200:
+                assert [one.value for one in found] == [{"total": 7, "lines": []}] * 3
+            else:
+                assert ["503" in one.faults[0].message for one in found] == [True] * 3
+
+    asyncio.run(test())
+
+
 def test_an_error_of_the_decoder_itself_is_shown() -> None:
     (fault,) = decode("broken", b"v").faults
 
@@ -150,7 +177,7 @@ def test_hidden_payloads_show_positions_and_classes_only() -> None:
         failure(message="secret"),
         done=False,
     )
-    found = asyncio.run(decoded(app, secret))
+    (found,) = asyncio.run(decoded(app, [secret]))
 
     shown: Any = as_object(secret, payload=False)
     faults: Any = decoded_as_object(found, payload=False)
