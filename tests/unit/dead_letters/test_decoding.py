@@ -135,9 +135,9 @@ def test_a_schema_registry_is_asked_once_for_all_dead_letters(status: int) -> No
 
             assert fake.requests.total() == 1
             if status == 200:
-                assert [one.value for one in found] == [{"total": 7, "lines": []}] * 3
+                assert [shown.value for shown in found] == [{"total": 7, "lines": []}] * 3
             else:
-                assert ["503" in one.faults[0].message for one in found] == [True] * 3
+                assert ["503" in shown.faults[0].message for shown in found] == [True] * 3
 
     asyncio.run(test())
 
