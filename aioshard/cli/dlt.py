@@ -193,6 +193,8 @@ def _lines_of(topic: str, survey: Survey, values: Sequence[Decoded], *, progress
         yield from ["", *_table_of(newest, values)]
         if len(newest) < survey.selected:
             yield f"\n{survey.selected - len(newest):,} older ones are not shown: --limit shows more"
+        elif survey.selected == 1:
+            yield from ["", *_details_of(newest[0], values)]
 
 
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
@@ -207,6 +209,18 @@ def _text_of(value: Decoded) -> str:
     if value.faults:
         return as_text("; ".join(f"{location}: {message}".removeprefix(": ") for location, message in value.faults))
     return json.dumps(value.value)
+
+
+def _details_of(letter: Letter, values: Sequence[Decoded]) -> Iterator[str]:
+    """Yield what the table cuts or leaves out."""
+    original = letter.original
+    yield f"  error: {as_text(f'{letter.failure.error}: {letter.failure.message}')}"
+    yield f"  key: {bytes_as_text(original.key)}"
+    yield f"  value: {bytes_as_text(original.value)}"
+    for name, content in original.headers:
+        yield f"  header {as_text(name)}: {bytes_as_text(content)}"
+    for value in values:
+        yield f"  {'not decoded' if value.faults else 'decoded'}: {_text_of(value)}"
 
 
 def _cells(letter: Letter, value: str) -> tuple[object, ...]:

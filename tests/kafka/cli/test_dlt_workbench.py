@@ -333,6 +333,21 @@ async def test_values_are_decoded_as_the_handlers_do(workbench: Workbench) -> No
     assert "total: Input should be a valid integer" in table
 
 
+async def test_a_single_dead_letter_is_shown_in_full(workbench: Workbench) -> None:
+    """The table cuts its cells."""
+    value = b'{"total": "' + b"x" * 200 + b'"}'
+    await workbench.write(value, b'{"total": 1}', headers=(("tenant", b"acme"),))
+
+    lines = (await workbench.run("show", "--at", f"{workbench.topic}/0/0", "--app", "shop:app")).output.splitlines()
+    table = (await workbench.run("show", "--limit", "1")).output
+
+    details = dict(line.strip().split(": ", 1) for line in lines if line.startswith("  "))
+    assert details["value"] == value.decode()
+    assert details["header tenant"] == "acme"
+    assert details["not decoded"].startswith("total: ")
+    assert "header tenant" not in table
+
+
 async def test_headers_and_text_select_dead_letters(workbench: Workbench) -> None:
     await workbench.write(b"apple pie", b"cherry pie", headers=(("tenant", b"acme"),))
 
