@@ -373,9 +373,10 @@ class DeadLetterRoutes:
     async def _decoded(self, letter: Letter) -> Decoded:
         """Decode in the event loop of the app, where the clients of decoders are; here if it does not run."""
         try:
-            return await self._app.run_in_loop(decoded(self._app, letter), "decode a dead letter")
+            (found,) = await self._app.run_in_loop(decoded(self._app, [letter]), "decode a dead letter")
         except StateError:
-            return await decoded(self._app, letter)
+            (found,) = await decoded(self._app, [letter])
+        return found
 
     # Jobs -----------------------------------------------------------------------------
 
