@@ -407,6 +407,7 @@ def replay(
 
 
 async def _plan(dead_letters: DeadLetterTopic, filters: Filters, *, limit: int | None, again: bool) -> Plan:
+    # Not final: a run that sends takes over first, reads the progress again, and leaves out what is done by then.
     await dead_letters.fetch_progress()
     async with progress(f"reading {dead_letters.name}", lambda: dead_letters.read):
         return await make_plan(dead_letters, filters, limit=limit, again=again)

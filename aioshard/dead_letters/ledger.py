@@ -41,7 +41,7 @@ class Ledger:
         """
         async with StandaloneTransactions.opened(settings, sending_group(topic.name)) as transactions:
             await transactions.take_over()
-            await topic.fetch_progress()
+            await topic.fetch_progress(wait=True)
             transactions.learn(topic.sent)
             ledger = cls(topic, transactions)
             await ledger.copy()

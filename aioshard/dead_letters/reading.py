@@ -77,8 +77,12 @@ class DeadLetterTopic:
         """Start and end of each partition when the topic was opened: later dead letters are not read."""
         return self._reader.ranges
 
-    async def fetch_progress(self) -> None:
+    async def fetch_progress(self, *, wait: bool = False) -> None:
         """Fetch which dead letters are done. Progress beyond the end belongs to a deleted topic.
+
+        Args:
+            wait: Whether to wait for a transaction of another run that may still store more; it takes up to
+                `transaction_timeout` if that run was killed. Otherwise the dead letters of the transaction are due.
 
         Raises:
             AuthorizationError: This user may not read with a group that stores the progress.
@@ -86,7 +90,7 @@ class DeadLetterTopic:
         """
         partitions = [TopicPartition(self.name, number) for number in self.ranges]
         self.kept = await self.administration.group_commits(progress_group(self.name), partitions)
-        self.sent = await self.administration.group_commits(sending_group(self.name), partitions)
+        self.sent = await self.administration.group_commits(sending_group(self.name), partitions, stable=wait)
         for at in partitions:
             end = self.ranges[at.partition].end
             found = (self.kept[at], self.sent[at])

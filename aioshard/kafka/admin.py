@@ -542,14 +542,17 @@ class KafkaAdmin:
     # Offsets of a group ---------------------------------------------------------------
 
     async def group_commits(
-        self, group_id: str, partitions: Collection[TopicPartition]
+        self, group_id: str, partitions: Collection[TopicPartition], *, stable: bool = True
     ) -> dict[TopicPartition, Committed | None]:
-        """Return the group's committed offset of each of *partitions*, or None; wait for open transactions to end."""
+        """Return the group's committed offset of each of *partitions*, or None.
+
+        If *stable*, wait for open transactions that may change it to end; otherwise return it as it was before them.
+        """
         if not partitions:
             return {}
 
         async def fetch() -> dict[TopicPartition, CommittedOffset]:
-            return await (await self._group_offsets(group_id)).committed(partitions)
+            return await (await self._group_offsets(group_id)).committed(partitions, stable=stable)
 
         found = await self._with_retries(fetch, _committed_offsets_of(group_id), group_id)
         return {at: _without_epoch(found[at]) if at in found else None for at in partitions}

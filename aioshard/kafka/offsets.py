@@ -81,7 +81,8 @@ class GroupOffsets:
         * A commit is sent once, and never while the one before it is unanswered on a live connection: it can be
           overtaken only by one whose connection was lost.
         * `committed` returns offsets after the commits that the coordinator has received are replicated, when no open
-          transaction can change them any more. It does not wait behind a commit that is not answered.
+          transaction can change them any more, unless *stable* is false. It does not wait behind a commit that is not
+          answered.
     """
 
     def __init__(self, cluster: Cluster, group_id: str, patience: float = _STABLE_TIMEOUT) -> None:
@@ -157,14 +158,20 @@ class GroupOffsets:
 
     # Queries --------------------------------------------------------------------------
 
-    async def committed(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, CommittedOffset]:
+    async def committed(
+        self, partitions: Collection[TopicPartition], *, stable: bool = True
+    ) -> dict[TopicPartition, CommittedOffset]:
         """Fetch committed offsets, with one request; leave out partitions without one.
+
+        Args:
+            partitions: The partitions.
+            stable: Whether an offset that an open transaction may change is an error; otherwise it is as before.
 
         Raises:
             WireError: The coordinator did not answer, or a partition has an error. Code 88 means that a transaction is
                 open that may change the offset.
         """
-        return await self._fetch(partitions, stable=True)
+        return await self._fetch(partitions, stable=stable)
 
     async def all_committed(self) -> dict[TopicPartition, CommittedOffset]:
         """Fetch all committed offsets of the group, to be shown: open transactions may still change them.

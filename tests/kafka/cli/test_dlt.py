@@ -1,15 +1,19 @@
 """`aioshard dlt`: dead letters are shown and republished once."""
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiokafka
 import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError
 
 from aioshard import Settings
-from aioshard.dead_letters.progress import progress_group
+from aioshard.dead_letters.progress import progress_group, sending_group
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.kafka.producer import KafkaProducer
@@ -349,6 +353,29 @@ async def test_lines_of_the_audit_log_have_a_time(replay: Replay) -> None:
 
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+ .*send topic=", ended.errors, re.MULTILINE)
     assert ended.errors.count("send topic=") == 1
+
+
+async def test_an_open_transaction_of_a_killed_run_delays_nothing(replay: Replay, kafka: SharedKafka) -> None:
+    """It was killed between its offsets and the end of the transaction; brokers would wait for 10 minutes."""
+    await replay.write(replay.record(1), replay.record(2))
+    group = sending_group(replay.topic)
+    killed = AIOKafkaProducer(
+        bootstrap_servers=kafka.bootstrap, transactional_id=f"{group}:all", transaction_timeout_ms=600_000
+    )
+    await killed.start()
+    try:
+        await killed.begin_transaction()
+        offsets = {aiokafka.TopicPartition(replay.topic, 0): aiokafka.OffsetAndMetadata(2, "")}
+        await killed.send_offsets_to_transaction(offsets, group)
+
+        assert await replay.shown() == {1: False, 2: False}
+        await replay.run()
+    finally:
+        with contextlib.suppress(KafkaError):
+            await killed.stop()
+
+    assert await replay.arrived() == [b"1", b"2"]
+    assert await replay.shown() == {1: True, 2: True}
 
 
 async def test_again_resends_replayed_dead_letters(replay: Replay) -> None:
