@@ -124,6 +124,8 @@ class FailureHandler:
         match decision:
             # 1. No later record of its key starts meanwhile.
             case RunAgain(why, delay) | Postpone(why, delay) | RetryRecovery(why, delay):
+                if isinstance(decision, RetryRecovery) and shards.give_way(delivery):
+                    return
                 postponed = isinstance(decision, Postpone)
                 block = Block(halted=False, error=why, since=self._clock(), postponed=postponed)
                 shards.block(delivery, block, delay)

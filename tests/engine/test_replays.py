@@ -1,13 +1,15 @@
 """Replays of parked records: many come back with few reads, and they hold up neither each other nor other keys."""
 
 import asyncio
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from aioshard import App, Park, Record, Retry, RetryLater
+from aioshard import App, Limit, Park, Record, Retry, RetryLater
 from aioshard.core.fairness import most_failing_runs
 from aioshard.core.sharding import fixed_shard
 from aioshard.records import TopicPartition
@@ -30,16 +32,18 @@ class Outage:
         """Maximum number of concurrent runs of parked keys since the outage is over."""
         self.wait_in_memory: set[bytes] = set()
         """Keys that are retried in memory, an hour later."""
+        self.outlives: set[bytes] = set()
+        """Keys whose runs hang, and return when they are cancelled."""
 
-    def app(self, *, concurrency: int | None = 10, shards: int | None = None, delay: float = 30.0) -> App:
+    def app(self, *, concurrency: int | None = 10, delay: float = 30.0, **options: Any) -> App:
         app = App("shop", commit_interval=0.1)
 
         @app.consume(
             "orders",
             concurrency=concurrency,
-            shards=shards,
             retry=Retry(attempts=1 if not self.wait_in_memory else 2),
             on_failure=Park(PARKED, delay=delay),
+            **options,
         )
         async def handle(record: Record) -> None:
             key = record.key or b""
@@ -48,6 +52,10 @@ class Outage:
             try:
                 if self.is_over:
                     self.most_bad = max(self.most_bad, sum(running.startswith(b"bad") for running in self.running))
+                if key in self.outlives:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
+                    return
                 await asyncio.sleep(self.seconds)
                 if key.startswith(b"bad") and not self.is_over:
                     raise ConnectionError
@@ -72,6 +80,12 @@ async def publish(client: TestClient, keys: int, records: int, *, prefix: str = 
     for _ in range(records):
         for key in range(keys):
             await client.publish("orders", b"x" * 50, key=f"{prefix}{key}", partition=key % partitions)
+
+
+def of_one_shard(number: int, shards: int, prefix: str) -> Iterator[str]:
+    """Keys of one of a number of fixed shards."""
+    names = (f"{prefix}{each}" for each in itertools.count())
+    return (name for name in names if fixed_shard(name.encode(), shards, 0) == number)
 
 
 def nothing_is_parked(broker: InMemoryBroker) -> bool:
@@ -239,20 +253,16 @@ def test_replays_take_turns_with_the_other_records_of_a_fixed_shard() -> None:
     """All records are in one of ten shards, and the workers of the others are idle."""
     outage = Outage(seconds=0.1)
 
-    def of_one_shard(prefix: str) -> Iterator[str]:
-        names = (f"{prefix}{number}" for number in itertools.count())
-        return (name for name in names if fixed_shard(name.encode(), 10, 0) == 3)
-
     async def test() -> None:
         app = outage.app(concurrency=None, shards=10, delay=60.0)
         async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
-            for key in itertools.islice(of_one_shard("bad"), 50):
+            for key in itertools.islice(of_one_shard(3, 10, "bad"), 50):
                 for _ in range(2):
                     await client.publish("orders", b"", key=key, partition=0)
             await client.settle(timeout=100.0)
             outage.is_over = True
             await asyncio.sleep(40.0)
-            for key in itertools.islice(of_one_shard("good"), 1_000):
+            for key in itertools.islice(of_one_shard(3, 10, "good"), 1_000):
                 await client.publish("orders", b"", key=key, partition=0)
             await until(lambda: outage.count(b"bad") >= 1)
             before = outage.count(b"good")
@@ -282,3 +292,70 @@ def test_replays_take_turns_with_the_other_records_of_a_single_worker() -> None:
 
     run(test())
     assert outage.in_order()
+
+
+def test_keys_that_wait_for_a_token_hold_up_no_others() -> None:
+    """They hold no worker, for ten minutes."""
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        app = outage.app(delay=5.0, limit=Limit("bank", per_second=1 / 600, burst=2, per="key"))
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 10, 1)
+            await asyncio.sleep(11.0)
+            await publish(client, 2, 1, prefix="bad again")
+            await asyncio.sleep(1.0)
+            outage.is_over = True
+            await publish(client, 5_000, 1, prefix="good")
+            await until(lambda: outage.count(b"bad again") == 2, timeout=30.0)
+            assert outage.count(b"good") < 5_000, "no worker was ever idle"
+            assert outage.count(b"bad") == 2
+
+    run(test())
+
+
+def test_a_halted_shard_holds_up_no_parked_keys_of_other_shards() -> None:
+    outage = Outage()
+    app = outage.app(concurrency=None, shards=4, delay=20.0, timeout=1.0)
+
+    async def test() -> None:
+        outage.outlives.add(b"hangs")
+        halted = fixed_shard(b"hangs", 4, 0)
+        async with TestClient(app, broker=InMemoryBroker(partitions=4)) as client:
+            for number in range(4):
+                for key in itertools.islice(of_one_shard(number, 4, "bad"), 3):
+                    await client.publish("orders", b"", key=key, partition=number)
+            await client.settle()
+            outage.is_over = True
+            await client.publish("orders", b"", key=b"hangs", partition=halted)
+            await asyncio.sleep(5.0)
+            assert app.statistics().handlers[0].halted == 1
+            for number in {0, 1, 2, 3} - {halted}:
+                for key in itertools.islice(of_one_shard(number, 4, "good"), 3_000):
+                    await client.publish("orders", b"", key=key, partition=number)
+            await until(lambda: outage.count(b"bad") == 9, timeout=25.0)
+            assert outage.count(b"good") < 9_000, "no worker was ever idle"
+            app.skip("orders", halted, 3)
+            await until(lambda: outage.count(b"bad") == 12)
+
+    run(test())
+
+
+def test_many_due_keys_of_one_shard_do_not_hide_those_of_others() -> None:
+    outage = Outage(seconds=1.0)
+
+    async def test() -> None:
+        app = outage.app(concurrency=None, shards=2, delay=200.0)
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for key in itertools.islice(of_one_shard(0, 2, "bad-a"), 150):
+                await client.publish("orders", b"", key=key, partition=0)
+            for key in itertools.islice(of_one_shard(1, 2, "bad-b"), 2):
+                await client.publish("orders", b"", key=key, partition=0)
+            await client.settle(timeout=190.0)
+            outage.is_over = True
+            await until(lambda: outage.count(b"bad-a") == 1)
+            await until(lambda: outage.count(b"bad-b") == 2)
+            assert outage.count(b"bad-a") < 20
+            await until(lambda: outage.count(b"bad-a") == 150)
+
+    run(test())
