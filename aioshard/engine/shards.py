@@ -10,6 +10,7 @@ from typing import NamedTuple
 from aioshard.core.fairness import MOST_FAILING_KEYS, most_failing_runs
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block
+from aioshard.engine.parked_partition import Replay
 from aioshard.ports import RECORD_OVERHEAD
 from aioshard.records import Record
 
@@ -563,14 +564,13 @@ class Shards:
         Returns:
             Whether there is one, which runs now; if not, nothing has changed.
         """
-        replays = delivery.epoch.replays
-        if replays is None:
+        if isinstance(delivery, Replay):
             return False
         queues = [self._occupied.get(delivery.key)]
         if self._is_fixed:
             queues.append(self._front)
         for queue in queues:
-            replay = next((waiting for waiting in queue or () if waiting.epoch is replays), None)
+            replay = next((waiting for waiting in queue or () if isinstance(waiting, Replay)), None)
             if queue is None or replay is None:
                 continue
             queue.remove(replay)

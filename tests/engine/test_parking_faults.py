@@ -529,6 +529,35 @@ def test_a_key_with_as_many_records_as_are_tracked_continues_once_its_handler_su
     assert done == list(range(8))
 
 
+def test_a_record_that_cannot_be_parked_lets_those_of_other_partitions_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One fixed shard: as long as one parked record waits there, no other one is queued."""
+    monkeypatch.setattr(parking, "_MOST_PARKED", 1)
+    is_broken = True
+    done: list[bytes] = []
+    app = App("parking", commit_interval=0.1)
+
+    @app.consume("orders", shards=1, retry=ONCE, on_failure=Park(PARKED, delay=5.0))
+    async def handle(record: Record) -> None:
+        if is_broken:
+            raise ConnectionError
+        done.append(record.key or b"")
+
+    async def test() -> None:
+        nonlocal is_broken
+        async with TestClient(app) as client:
+            for key, partition in ((b"first", 1), (b"second", 0), (b"not parked", 0)):
+                await client.publish("orders", b"", key=key, partition=partition)
+                await asyncio.sleep(1.0)
+            is_broken = False
+            await client.settle(timeout=60.0)
+            await until(lambda: not storage_keys(client.broker))
+
+    run(test())
+    assert sorted(done) == [b"first", b"not parked", b"second"]
+
+
 def test_a_stop_names_a_parked_record_that_succeeded_and_could_not_be_removed() -> None:
     """It stays in the side topic, so the next start runs it again."""
     ledger = Ledger(delay=5.0)
