@@ -12,9 +12,13 @@ import pytest
 from aioshard import App, Limit, Park, Record, Retry, RetryLater
 from aioshard.core.fairness import most_failing_runs
 from aioshard.core.sharding import fixed_shard
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.shards import Shards
+from aioshard.errors import TransportError
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Removed, read_parked
 from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
+from tests.engine.deliveries import make_buffer
 from tests.engine.live_apps import engine_of, until
 
 PARKED = "orders.parked"
@@ -310,6 +314,12 @@ def test_keys_that_wait_for_a_token_hold_up_no_others() -> None:
             await until(lambda: outage.count(b"bad again") == 2, timeout=30.0)
             assert outage.count(b"good") < 5_000, "no worker was ever idle"
             assert outage.count(b"bad") == 2
+            handler = engine_of(app).handlers[0]
+            assert handler.parking is not None
+            replays = [replay for parked in handler.parking.partitions for replay in parked.tracker.values()]
+            assert sum(map(handler.shards[0].is_waiting, replays)) == 10
+            await until(lambda: outage.count(b"bad") == 12, timeout=1_000.0)
+            assert not any(map(handler.shards[0].is_waiting, replays))
 
     run(test())
 
@@ -342,20 +352,175 @@ def test_a_halted_shard_holds_up_no_parked_keys_of_other_shards() -> None:
 
 
 def test_many_due_keys_of_one_shard_do_not_hide_those_of_others() -> None:
-    outage = Outage(seconds=1.0)
+    outage = Outage(seconds=0.001)
 
     async def test() -> None:
-        app = outage.app(concurrency=None, shards=2, delay=200.0)
+        app = outage.app(concurrency=None, shards=2, delay=20.0)
         async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
             for key in itertools.islice(of_one_shard(0, 2, "bad-a"), 150):
                 await client.publish("orders", b"", key=key, partition=0)
+            await client.settle()
             for key in itertools.islice(of_one_shard(1, 2, "bad-b"), 2):
                 await client.publish("orders", b"", key=key, partition=0)
-            await client.settle(timeout=190.0)
+            await client.settle()
             outage.is_over = True
-            await until(lambda: outage.count(b"bad-a") == 1)
+            outage.seconds = 1.0
             await until(lambda: outage.count(b"bad-b") == 2)
             assert outage.count(b"bad-a") < 20
             await until(lambda: outage.count(b"bad-a") == 150)
+
+    run(test())
+
+
+def test_partitions_take_turns() -> None:
+    """One has a long backlog of parked keys, and all workers are busy with other records."""
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=2)
+        async with TestClient(outage.app(concurrency=5, delay=60.0), broker=broker) as client:
+            for partition, keys in enumerate((100, 5)):
+                for key in range(keys):
+                    await client.publish("orders", b"", key=f"bad{partition}-{key}", partition=partition)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            await publish(client, 3_000, 1, prefix="good", partitions=2)
+            await until(lambda: outage.count(b"bad1") == 5)
+            assert outage.count(b"bad0") < 50
+            await client.settle(timeout=100.0)
+
+    run(test())
+
+
+def test_few_partitions_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read brings up to a megabyte."""
+    outage = Outage()
+    read = InMemorySideTopics.read
+    reading = 0
+    most = 0
+
+    async def slow(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        try:
+            await asyncio.sleep(0.5)
+            return await read(self, topic_partition, offset, max_bytes)
+        finally:
+            reading -= 1
+
+    async def test() -> None:
+        async with TestClient(outage.app(), broker=InMemoryBroker(partitions=16)) as client:
+            await publish(client, 16, 1, partitions=16)
+            await client.settle()
+            outage.is_over = True
+            monkeypatch.setattr(InMemorySideTopics, "read", slow)
+            await until(lambda: outage.count(b"bad") == 16)
+
+    run(test())
+    assert most == 4
+
+
+def test_a_record_of_a_fixed_shard_keeps_its_delay_although_parked_records_wait() -> None:
+    """Only a record that cannot be parked lets them run first."""
+    outage = Outage()
+    outage.wait_in_memory.add(b"slow")
+
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        async with TestClient(outage.app(concurrency=None, shards=1), broker=InMemoryBroker(partitions=1)) as client:
+            await client.publish("orders", b"", key="bad", partition=0)
+            await client.settle()
+            outage.is_over = True
+            outage.seconds = 40.0
+            began = clock()
+            await client.publish("orders", b"", key="slow", partition=0)
+            await until(lambda: outage.count(b"slow") == 1, timeout=5_000.0)
+            assert clock() - began > 3_600.0
+            await until(lambda: outage.count(b"bad") == 1)
+
+    run(test())
+
+
+def test_a_partition_that_cannot_be_read_is_tried_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = Outage()
+    tries = 0
+
+    async def refused(*_: object) -> Sequence[Record]:
+        nonlocal tries
+        tries += 1
+        raise TransportError("nobody leads it")
+
+    async def test() -> None:
+        async with TestClient(outage.app(delay=5.0), broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            outage.is_over = True
+            with monkeypatch.context() as patch:
+                patch.setattr(InMemorySideTopics, "read", refused)
+                await asyncio.sleep(15.0)
+                assert 5 <= tries <= 12
+            await until(lambda: outage.count(b"bad") == 3, timeout=10.0)
+
+    run(test())
+
+
+def test_a_paused_partition_is_not_read() -> None:
+    outage = Outage()
+    app = outage.app(delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            outage.is_over = True
+            app.pause("orders")
+            await asyncio.sleep(10.0)
+            assert engine_of(app).buffer.records == 0
+            app.resume("orders")
+            await until(lambda: outage.count(b"bad") == 3, timeout=10.0)
+
+    run(test())
+
+
+def test_a_record_that_was_deleted_from_the_side_topic_is_named() -> None:
+    """By something other than compaction. Its key waits, and others run again."""
+    outage = Outage()
+    app = outage.app(delay=5.0)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(app, broker=broker) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            outage.is_over = True
+            broker.log(PARKED, 0).truncate_before(2)
+            await until(lambda: outage.count(b"bad") == 1, timeout=10.0)
+            await asyncio.sleep(5.0)
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            assert "orders/0/0 is not in orders.parked/0 at offset 0" in str(parking.trouble)
+            assert outage.count(b"bad") == 1
+
+    run(test())
+
+
+def test_spare_workers_are_those_that_may_run_and_are_not_needed() -> None:
+    async def test() -> None:
+        shards = Shards()
+        idle = [asyncio.create_task(shards.wait()) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert shards.spare_workers == 4
+        shards.limit_workers(3, 4)
+        assert shards.spare_workers == 3
+        epoch = Epoch(TopicPartition("orders", 0), 0, 0, make_buffer(100, 10**6))
+        epoch.open()
+        await shards.put([Delivery(Record("orders", 0, 0, None, None, (), 0.0), epoch, "key", 1, 0.0)])
+        assert shards.spare_workers == 2
+        for task in idle:
+            task.cancel()
 
     run(test())
