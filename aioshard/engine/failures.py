@@ -124,6 +124,8 @@ class FailureHandler:
         match decision:
             # 1. No later record of its key starts meanwhile.
             case RunAgain(why, delay) | Postpone(why, delay) | RetryRecovery(why, delay):
+                if isinstance(decision, RetryRecovery) and shards.give_way(delivery):
+                    return
                 postponed = isinstance(decision, Postpone)
                 block = Block(halted=False, error=why, since=self._clock(), postponed=postponed)
                 shards.block(delivery, block, delay)
@@ -244,12 +246,18 @@ class FailureHandler:
             self.overloads += 1
 
     def count_failed_behind(self, delivery: Delivery, error: BaseException) -> None:
-        """Count the failure of a record behind a failed one of its shard: it always runs again, after that one."""
+        """Count the failure of a record behind a failed one of its shard.
+
+        It runs again after that one, unless its handler wants it to be parked.
+        """
         if isinstance(error, RegistryUnavailableError):
             self._postpone([delivery])
             return
-        delivery.epoch.counts.retried += 1
         delivery.fail(error, self.counters.processed)
+        if isinstance(error, ParkLater) and self._parking is not None:
+            delivery.divert(self._parking.recovery_in(error.seconds))
+        else:
+            delivery.epoch.counts.retried += 1
 
     # Recoveries -----------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ class KeyLimitedShards(_TokenShards[KeyLimit]):
         self._slots = slots
         self._limited: dict[Delivery, float] = {}
         """The deliveries that wait for a token, each with the loop time at which there should be one."""
+        self._limited_keys: set[Hashable] = set()
+        """Their keys."""
         self._schedule: list[tuple[float, int, Delivery]] = []
         """The same as a heap; it may also have deliveries that wait no longer, until they would have been due."""
         self._order = itertools.count()
@@ -192,6 +194,7 @@ class KeyLimitedShards(_TokenShards[KeyLimit]):
     def _wait_for_token(self, delivery: Delivery, seconds: float) -> None:
         due = asyncio.get_running_loop().time() + seconds
         self._limited[delivery] = due
+        self._limited_keys.add(delivery.key)
         heapq.heappush(self._schedule, (due, next(self._order), delivery))
         self._tokens.add_waiting(1)
         self._alarm.ring_at(due)
@@ -210,7 +213,12 @@ class KeyLimitedShards(_TokenShards[KeyLimit]):
 
     def _stop_waiting(self, delivery: Delivery) -> None:
         del self._limited[delivery]
+        self._limited_keys.discard(delivery.key)
         self._tokens.add_waiting(-1)
+
+    def is_waiting(self, delivery: Delivery) -> bool:
+        """See `Shards.is_waiting`; includes those that wait for a token of their key."""
+        return super().is_waiting(delivery) or (delivery.key is not None and delivery.key in self._limited_keys)
 
     def token_due(self, delivery: Delivery) -> float | None:
         """Return the loop time at which the key of a delivery should have a token; None if it does not wait for one.

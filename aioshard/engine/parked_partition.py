@@ -305,5 +305,12 @@ class ParkedPartition(Epoch):
         return True
 
     def close(self, running: Collection[Delivery] = (), *, below: bool = False) -> None:  # noqa: ARG002
-        """See `Epoch.close`; a drain does not wait for replays that are only queued."""
-        super().close(running)
+        """See `Epoch.close`; a drain does not wait for replays that are only queued.
+
+        It does wait for those whose handler has succeeded, although their removal may only be queued: otherwise they
+        would run a second time.
+        """
+        succeeded = [
+            replay for replay in self.tracker.values() if replay.then is not None and replay.recovery is replay.then
+        ]
+        super().close({*running, *succeeded})

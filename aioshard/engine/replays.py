@@ -11,6 +11,7 @@ from aioshard.core.flow import Usage
 from aioshard.core.parking import ParkedEntry
 from aioshard.core.sharding import fixed_shard
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery
 from aioshard.engine.outcomes import Recovery
 from aioshard.engine.parked_partition import ParkedPartition
 from aioshard.engine.read_ahead import ReadAhead
@@ -153,12 +154,17 @@ class Replays:
                 break
             skipped: list[ParkedEntry] = []
             queued, is_short = self._replay(parked, room, skipped)
-            for entry in skipped:
-                parked.keys.postpone(entry.key, entry.due)
+            self._put_back(parked, skipped)
             room -= queued
             if is_short and len(self._reading) + len(to_read) < _MOST_READS:
                 to_read.append(parked)
         return to_read
+
+    def _put_back(self, parked: ParkedPartition, skipped: Sequence[ParkedEntry]) -> None:
+        """Let keys wait again that were passed over; if there are many, the next look begins with those behind them."""
+        later = self._now() + _NO_ROOM_WAIT if len(skipped) >= _MOST_SKIPPED else 0.0
+        for entry in skipped:
+            parked.keys.postpone(entry.key, max(entry.due, later))
 
     def _eligible(self) -> list[ParkedPartition]:
         """Return the partitions with waiting keys that may be replayed and read now."""
@@ -183,8 +189,8 @@ class Replays:
         for parked in self._read_ahead:
             for replay in parked.tracker.values():
                 in_flight += 1
-                # One that waits for its next attempt, maybe for hours, holds no worker.
-                running += replay.block is None
+                # One that waits, maybe for hours, holds no worker.
+                running += not self._shards_of(replay).is_waiting(replay)
         most = max(self._buffer.bounds.records // _SHARE, 1) - in_flight
         if self._batch_workers is not None:
             return min(max(2 * self._batch_workers, _LEAST_IN_BATCHES) - running, most)
@@ -247,6 +253,10 @@ class Replays:
                 self._queue(parked, entry, record)
                 queued += 1
         return queued, False
+
+    def _shards_of(self, replay: Delivery) -> Shards:
+        """Return the fixed shard of a replay, or the one object that serves all keys."""
+        return self._shards[replay.key] if self._fixed and isinstance(replay.key, int) else self._shards[0]
 
     def _shard_of(self, entry: ParkedEntry) -> int:
         """Return the number of the fixed shard of a record."""

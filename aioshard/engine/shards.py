@@ -10,6 +10,7 @@ from typing import NamedTuple
 from aioshard.core.fairness import MOST_FAILING_KEYS, most_failing_runs
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block
+from aioshard.engine.parked_partition import Replay
 from aioshard.ports import RECORD_OVERHEAD
 from aioshard.records import Record
 
@@ -152,6 +153,8 @@ class Shards:
         self._occupied: dict[Hashable, deque[Delivery] | None] = {}
         self._returning: list[tuple[float, int, Delivery]] = []
         self._blocked: dict[Delivery, _NextAttempt | None] = {}
+        self._blocked_keys: set[Hashable] = set()
+        """Keys of the deliveries in `_blocked`."""
         self._held: dict[Epoch, list[Delivery]] = {}
         self._closed: set[Epoch] = set()
         self._tie_break = itertools.count()
@@ -531,6 +534,7 @@ class Shards:
         """
         delivery.block = block
         self._blocked[delivery] = None if delay is None else self._unblock_after(delivery, delay)
+        self._blocked_keys.add(delivery.key)
         delivery.epoch.settle(delivery)
         for epoch in self._closed:
             epoch.block(delivery.key)
@@ -548,8 +552,39 @@ class Shards:
 
     def _forget_block(self, delivery: Delivery) -> None:
         next_attempt = self._blocked.pop(delivery)
+        self._blocked_keys.discard(delivery.key)
         if next_attempt is not None:
             next_attempt.timer.cancel()
+
+    def give_way(self, delivery: Delivery) -> bool:
+        """Queue a delivery that holds its shard, and cannot be parked, behind a parked record that runs again there.
+
+        Otherwise each could wait for the other: no more records can be parked until that one succeeds.
+
+        Returns:
+            Whether there is one, which runs now; if not, nothing has changed.
+        """
+        if isinstance(delivery, Replay):
+            return False
+        queues = [self._occupied.get(delivery.key)]
+        if self._is_fixed:
+            queues.append(self._front)
+        for queue in queues:
+            replay = next((waiting for waiting in queue or () if isinstance(waiting, Replay)), None)
+            if queue is None or replay is None:
+                continue
+            queue.remove(replay)
+            self._put_behind(delivery.key, [delivery])
+            # A drain does not wait for the delivery, which has failed.
+            delivery.epoch.settle(delivery)
+            delivery.epoch.block(delivery.key)
+            self._return(replay)
+            return True
+        return False
+
+    def is_waiting(self, delivery: Delivery) -> bool:
+        """Whether a delivery, or the one that occupies its shard, waits for something that takes no worker."""
+        return delivery.block is not None or (delivery.key is not None and delivery.key in self._blocked_keys)
 
     @property
     def halted(self) -> list[Delivery]:

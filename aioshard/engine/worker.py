@@ -474,7 +474,7 @@ class Worker(ABC):
         """Handle each of *failed* by itself; the rest is complete.
 
         Of each shard, only the first failed delivery is handled now. Those behind it run again after it, regardless
-        of their own errors: the first failure may have caused them.
+        of their own errors, because the first failure may have caused them; those that are to be parked do not.
         """
         heads = dict.fromkeys(self._ended(batch, failed))
         for delivery, error in failed.items():

@@ -40,7 +40,7 @@ class Ledger:
 
         return app
 
-    def batch_app(self, *, named: bool) -> App:
+    def batch_app(self, *, named: bool, **options: Any) -> App:
         app = App("shop", commit_interval=0.1)
 
         @app.consume(
@@ -48,6 +48,7 @@ class Ledger:
             batch=Batch(max_records=100, linger=0.5),
             retry=Retry(attempts=3, initial=0.05),
             on_failure=Park(PARKED, delay=5.0),
+            **options,
         )
         async def handle(records: list[Record]) -> None:
             errors: dict[Record, BaseException] = {}
@@ -222,13 +223,14 @@ def test_many_parked_keys_are_counted_in_explanations() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("options", [{}, {"shards": 1}], ids=str)
 @pytest.mark.parametrize("named", [False, True], ids=["whole batch", "BatchError"])
-def test_a_batch_handler_parks_each_record_that_it_means(named: bool) -> None:
+def test_a_batch_handler_parks_each_record_that_it_means(named: bool, options: dict[str, Any]) -> None:
     ledger = Ledger()
     ledger.closed.update({b"a": HOUR, b"c": HOUR})
 
     async def test() -> None:
-        async with TestClient(ledger.batch_app(named=named)) as client:
+        async with TestClient(ledger.batch_app(named=named, **options)) as client:
             await publish(client, "abacaba")
             await client.settle()
             assert client.committed("orders", 0) == 7

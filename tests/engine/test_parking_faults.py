@@ -3,11 +3,12 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import anyio
 import pytest
 
-from aioshard import App, Park, Record, Retry
+from aioshard import App, Batch, Park, Record, Retry
 from aioshard.engine import parking
 from aioshard.errors import NotDrainedError, TransportError
 from aioshard.ports import Message
@@ -241,6 +242,48 @@ def test_a_revoke_waits_for_replays_and_none_runs_twice() -> None:
     run(test())
 
 
+def test_a_revoke_waits_until_replays_that_have_succeeded_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch succeeds at once, and its records are removed from the side topic one after the other."""
+    publish = InMemoryProducer.publish
+
+    async def slow(self: InMemoryProducer, message: Message) -> int:
+        await asyncio.sleep(0.02)
+        return await publish(self, message)
+
+    monkeypatch.setattr(InMemoryProducer, "publish", slow)
+    is_broken = True
+    done: list[int] = []
+    app = App("parking", commit_interval=0.1, drain_timeout=20.0)
+
+    @app.consume(
+        "orders",
+        concurrency=1,
+        batch=Batch(max_records=100),
+        retry=ONCE,
+        on_failure=Park(PARKED, delay=60.0),
+    )
+    async def handle(records: list[Record]) -> None:
+        if is_broken:
+            raise ConnectionError
+        done.extend(record.offset for record in records)
+
+    async def test() -> None:
+        nonlocal is_broken
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for number in range(20):
+                await client.publish("orders", b"", key=str(number), partition=0)
+            await client.settle(timeout=100.0)
+            is_broken = False
+            await until(lambda: done, look_every=0.001)
+            await client.revoke("orders", 0)
+            assert len(storage_keys(client.broker)) == 20 - len(done)
+            await client.assign("orders", 0)
+            await until(lambda: len(done) >= 20)
+
+    run(test())
+    assert sorted(done) == list(range(20))
+
+
 def test_waiting_replays_are_dropped_with_their_partition() -> None:
     ledger = Ledger(delay=5.0, retry=Retry(attempts=3, initial=3.0, jitter=0.0))
 
@@ -444,6 +487,75 @@ def test_parking_stops_at_the_limit_of_tracked_records(monkeypatch: pytest.Monke
             await until(lambda: client.committed("orders", 0) == 5)
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shards": 2}, {"batch": Batch(max_records=10)}, {"batch": Batch(max_records=10), "shards": 2}],
+    ids=str,
+)
+def test_a_key_with_as_many_records_as_are_tracked_continues_once_its_handler_succeeds(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next record cannot be parked, and must not keep those that are parked from running again."""
+    monkeypatch.setattr(parking, "_MOST_PARKED", 3)
+    is_broken = True
+    done: list[int] = []
+    app = App("parking", commit_interval=0.1)
+
+    async def handle(records: list[Record]) -> None:
+        if is_broken:
+            raise ConnectionError
+        done.extend(record.offset for record in records)
+
+    async def handle_one(record: Record) -> None:
+        await handle([record])
+
+    consume = app.consume("orders", retry=ONCE, on_failure=Park(PARKED, delay=5.0), **options)
+    consume(handle if "batch" in options else handle_one)
+
+    async def test() -> None:
+        nonlocal is_broken
+        async with TestClient(app) as client:
+            for _ in range(8):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(30.0)
+            assert client.committed("orders", 0) == 3
+            is_broken = False
+            await client.settle(timeout=120.0)
+            await until(lambda: not storage_keys(client.broker))
+
+    run(test())
+    assert done == list(range(8))
+
+
+def test_a_record_that_cannot_be_parked_lets_those_of_other_partitions_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One fixed shard: as long as one parked record waits there, no other one is queued."""
+    monkeypatch.setattr(parking, "_MOST_PARKED", 1)
+    is_broken = True
+    done: list[bytes] = []
+    app = App("parking", commit_interval=0.1)
+
+    @app.consume("orders", shards=1, retry=ONCE, on_failure=Park(PARKED, delay=5.0))
+    async def handle(record: Record) -> None:
+        if is_broken:
+            raise ConnectionError
+        done.append(record.key or b"")
+
+    async def test() -> None:
+        nonlocal is_broken
+        async with TestClient(app) as client:
+            for key, partition in ((b"first", 1), (b"second", 0), (b"not parked", 0)):
+                await client.publish("orders", b"", key=key, partition=partition)
+                await asyncio.sleep(1.0)
+            is_broken = False
+            await client.settle(timeout=60.0)
+            await until(lambda: not storage_keys(client.broker))
+
+    run(test())
+    assert sorted(done) == [b"first", b"not parked", b"second"]
 
 
 def test_a_stop_names_a_parked_record_that_succeeded_and_could_not_be_removed() -> None:

@@ -35,6 +35,9 @@ class Ledger:
         @app.consume("orders", retry=Retry(attempts=1), on_failure=policy, **options)
         async def handle(record: Record) -> None:
             key = record.key or b""
+            task = asyncio.current_task()
+            assert task is not None
+            assert "recovery" not in task.get_name(), "those workers only write"
             assert key not in self.running, "I4: two records of one key at once"
             self.running.add(key)
             try:
@@ -269,5 +272,23 @@ def test_a_delivery_that_may_not_start_any_more_leaves_its_shard() -> None:
         epoch.open()
         shards.reopen(epoch)
         assert shards.take() is delivery
+
+    run(test())
+
+
+def test_a_recovery_worker_that_ends_when_it_is_woken_wakes_another_one() -> None:
+    buffer = make_buffer(100, 10**6)
+    epoch = Epoch(TopicPartition("orders", 0), 0, 0, buffer)
+    delivery = Delivery(Record("orders", 0, 0, None, None, (), 0.0), epoch, "key", 1, 0.0)
+
+    async def test() -> None:
+        shards = Shards()
+        first, second = [asyncio.create_task(shards.wait_for_handed_over()) for _ in range(2)]
+        await asyncio.sleep(0)
+        shards.hand_over(delivery)
+        first.cancel()
+        async with asyncio.timeout(1.0):
+            await second
+        assert first.cancelled()
 
     run(test())

@@ -1,18 +1,24 @@
 """Replays of parked records: many come back with few reads, and they hold up neither each other nor other keys."""
 
 import asyncio
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from aioshard import App, Park, Record, Retry, RetryLater
+from aioshard import App, Limit, Park, Record, Retry, RetryLater
 from aioshard.core.fairness import most_failing_runs
 from aioshard.core.sharding import fixed_shard
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.shards import Shards
+from aioshard.errors import TransportError
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Removed, read_parked
 from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
+from tests.engine.deliveries import make_buffer
 from tests.engine.live_apps import engine_of, until
 
 PARKED = "orders.parked"
@@ -30,16 +36,18 @@ class Outage:
         """Maximum number of concurrent runs of parked keys since the outage is over."""
         self.wait_in_memory: set[bytes] = set()
         """Keys that are retried in memory, an hour later."""
+        self.outlives: set[bytes] = set()
+        """Keys whose runs hang, and return when they are cancelled."""
 
-    def app(self, *, concurrency: int | None = 10, shards: int | None = None, delay: float = 30.0) -> App:
+    def app(self, *, concurrency: int | None = 10, delay: float = 30.0, **options: Any) -> App:
         app = App("shop", commit_interval=0.1)
 
         @app.consume(
             "orders",
             concurrency=concurrency,
-            shards=shards,
             retry=Retry(attempts=1 if not self.wait_in_memory else 2),
             on_failure=Park(PARKED, delay=delay),
+            **options,
         )
         async def handle(record: Record) -> None:
             key = record.key or b""
@@ -48,6 +56,10 @@ class Outage:
             try:
                 if self.is_over:
                     self.most_bad = max(self.most_bad, sum(running.startswith(b"bad") for running in self.running))
+                if key in self.outlives:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
+                    return
                 await asyncio.sleep(self.seconds)
                 if key.startswith(b"bad") and not self.is_over:
                     raise ConnectionError
@@ -72,6 +84,12 @@ async def publish(client: TestClient, keys: int, records: int, *, prefix: str = 
     for _ in range(records):
         for key in range(keys):
             await client.publish("orders", b"x" * 50, key=f"{prefix}{key}", partition=key % partitions)
+
+
+def of_one_shard(number: int, shards: int, prefix: str) -> Iterator[str]:
+    """Keys of one of a number of fixed shards."""
+    names = (f"{prefix}{each}" for each in itertools.count())
+    return (name for name in names if fixed_shard(name.encode(), shards, 0) == number)
 
 
 def nothing_is_parked(broker: InMemoryBroker) -> bool:
@@ -239,20 +257,16 @@ def test_replays_take_turns_with_the_other_records_of_a_fixed_shard() -> None:
     """All records are in one of ten shards, and the workers of the others are idle."""
     outage = Outage(seconds=0.1)
 
-    def of_one_shard(prefix: str) -> Iterator[str]:
-        names = (f"{prefix}{number}" for number in itertools.count())
-        return (name for name in names if fixed_shard(name.encode(), 10, 0) == 3)
-
     async def test() -> None:
         app = outage.app(concurrency=None, shards=10, delay=60.0)
         async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
-            for key in itertools.islice(of_one_shard("bad"), 50):
+            for key in itertools.islice(of_one_shard(3, 10, "bad"), 50):
                 for _ in range(2):
                     await client.publish("orders", b"", key=key, partition=0)
             await client.settle(timeout=100.0)
             outage.is_over = True
             await asyncio.sleep(40.0)
-            for key in itertools.islice(of_one_shard("good"), 1_000):
+            for key in itertools.islice(of_one_shard(3, 10, "good"), 1_000):
                 await client.publish("orders", b"", key=key, partition=0)
             await until(lambda: outage.count(b"bad") >= 1)
             before = outage.count(b"good")
@@ -282,3 +296,231 @@ def test_replays_take_turns_with_the_other_records_of_a_single_worker() -> None:
 
     run(test())
     assert outage.in_order()
+
+
+def test_keys_that_wait_for_a_token_hold_up_no_others() -> None:
+    """They hold no worker, for ten minutes."""
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        app = outage.app(delay=5.0, limit=Limit("bank", per_second=1 / 600, burst=2, per="key"))
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 10, 1)
+            await asyncio.sleep(11.0)
+            await publish(client, 2, 1, prefix="bad again")
+            await asyncio.sleep(1.0)
+            outage.is_over = True
+            await publish(client, 5_000, 1, prefix="good")
+            await until(lambda: outage.count(b"bad again") == 2, timeout=30.0)
+            assert outage.count(b"good") < 5_000, "no worker was ever idle"
+            assert outage.count(b"bad") == 2
+            handler = engine_of(app).handlers[0]
+            assert handler.parking is not None
+            replays = [replay for parked in handler.parking.partitions for replay in parked.tracker.values()]
+            assert sum(map(handler.shards[0].is_waiting, replays)) == 10
+            await until(lambda: outage.count(b"bad") == 12, timeout=1_000.0)
+            assert not any(map(handler.shards[0].is_waiting, replays))
+
+    run(test())
+
+
+def test_a_halted_shard_holds_up_no_parked_keys_of_other_shards() -> None:
+    outage = Outage()
+    app = outage.app(concurrency=None, shards=4, delay=20.0, timeout=1.0)
+
+    async def test() -> None:
+        outage.outlives.add(b"hangs")
+        halted = fixed_shard(b"hangs", 4, 0)
+        async with TestClient(app, broker=InMemoryBroker(partitions=4)) as client:
+            for number in range(4):
+                for key in itertools.islice(of_one_shard(number, 4, "bad"), 3):
+                    await client.publish("orders", b"", key=key, partition=number)
+            await client.settle()
+            outage.is_over = True
+            await client.publish("orders", b"", key=b"hangs", partition=halted)
+            await asyncio.sleep(5.0)
+            assert app.statistics().handlers[0].halted == 1
+            for number in {0, 1, 2, 3} - {halted}:
+                for key in itertools.islice(of_one_shard(number, 4, "good"), 3_000):
+                    await client.publish("orders", b"", key=key, partition=number)
+            await until(lambda: outage.count(b"bad") == 9, timeout=25.0)
+            assert outage.count(b"good") < 9_000, "no worker was ever idle"
+            app.skip("orders", halted, 3)
+            await until(lambda: outage.count(b"bad") == 12)
+
+    run(test())
+
+
+def test_many_due_keys_of_one_shard_do_not_hide_those_of_others() -> None:
+    outage = Outage(seconds=0.001)
+
+    async def test() -> None:
+        app = outage.app(concurrency=None, shards=2, delay=20.0)
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for key in itertools.islice(of_one_shard(0, 2, "bad-a"), 150):
+                await client.publish("orders", b"", key=key, partition=0)
+            await client.settle()
+            for key in itertools.islice(of_one_shard(1, 2, "bad-b"), 2):
+                await client.publish("orders", b"", key=key, partition=0)
+            await client.settle()
+            outage.is_over = True
+            outage.seconds = 1.0
+            await until(lambda: outage.count(b"bad-b") == 2)
+            assert outage.count(b"bad-a") < 20
+            await until(lambda: outage.count(b"bad-a") == 150)
+
+    run(test())
+
+
+def test_partitions_take_turns() -> None:
+    """One has a long backlog of parked keys, and all workers are busy with other records."""
+    outage = Outage(seconds=0.1)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=2)
+        async with TestClient(outage.app(concurrency=5, delay=60.0), broker=broker) as client:
+            for partition, keys in enumerate((100, 5)):
+                for key in range(keys):
+                    await client.publish("orders", b"", key=f"bad{partition}-{key}", partition=partition)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await asyncio.sleep(40.0)
+            await publish(client, 3_000, 1, prefix="good", partitions=2)
+            await until(lambda: outage.count(b"bad1") == 5)
+            assert outage.count(b"bad0") < 50
+            await client.settle(timeout=100.0)
+
+    run(test())
+
+
+def test_few_partitions_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read brings up to a megabyte."""
+    outage = Outage()
+    read = InMemorySideTopics.read
+    reading = 0
+    most = 0
+
+    async def slow(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        try:
+            await asyncio.sleep(0.5)
+            return await read(self, topic_partition, offset, max_bytes)
+        finally:
+            reading -= 1
+
+    async def test() -> None:
+        async with TestClient(outage.app(), broker=InMemoryBroker(partitions=16)) as client:
+            await publish(client, 16, 1, partitions=16)
+            await client.settle()
+            outage.is_over = True
+            monkeypatch.setattr(InMemorySideTopics, "read", slow)
+            await until(lambda: outage.count(b"bad") == 16)
+
+    run(test())
+    assert most == 4
+
+
+def test_a_record_of_a_fixed_shard_keeps_its_delay_although_parked_records_wait() -> None:
+    """Only a record that cannot be parked lets them run first."""
+    outage = Outage()
+    outage.wait_in_memory.add(b"slow")
+
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        async with TestClient(outage.app(concurrency=None, shards=1), broker=InMemoryBroker(partitions=1)) as client:
+            await client.publish("orders", b"", key="bad", partition=0)
+            await client.settle()
+            outage.is_over = True
+            outage.seconds = 40.0
+            began = clock()
+            await client.publish("orders", b"", key="slow", partition=0)
+            await until(lambda: outage.count(b"slow") == 1, timeout=5_000.0)
+            assert clock() - began > 3_600.0
+            await until(lambda: outage.count(b"bad") == 1)
+
+    run(test())
+
+
+def test_a_partition_that_cannot_be_read_is_tried_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = Outage()
+    tries = 0
+
+    async def refused(*_: object) -> Sequence[Record]:
+        nonlocal tries
+        tries += 1
+        raise TransportError("nobody leads it")
+
+    async def test() -> None:
+        async with TestClient(outage.app(delay=5.0), broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            outage.is_over = True
+            with monkeypatch.context() as patch:
+                patch.setattr(InMemorySideTopics, "read", refused)
+                await asyncio.sleep(15.0)
+                assert 5 <= tries <= 12
+            await until(lambda: outage.count(b"bad") == 3, timeout=10.0)
+
+    run(test())
+
+
+def test_a_paused_partition_is_not_read() -> None:
+    outage = Outage()
+    app = outage.app(delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            outage.is_over = True
+            app.pause("orders")
+            await asyncio.sleep(10.0)
+            assert engine_of(app).buffer.records == 0
+            app.resume("orders")
+            await until(lambda: outage.count(b"bad") == 3, timeout=10.0)
+
+    run(test())
+
+
+def test_a_record_that_was_deleted_from_the_side_topic_is_named() -> None:
+    """By something other than compaction. Its key waits, and others run again."""
+    outage = Outage()
+    app = outage.app(delay=5.0)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(app, broker=broker) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            outage.is_over = True
+            broker.log(PARKED, 0).truncate_before(2)
+            await until(lambda: outage.count(b"bad") == 1, timeout=10.0)
+            await asyncio.sleep(5.0)
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            assert "orders/0/0 is not in orders.parked/0 at offset 0" in str(parking.trouble)
+            assert outage.count(b"bad") == 1
+
+    run(test())
+
+
+def test_spare_workers_are_those_that_may_run_and_are_not_needed() -> None:
+    async def test() -> None:
+        shards = Shards()
+        idle = [asyncio.create_task(shards.wait()) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert shards.spare_workers == 4
+        shards.limit_workers(3, 4)
+        assert shards.spare_workers == 3
+        epoch = Epoch(TopicPartition("orders", 0), 0, 0, make_buffer(100, 10**6))
+        epoch.open()
+        await shards.put([Delivery(Record("orders", 0, 0, None, None, (), 0.0), epoch, "key", 1, 0.0)])
+        assert shards.spare_workers == 2
+        for task in idle:
+            task.cancel()
+
+    run(test())

@@ -2,6 +2,7 @@
 
 import pytest
 
+from aioshard.engine import parking
 from tests.simulation.batching import BatchWorld, FailingBatchWorld
 from tests.simulation.failing import POLICIES
 from tests.simulation.seeds import with_seeds
@@ -38,6 +39,18 @@ def test_guarantees_hold_after_every_step(seeds: range) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @with_seeds(4)
 def test_guarantees_hold_when_attempts_are_exhausted(seeds: range, policy: str) -> None:
+    for seed in seeds:
+        world = simulate(seed, policy=policy)
+        assert world.runs > 0
+
+
+@pytest.mark.parametrize("policy", ["park", "park later"])
+@with_seeds(4)
+def test_guarantees_hold_when_few_parked_records_are_tracked(
+    seeds: range, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that cannot be parked must not keep those that are parked from running again."""
+    monkeypatch.setattr(parking, "_MOST_PARKED", 3)
     for seed in seeds:
         world = simulate(seed, policy=policy)
         assert world.runs > 0
