@@ -5,6 +5,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import aiokafka
+import aiokafka.structs
 import pytest
 from confluent_kafka.admin import AdminClient
 
@@ -128,6 +130,26 @@ async def test_a_run_whose_plan_is_older_than_another_run_sends_nothing_again(ou
 
     assert result.done == {outage.source: 4}
     assert sorted(await outage.arrived()) == list(range(10))
+
+
+async def test_a_run_that_was_killed_in_a_transaction_keeps_nobody_from_looking_or_continuing(outage: Outage) -> None:
+    """Its transaction stays open until its timeout, or until another run takes over."""
+    group = sending_group(outage.topic)
+    killed = aiokafka.AIOKafkaProducer(bootstrap_servers=outage.kafka.bootstrap, transactional_id=f"{group}:all")
+    await killed.start()
+    try:
+        await killed.begin_transaction()
+        pending = {aiokafka.TopicPartition(outage.topic, 0): aiokafka.structs.OffsetAndMetadata(4, "")}
+        await killed.send_offsets_to_transaction(pending, group)
+
+        async with outage.opened() as topic:
+            due = await make_plan(topic, EVERYTHING)
+        result = await outage.send()
+    finally:
+        await killed.stop()
+
+    assert len(due) == 10
+    assert result.done.total() == 10
 
 
 async def test_runs_at_the_same_time_send_each_record_once(outage: Outage) -> None:
