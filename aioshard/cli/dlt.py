@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -34,11 +34,9 @@ from aioshard.dead_letters.letters import Letter, as_object
 from aioshard.dead_letters.pages import Cursor, Page, cursor_as_text, read_cursor, read_page
 from aioshard.dead_letters.plan import Plan, make_plan
 from aioshard.dead_letters.reading import DeadLetterTopic, Survey
-from aioshard.dead_letters.replaying import planned, preview
+from aioshard.dead_letters.replaying import Finish, How, Process, SendBack, planned, preview, verb_of
 from aioshard.dead_letters.replaying import replay as run_plan
 from aioshard.dead_letters.results import Result
-from aioshard.dead_letters.runs import ThroughHandlers
-from aioshard.dead_letters.sending import ToTopic
 from aioshard.dead_letters.tries import Trial, Tried, message_as_object, tried_as_object, try_letters
 from aioshard.errors import AioshardError, AuthorizationError
 from aioshard.ports import Message
@@ -242,7 +240,7 @@ def _cells(letter: Letter, value: str) -> tuple[object, ...]:
 # Options of the commands below -------------------------------------------------------
 
 
-_again = click.option("--again", is_flag=True, help="Include those that were replayed before.")
+_again = click.option("--again", is_flag=True, help="Include those that are done already.")
 _transform = click.option(
     "--transform",
     metavar="MODULE:FUNCTION",
@@ -361,12 +359,41 @@ def replay(
         settings = app.settings
         filters = filters._replace(group=app.group_id)
     change = _transform_of(transform, app_dir, value, value_file)
-    verb = ToTopic.verb if app is None else ThroughHandlers.verb
+    how = SendBack(keep_time=timestamp == "original") if app is None else Process(app)
+    selection = _Selection(topic, filters, limit, again=again, is_one=value is not None or value_file is not None)
+    return _run(settings, selection, how, change, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+class _Selection(NamedTuple):
+    """The dead letters that a command is to work on."""
+
+    topic: str
+    filters: Filters
+    limit: int | None
+    again: bool = False
+    """Whether those that are done are included."""
+    is_one: bool = False
+    """Whether there must be exactly one."""
+
+
+def _run(
+    settings: Settings,
+    selection: _Selection,
+    how: How,
+    change: Transform | None,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Plan a run, ask for confirmation, and carry it out; return the exit code."""
+    topic, filters, limit, again, is_one = selection
+    verb = verb_of(how)
     result = Result()
     with open_runner() as runner, entered(runner, DeadLetterTopic.opened(settings, topic)) as dead_letters:
         plan = runner.run(_plan(dead_letters, filters, limit=limit, again=again))
-        remarks = _remarks_on(topic, plan)
-        if len(plan) != 1 and (value is not None or value_file is not None):
+        remarks = _remarks_on(topic, plan, has_again=not isinstance(how, Finish))
+        if is_one and len(plan) != 1:
             sentence = f"a value was given for one dead letter, and {len(plan):,} match"
             raise click.UsageError(f"{sentence}: select one with --at" if plan.due else ". ".join([sentence, *remarks]))
         if dry_run:
@@ -375,26 +402,18 @@ def replay(
             _report_plan(topic, plan, result if change else None, verb, remarks=remarks, as_json=as_json)
             return 0
         if plan.due:
-            confirm(_question(topic, plan, app, changed=change is not None), yes=yes)
+            confirm(_question(topic, plan, how, changed=change is not None), yes=yes)
 
         async def work(signals: Signals) -> None:
             stop = asyncio.Event()
             signals.on_first(stop.set)
-            async with progress(f"replaying {counted(len(plan), 'dead letter')} of {topic}", result.total):
+            async with progress(f"{counted(len(plan), 'dead letter')} of {topic} to be {verb}", result.total):
                 await run_plan(
-                    settings,
-                    dead_letters,
-                    plan,
-                    result,
-                    who=os_user(),
-                    app=app,
-                    transform=change,
-                    keep_time=timestamp == "original",
-                    stop=stop,
+                    settings, dead_letters, plan, result, who=os_user(), how=how, transform=change, stop=stop
                 )
 
         try:
-            audited = audit_log() if app is None else contextlib.nullcontext()
+            audited = contextlib.nullcontext() if isinstance(how, Process) else audit_log()
             with audited, Signals("ending after the records in progress") as signals:
                 runner.run(work(signals))
         except AioshardError as error:
@@ -413,7 +432,7 @@ async def _plan(dead_letters: DeadLetterTopic, filters: Filters, *, limit: int |
         return await make_plan(dead_letters, filters, limit=limit, again=again)
 
 
-def _remarks_on(topic: str, plan: Plan) -> list[str]:
+def _remarks_on(topic: str, plan: Plan, *, has_again: bool = True) -> list[str]:
     """Say why a plan is empty, or that it leaves out dead letters because of the limit."""
     # 1. It is only a part of those that are due.
     if plan.beyond_limit:
@@ -423,8 +442,9 @@ def _remarks_on(topic: str, plan: Plan) -> list[str]:
         return []
     # 2. All of them are done.
     if plan.done:
-        was = "was" if plan.done == 1 else "were"
-        return [f"{counted(plan.done, 'dead letter')} {was} replayed before: --again includes them"]
+        are = "is" if plan.done == 1 else "are"
+        done = f"{counted(plan.done, 'dead letter')} {are} done already"
+        return [f"{done}: --again includes them" if has_again else done]
     # 3. None matches.
     total = sum(map(len, plan.offsets.values()))
     if total == 0:
@@ -433,15 +453,20 @@ def _remarks_on(topic: str, plan: Plan) -> list[str]:
     return [f"{none}: `aioshard dlt show {topic}` counts them by error, handler and topic"]
 
 
-def _question(topic: str, plan: Plan, app: App | None, *, changed: bool) -> str:
+def _question(topic: str, plan: Plan, how: How, *, changed: bool) -> str:
     letters = counted(len(plan), "dead letter")
     after = ", after the transform," if changed else ""
-    if app is None:
-        return f"Send {letters} of {topic} back{after} to their topics ({_by_topic(plan.topics)})?"
-    return (
-        f"Run the handlers of app {app.group_id!r}{after} on {letters} of {topic} ({_by_topic(plan.topics)})? Their "
-        "messages are published, and all their other effects are real."
-    )
+    topics = _by_topic(plan.topics)
+    match how:
+        case SendBack():
+            return f"Send {letters} of {topic} back{after} to their topics ({topics})?"
+        case Process(app):
+            return (
+                f"Run the handlers of app {app.group_id!r}{after} on {letters} of {topic} ({topics})? Their messages "
+                "are published, and all their other effects are real."
+            )
+        case Finish():
+            return f"Mark {letters} of {topic} as done ({topics})? Their records are neither sent back nor processed."
 
 
 def _by_topic(topics: Counter[str]) -> str:
@@ -518,6 +543,39 @@ def _echo_failed(result: Result) -> None:
         click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)
     if len(result.failed) > _SHOWN:
         click.echo(f"Failed: {len(result.failed) - _SHOWN:,} more; --json names all of them", err=True)
+
+
+# finish -------------------------------------------------------------------------------
+
+
+@command.command()
+@options.topic_argument
+@options.filters
+@options.at
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Mark at most N records.")
+@click.option("--dry-run", is_flag=True, help="Only show how many would be marked.")
+@_yes
+@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
+@options.as_json("the result")
+def finish(
+    topic: str,
+    *,
+    filters: Filters,
+    limit: int | None,
+    dry_run: bool,
+    yes: bool,
+    bootstrap_servers: str | None,
+    as_json: bool,
+) -> int:
+    """Mark the dead letters of TOPIC as done.
+
+    Their records are neither sent back nor processed: they are given up, or were mended elsewhere. First asks for
+    confirmation, with their number. Nothing is deleted: `dlt replay --again` includes them. Exits with 4 if another run
+    has taken over.
+    """
+    _check_at(filters, topic)
+    settings = settings_of(bootstrap_servers)
+    return _run(settings, _Selection(topic, filters, limit), Finish(), None, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 # try ----------------------------------------------------------------------------------

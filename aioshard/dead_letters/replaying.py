@@ -1,13 +1,15 @@
-"""One run over the dead letters of a topic: read again, edited, and sent or processed in chunks."""
+"""One run over the dead letters of a topic: read again, edited, and sent, processed or marked as done in chunks."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 from aioshard.app import App
 from aioshard.core.text import message_of
 from aioshard.dead_letters.audit import audit, places_as_text
 from aioshard.dead_letters.edits import Transform, edited
 from aioshard.dead_letters.filters import EVERYTHING
+from aioshard.dead_letters.finishing import AsDone
 from aioshard.dead_letters.ledger import Ledger
 from aioshard.dead_letters.plan import Plan
 from aioshard.dead_letters.reading import DeadLetterTopic
@@ -20,6 +22,41 @@ from aioshard.serde.side_records import Coordinates
 from aioshard.settings import Settings
 
 
+class SendBack(NamedTuple):
+    """Their records are sent back to their topics."""
+
+    keep_time: bool = False
+    """Whether the records keep their timestamps; otherwise they get the current time."""
+
+
+class Process(NamedTuple):
+    """The handlers of an app run on them."""
+
+    app: App
+    """The app, not running."""
+
+
+class Finish(NamedTuple):
+    """They are done, and nothing else happens."""
+
+
+How = SendBack | Process | Finish
+"""What becomes of the dead letters of a run."""
+
+Destination = ToTopic | ThroughHandlers | AsDone
+
+
+def verb_of(how: How) -> str:
+    """Return the verb for messages, as in: dead letters were sent back."""
+    match how:
+        case SendBack():
+            return ToTopic.verb
+        case Process():
+            return ThroughHandlers.verb
+        case Finish():
+            return AsDone.verb
+
+
 async def replay(
     settings: Settings,
     topic: DeadLetterTopic,
@@ -27,9 +64,8 @@ async def replay(
     result: Result,
     *,
     who: str,
-    app: App | None = None,
+    how: How,
     transform: Transform | None = None,
-    keep_time: bool = False,
     stop: asyncio.Event,
 ) -> None:
     """Take over from any other run, work on the dead letters of a plan, and write the audit log.
@@ -40,9 +76,8 @@ async def replay(
         plan: Its dead letters that are due.
         result: Receives how far the run has come, also if it fails.
         who: The operator, for the audit log.
-        app: The app, not running, whose handlers run on them; without it, they are sent back.
+        how: What becomes of them.
         transform: Changes the records before.
-        keep_time: Whether records that are sent keep their timestamps; otherwise they get the current time.
         stop: Ends the run early, after the chunk that is in progress.
 
     Raises:
@@ -53,11 +88,7 @@ async def replay(
         return
     async with Ledger.opened(settings, topic) as ledger:
         plan.adopt(topic)
-        destination: ToTopic | ThroughHandlers
-        if app is None:
-            destination = ToTopic(topic.administration, ledger, keep_time=keep_time)
-        else:
-            destination = ThroughHandlers(app, ledger, stop)
+        destination = _destination_of(how, topic, ledger, stop)
         try:
             await _finish_covered(plan, ledger, topic.name, who)
             await ledger.copy()
@@ -66,6 +97,16 @@ async def replay(
                 await ledger.copy()
         finally:
             result.stopped = stop.is_set()
+
+
+def _destination_of(how: How, topic: DeadLetterTopic, ledger: Ledger, stop: asyncio.Event) -> Destination:
+    match how:
+        case SendBack(keep_time):
+            return ToTopic(topic.administration, ledger, keep_time=keep_time)
+        case Process(app):
+            return ThroughHandlers(app, ledger, stop)
+        case Finish():
+            return AsDone(ledger)
 
 
 async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> Result:
@@ -81,7 +122,7 @@ async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> R
 
 
 async def _chunks(
-    work: AsyncIterator[Work], destination: ToTopic | ThroughHandlers, stop: asyncio.Event
+    work: AsyncIterator[Work], destination: Destination, stop: asyncio.Event
 ) -> AsyncIterator[list[Work]]:
     """Yield dead letters that fit together, in the order of their records; nothing more once *stop* is set."""
     chunk: list[Work] = []
@@ -134,9 +175,7 @@ async def _finish_covered(plan: Plan, ledger: Ledger, topic: str, who: str) -> N
         await ledger.store(plan.covered)
 
 
-async def _process(
-    destination: ToTopic | ThroughHandlers, chunk: list[Work], result: Result, topic: str, who: str
-) -> None:
+async def _process(destination: Destination, chunk: list[Work], result: Result, topic: str, who: str) -> None:
     """Send or process dead letters.
 
     The audit log has them before anything changes: a process that is killed can write nothing more.

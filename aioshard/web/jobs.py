@@ -19,7 +19,7 @@ from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.plan import Plan, make_plan
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.replaying import preview, replay
+from aioshard.dead_letters.replaying import SendBack, preview, replay
 from aioshard.dead_letters.results import Result
 from aioshard.dead_letters.tries import message_as_object, tried_as_object, try_letters
 from aioshard.engine.tasks import TaskSet
@@ -256,7 +256,9 @@ class Sending(Job):
         transform = self._change.transform
         settings = self._app.settings
         try:
-            await replay(settings, letters, plan, result, who=self._who, transform=transform, stop=self._stop)
+            await replay(
+                settings, letters, plan, result, who=self._who, how=SendBack(), transform=transform, stop=self._stop
+            )
         finally:
             self._plan = None
             self._failures = len(result.failed)

@@ -274,7 +274,29 @@ async def test_a_dry_run_sends_nothing(workbench: Workbench) -> None:
     assert await workbench.due() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("arguments", [("replay",), ("replay", "--app", "shop:app"), ("try", "--app", "shop:app")])
+async def test_dead_letters_that_are_given_up_are_done_and_send_nothing(workbench: Workbench) -> None:
+    await workbench.write(b"0", b"1", b"2", b"3")
+    some = [option for offset in (1, 3) for option in ("--at", f"{workbench.topic}/0/{offset}")]
+
+    planned = await workbench.run("finish", *some, "--dry-run", "--json")
+    due_before = await workbench.due()
+    finished = await workbench.run("finish", *some, "--yes", "--json")
+    again = await workbench.run("finish", *some, "--yes")
+
+    assert (planned.report["selected"], due_before) == (2, [0, 1, 2, 3])
+    assert finished.report["done"] == {workbench.source: 2}
+    assert finished.errors.count("finish topic=") == 1
+    assert "2 dead letters are done already" in again.output
+    assert "--again" not in again.output
+    assert await workbench.due() == [0, 2]
+    assert await workbench.arrived() == []
+    sent = await workbench.run("replay", "--again", "--yes", "--json")
+    assert sent.report["done"] == {workbench.source: 4}
+
+
+@pytest.mark.parametrize(
+    "arguments", [("replay",), ("finish",), ("replay", "--app", "shop:app"), ("try", "--app", "shop:app")]
+)
 async def test_nothing_is_done_without_a_confirmation(workbench: Workbench, arguments: tuple[str, ...]) -> None:
     await workbench.write(b'{"total": 1}')
 

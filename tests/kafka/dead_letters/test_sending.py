@@ -16,7 +16,7 @@ from aioshard.dead_letters.ledger import Ledger
 from aioshard.dead_letters.plan import make_plan
 from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.replaying import replay
+from aioshard.dead_letters.replaying import SendBack, replay
 from aioshard.dead_letters.results import Result
 from aioshard.dead_letters.sending import ToTopic
 from aioshard.errors import TakenOverError, TransportError
@@ -59,7 +59,7 @@ class Outage:
         async with self.opened() as topic:
             plan = await make_plan(topic, filters)
             result = Result() if result is None else result
-            await replay(self.settings, topic, plan, result, who="user test", stop=asyncio.Event())
+            await replay(self.settings, topic, plan, result, who="user test", how=SendBack(), stop=asyncio.Event())
             return result
 
     async def due(self) -> list[int]:
@@ -126,7 +126,7 @@ async def test_a_run_whose_plan_is_older_than_another_run_sends_nothing_again(ou
         plan = await make_plan(topic, Filters(until=failure(6).failed_at))
         await outage.send(Filters(since=failure(4).failed_at))
         result = Result()
-        await replay(outage.settings, topic, plan, result, who="user test", stop=asyncio.Event())
+        await replay(outage.settings, topic, plan, result, who="user test", how=SendBack(), stop=asyncio.Event())
 
     assert result.done == {outage.source: 4}
     assert sorted(await outage.arrived()) == list(range(10))
@@ -280,7 +280,7 @@ async def test_a_stopped_run_says_how_far_it_came(outage: Outage, monkeypatch: p
     result = Result()
     async with outage.opened() as topic:
         plan = await make_plan(topic, EVERYTHING)
-        await replay(outage.settings, topic, plan, result, who="user test", stop=StopAfterOne(result))
+        await replay(outage.settings, topic, plan, result, who="user test", how=SendBack(), stop=StopAfterOne(result))
 
     assert (result.stopped, result.done) == (True, {outage.source: 3})
     assert await outage.arrived() == [0, 1, 2]
