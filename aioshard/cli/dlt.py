@@ -569,7 +569,7 @@ def finish(
 ) -> int:
     """Mark the dead letters of TOPIC as done.
 
-    Their records are neither sent back nor processed: they are given up, or were mended elsewhere. First asks for
+    Their records are neither sent back nor processed: they are given up, or were fixed elsewhere. First asks for
     confirmation, with their number. Nothing is deleted: `dlt replay --again` includes them. Exits with 4 if another run
     has taken over.
     """

@@ -18,7 +18,7 @@ def audit(action: str, topic: str, subjects: str, who: str, sentence: str) -> No
         topic: The side topic.
         subjects: The records that it concerns; see `places_as_text`.
         who: The user of the operating system, or the sender of a web request.
-        sentence: What was done.
+        sentence: The change, in words.
     """
     logger.warning("%s topic=%s records=%s by %s: %s", action, json.dumps(topic), json.dumps(subjects), who, sentence)
 

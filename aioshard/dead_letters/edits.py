@@ -27,7 +27,7 @@ async def edited(record: Record, transform: Transform) -> Record | None:
     """Return the record as a transform changes it; None if it leaves it alone.
 
     Raises:
-        MessageError: What it returned cannot be sent.
+        MessageError: Its result cannot be sent.
         Exception: The transform raised it.
     """
     result = transform(record)

@@ -7,7 +7,7 @@ from aioshard.dead_letters.results import Result, Work
 
 
 class AsDone:
-    """Stores that dead letters are done: their records were given up, or mended elsewhere. Used by one run."""
+    """Stores that dead letters are done: their records were given up, or fixed elsewhere. Used by one run."""
 
     action = "finish"
     verb = "marked as done"

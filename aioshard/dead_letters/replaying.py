@@ -41,7 +41,7 @@ class Finish(NamedTuple):
 
 
 How = SendBack | Process | Finish
-"""What becomes of the dead letters of a run."""
+"""The end of the dead letters of a run."""
 
 Destination = ToTopic | ThroughHandlers | AsDone
 
@@ -76,7 +76,7 @@ async def replay(
         plan: Its dead letters that are due.
         result: Receives how far the run has come, also if it fails.
         who: The operator, for the audit log.
-        how: What becomes of them.
+        how: How they end: sent back, processed, or only marked as done.
         transform: Changes the records before.
         stop: Ends the run early, after the chunk that is in progress.
 

@@ -1,4 +1,4 @@
-"""Runs parked records again when they are due: which ones, how many at once, and from which reads."""
+"""Runs parked records again when they are due: which ones, how many at the same time, and from which reads."""
 
 import asyncio
 import itertools
@@ -91,7 +91,7 @@ class Replays:
         self._clock = clock
         self._now = now
         self._read_ahead: dict[ParkedPartition, ReadAhead] = {}
-        """The partitions, each with what was read of it."""
+        """The partitions, each with its records that were read ahead."""
         self._reading: set[ParkedPartition] = set()
         """Partitions that are being read."""
         self._unreadable: dict[ParkedPartition, float] = {}
@@ -106,7 +106,7 @@ class Replays:
         self._read_ahead[parked] = ReadAhead(parked, self._buffer)
 
     def remove(self, parked: ParkedPartition) -> None:
-        """Forget a partition that has ended, with what was read of it."""
+        """Forget a partition that has ended, with its records that were read ahead."""
         self._read_ahead.pop(parked).clear()
         self._unreadable.pop(parked, None)
         self.wake()
