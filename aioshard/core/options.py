@@ -116,8 +116,7 @@ class Retry:
         is_final = repeats or isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on)
         if is_final or attempt >= self.attempts:
             return None
-        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
-        delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))
+        delay = _grown(self.initial, self.factor, attempt - 1, self.maximum)
         return float(min(self.maximum, delay * (1 + self.jitter * (chance - 0.5))))
 
 
@@ -397,8 +396,17 @@ class Growing:
 
     def after(self, retries: int) -> float:
         """Return the seconds until the next retry of a key that was retried *retries* times."""
-        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
-        return float(min(self.maximum, self.initial * self.factor ** min(retries, 100)))
+        return _grown(self.initial, self.factor, retries, self.maximum)
+
+
+def _grown(initial: float, factor: float, times: int, maximum: float) -> float:
+    """Return a delay that grew by a factor a number of times, at most *maximum*."""
+    if not initial:
+        return 0.0
+    try:
+        return min(initial * float(factor) ** times, float(maximum))
+    except OverflowError:
+        return float(maximum)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioshard.core.options import Retry
+from aioshard.core.options import Growing, Retry
 from aioshard.errors import HandlerError, RetryLater
 
 
@@ -31,6 +31,18 @@ def test_permanent_errors_end_at_once() -> None:
     assert retry.delay(TimeoutError(), 1, 0.5) is not None
     assert retry.delay(FileNotFoundError(), 1, 0.5) is None
     assert retry.delay(ValueError(), 1, 0.5) is None
+
+
+@pytest.mark.parametrize("factor", [1.01, 2, 1e10, 1e300])
+def test_delays_grow_to_the_maximum_by_any_factor(factor: float) -> None:
+    retry = Retry(attempts=100_000, initial=0.1, maximum=30.0, factor=factor, jitter=0.0)
+
+    assert retry.delay(ValueError(), 90_000, chance=0.0) == 30.0
+    assert Growing(0.1, factor=min(factor, 100.0), maximum=30.0).after(90_000) == 30.0
+
+
+def test_a_retry_without_a_delay_has_none_after_any_number_of_attempts() -> None:
+    assert Retry(attempts=100_000, initial=0.0, factor=1e300, jitter=0.0).delay(ValueError(), 90_000, chance=0.0) == 0.0
 
 
 def test_an_error_may_choose_its_delay() -> None:
