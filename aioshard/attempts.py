@@ -556,7 +556,7 @@ async def _after_waiting(loading: Awaitable[object], what: str, context: Any) ->
 
     Args:
         loading: Awaited once.
-        what: What it waits for, for explanations.
+        what: The awaited thing in words, for explanations.
         context: The context of the attempt; None if the handler takes none.
     """
     clock = asyncio.get_running_loop().time

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 
+from aioshard.core.text import message_of
 from aioshard.errors import MessageError
 from aioshard.ports import Message
 from aioshard.records import Record
@@ -42,6 +43,11 @@ async def edited(record: Record, transform: Transform) -> Record | None:
     return record._replace(value=encoded(result))
 
 
+def why_failed(error: Exception) -> str:
+    """Say that a transform has raised an error."""
+    return f"the transform failed: {type(error).__name__}: {message_of(error)}"
+
+
 def _replaced_by(record: Record, message: Message) -> Record:
     partition = message.partition
     if partition is None:
@@ -54,5 +60,5 @@ def _replaced_by(record: Record, message: Message) -> Record:
 def _checked(record: Record) -> Record:
     why = unwritable(Message(record.topic, record.value, record.key, record.headers, record.partition))
     if why is not None:
-        raise MessageError(f"the transform returned what cannot be sent: {why}")
+        raise MessageError(f"the transform returned a record that cannot be sent: {why}")
     return record

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from aioshard.app import App
-from aioshard.core.text import message_of
 from aioshard.dead_letters.audit import audit, places_as_text
-from aioshard.dead_letters.edits import Transform, edited
+from aioshard.dead_letters.edits import Transform, edited, why_failed
 from aioshard.dead_letters.filters import EVERYTHING
 from aioshard.dead_letters.finishing import AsDone
 from aioshard.dead_letters.ledger import Ledger
@@ -204,7 +203,7 @@ async def _edited(item: Work, transform: Transform | None, result: Result) -> Wo
     try:
         record = await edited(item.record, transform)
     except Exception as error:  # noqa: BLE001 - the user's own function
-        result.fail(item, f"the transform failed: {type(error).__name__}: {message_of(error)}")
+        result.fail(item, why_failed(error))
         return None
     if record is None:
         result.left += 1

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from aioshard.app import App, intercept_publishing
 from aioshard.core.options import Retry
-from aioshard.core.text import as_json_value, message_of
+from aioshard.core.text import as_json_value
 from aioshard.dead_letters.decoding import value_as_object
-from aioshard.dead_letters.edits import Transform, edited
+from aioshard.dead_letters.edits import Transform, edited, why_failed
 from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.results import Work
 from aioshard.dead_letters.runs import distinct, run_in_memory, shard_of
@@ -89,8 +89,7 @@ async def try_letters(
         try:
             record = item.record if transform is None else await edited(item.record, transform)
         except Exception as error:  # noqa: BLE001 - the user's own function
-            why = f"the transform failed: {type(error).__name__}: {message_of(error)}"
-            tried.append(_not_run(item, error=why))
+            tried.append(_not_run(item, error=why_failed(error)))
             continue
         if record is None:
             tried.append(_not_run(item, left=True))

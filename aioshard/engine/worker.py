@@ -146,7 +146,7 @@ class Worker(ABC):
         self.asked: int = Asked.NOTHING
         """Pending requests to the current run; see `Asked`."""
         self.waits_for: str | None = None
-        """What the current attempt waits for before its handler runs, in words; its timeout does not count then."""
+        """The thing that the attempt awaits before its handler runs, in words; its timeout does not count then."""
         self.abandoned = False
         """Whether the app has stopped, so that the worker ends although a run may outlive it."""
         self.timeout = timeout
@@ -218,7 +218,7 @@ class Worker(ABC):
         """Exclude a wait from the timeout and the duration of the current attempt.
 
         Args:
-            what: What it waits for, in words.
+            what: The awaited thing, in words.
         """
         began = self._clock()
         self.waits_for = what

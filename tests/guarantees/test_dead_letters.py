@@ -73,7 +73,7 @@ class Shop:
         self.outage = True
         self.processed: Counter[bytes] = Counter()
         self.errors: list[str] = []
-        """What the commands wrote to standard error, with the audit log."""
+        """The standard error of the commands, with the audit log."""
         self._directory = directory
         (directory / "operations.py").write_text(MODULE.replace("TOPIC", topic).replace("GROUP", topic))
 

@@ -187,7 +187,7 @@ async def send_a_selection(section: Section, shop: Shop, kafka: SharedKafka) -> 
 
 
 async def stop_sending(section: Section, shop: Shop, kafka: SharedKafka) -> None:
-    """What was not sent yet stays unsent and due."""
+    """The others stay unsent and due."""
     await section.filter(Error="TimeoutError")
     await expect(section.count).to_have_text("20,000 of 50,000, 3 done", timeout=SLOW)
     await section.button("Send all 19,997 that match back").click()

@@ -22,7 +22,7 @@ class FakeRegistry:
         self.by_guid: dict[str, str] = {}
         """More schemas, by GUID."""
         self.more = more
-        """What every schema has besides its text."""
+        """The fields of every schema besides its text."""
         self.status = 200
         """Another one is the answer to everything, with `body`."""
         self.body: Any = {"error_code": 50001, "message": "out of order"}

@@ -49,7 +49,7 @@ class StandaloneTransactions:
         self._patience = patience
         """Seconds to wait for the offsets of the group."""
         self._known: dict[TopicPartition, Committed | None] = {}
-        """What the group has committed: a transaction that does not change it leaves no trace of its outcome."""
+        """The latest commits of the group: a transaction that does not change it leaves no trace of its outcome."""
 
     @classmethod
     @contextlib.asynccontextmanager
