@@ -66,7 +66,7 @@ class TopicStatistics:
     durations: HistogramCounts
     """Seconds per attempt, including failed ones; for a handler that takes batches, per attempt of a batch."""
     waits: HistogramCounts
-    """Seconds from the arrival of records to their first attempt; sampled while attempts are quick."""
+    """Seconds from the arrival of records to their first attempt; sampled every 5 ms."""
     superseded: int = 0
     """Records that a newer one of their key replaced; see `keep`."""
     expired: int = 0

@@ -18,6 +18,7 @@ class TopicCounts:
         "dead_lettered",
         "durations",
         "expired",
+        "next_waited",
         "parked",
         "processed",
         "replayed",
@@ -47,6 +48,8 @@ class TopicCounts:
         """How many of `processed` are in `durations`; see `RunTimes`."""
         self.waited = 0
         """How many records `waits` represents."""
+        self.next_waited = float("-inf")
+        """Loop time from which on the next record to start is a sample for `waits`."""
 
     def count(self, outcome: Outcome) -> None:
         """Count a complete record."""

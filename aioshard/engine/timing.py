@@ -36,9 +36,10 @@ def precise(clock: Callable[[], float]) -> Callable[[], float]:
 
 def waited(delivery: Delivery, now: float) -> None:
     """Record how long a record waited for its first run, also on behalf of those that started unobserved."""
-    if delivery.starts:
-        return
     counts = delivery.epoch.counts
+    if delivery.starts or now < counts.next_waited:
+        return
+    counts.next_waited = now + QUICK
     weight = max(counts.processed - counts.waited, 1)
     counts.waited += weight
     counts.waits.add(max(now - delivery.arrived, 0.0), weight)

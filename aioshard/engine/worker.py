@@ -585,16 +585,8 @@ class RecordWorker(Worker):
                     times.counts = counts = delivery.epoch.counts
                     times.since = now
                     due = now + QUICK
-                    if not delivery.starts:
-                        # No run of this worker has started unobserved, so this one represents only itself.
-                        counts.waited += 1
-                        seconds = now - delivery.arrived
-                        waits = counts.waits
-                        if waits.above < seconds <= waits.up_to:
-                            waits.buckets[waits.latest] += 1
-                            waits.total += seconds
-                        else:
-                            waits.add(max(seconds, 0.0))
+                    if now >= counts.next_waited:
+                        waited(delivery, now)
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
                 epoch.highest_started = delivery.offset

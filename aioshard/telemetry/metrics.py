@@ -285,7 +285,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "aioshard_record_queue_wait_seconds": MetricInfo(
         "histogram",
-        "Time from fetching a record to its first attempt; sampled if attempts are quick.",
+        "Time from fetching a record to its first attempt; sampled.",
         attrgetter("waits"),
         ("topic",),
     ),

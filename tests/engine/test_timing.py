@@ -29,12 +29,18 @@ class Bench:
     """Workers on a clock that is stopped unless a handler moves it."""
 
     def __init__(
-        self, durations: list[float], *, fails: Callable[[int], bool] = lambda _: False, **options: Any
+        self,
+        durations: list[float],
+        *,
+        fails: Callable[[int], bool] = lambda _: False,
+        workers: int = 1,
+        **options: Any,
     ) -> None:
         self.options = options
         self.now = 100.0
         self.durations = durations
         self.fails = fails
+        self.workers = workers
         self.epoch, self.deliveries = make_epoch([None] * len(durations), arrived=self.now)
         self.shards = Shards()
         self.attempts = 0
@@ -48,12 +54,14 @@ class Bench:
 
     async def handle(self, record: Record) -> None:
         self.attempts += 1
-        self.now += self.durations[record.offset]
+        if self.workers > 1:
+            await asyncio.sleep(0)  # the others run meanwhile
+        self.now += self.durations[record.offset] / self.workers
         if self.fails(record.offset):
             raise ValueError("broken")
 
     async def run(self) -> None:
-        """Serve all deliveries with one worker, which waits then."""
+        """Serve all deliveries; the workers wait then."""
 
         async def unused(_: Delivery) -> None:
             pytest.fail("the handler takes nothing but the record")
@@ -64,26 +72,30 @@ class Bench:
             shards=[self.shards],
             counters=Counters(),
             clock=self.clock,
-            workers=1,
-        )
-        worker = RecordWorker(
-            "worker",
-            self.shards,
-            call=self.handle,
-            invoke=unused,
-            failures=failures,
-            lease=endless_lease(),
-            clock=self.clock,
-            **self.options,
+            workers=self.workers,
         )
         await self.shards.put(self.deliveries)
-        worker.task = serving = asyncio.create_task(worker.run())
+        serving: list[asyncio.Task[None]] = []
+        for number in range(self.workers):
+            worker = RecordWorker(
+                f"worker {number}",
+                self.shards,
+                call=self.handle,
+                invoke=unused,
+                failures=failures,
+                lease=endless_lease(),
+                clock=self.clock,
+                **self.options,
+            )
+            worker.task = asyncio.create_task(worker.run())
+            serving.append(worker.task)
         while len(self.epoch.tracker):  # noqa: ASYNC110 - no event, and the clock is stopped
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.sleep(0)
-        serving.cancel()
-        await asyncio.wait([serving])
+        for task in serving:
+            task.cancel()
+        await asyncio.wait(serving)
 
 
 def expected(durations: list[float]) -> HistogramCounts:
@@ -174,10 +186,20 @@ async def test_sampled_waits_represent_the_unsampled_records() -> None:
     assert waits.counts[-1] == 0
 
 
-async def test_a_slow_handlers_waits_are_each_measured() -> None:
+async def test_the_waits_of_one_slow_worker_are_each_measured() -> None:
     bench = Bench([SLOW] * 10)
     await bench.run()
     check(bench.counts.waits.counts(), [SLOW * number for number in range(10)])
+
+
+async def test_of_many_slow_workers_a_sample_represents_the_others() -> None:
+    bench = Bench([SLOW] * 1_000, workers=100)
+    await bench.run()
+    waits = bench.counts.waits.counts()
+    assert 850 <= sum(waits.counts) <= 1_000  # a hundred were running at the last sample
+    assert waits.total / sum(waits.counts) == pytest.approx(0.15, rel=0.1)  # the last ones wait for 0.3 s
+    assert waits.counts[-1] == 0
+    assert bench.counts.durations.counts().count == 1_000
 
 
 async def test_a_retry_has_not_waited_in_the_queue() -> None:
@@ -212,9 +234,9 @@ async def test_slow_runs_and_their_waits_belong_to_the_topic_of_their_record() -
 
 
 async def test_slow_runs_are_measured_without_a_call_for_each() -> None:
-    runs = 300
-    slow = await calls_of(Bench([SLOW] * runs))
-    quick = await calls_of(Bench([0.0] * runs))
+    runs = 1_000
+    slow = await calls_of(Bench([SLOW] * runs, workers=100))
+    quick = await calls_of(Bench([0.0] * runs, workers=100))
     assert slow < quick + runs, "each slow run costs a call that a quick run does not cost"
 
 
