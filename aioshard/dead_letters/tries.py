@@ -121,7 +121,7 @@ async def _run(app: App, work: Sequence[Work], collector: "_Collector", stop: as
     def completed(delivery: Delivery) -> None:
         source = Coordinates.of(delivery.record)
         item = remaining.pop(source)
-        run = getattr(delivery, "run", None)
+        run = delivery.measured_run()
         error = None if delivery.failure is None else str(delivery.failure)
         tried.append(
             Tried(
@@ -129,8 +129,8 @@ async def _run(app: App, work: Sequence[Work], collector: "_Collector", stop: as
                 item.record,
                 error,
                 left=False,
-                result=None if run is None else run[2],
-                seconds=None if run is None else run[1] - run[0],
+                result=None if run is None else run.result,
+                seconds=None if run is None else run.seconds,
                 messages=(),
             )
         )

@@ -31,6 +31,21 @@ class Gate(enum.IntEnum):
     """The ownership has ended: completions are ignored."""
 
 
+class MeasuredRun(NamedTuple):
+    """An attempt of the handler, measured because outcomes are observed."""
+
+    began: float
+    """In loop time, as `ended`."""
+    ended: float
+    result: object
+    """What the handler returned."""
+
+    @property
+    def seconds(self) -> float:
+        """Its duration."""
+        return self.ended - self.began
+
+
 class Delivery:
     """A record on its way through the engine.
 
@@ -103,9 +118,9 @@ class Delivery:
         A slot: otherwise each record would get a dictionary, which the garbage collector visits."""
 
     run: tuple[float, float, object]
-    """Start and end in loop time, and the handler's result, of the latest attempt, if outcomes are observed.
+    """The fields of `MeasuredRun` for the latest attempt, as a plain tuple that costs little per record.
 
-    Missing before the first attempt, and always without an observer."""
+    Missing before the first attempt, and always without an observer; see `measured_run`."""
 
     failed_span: object = None
     """Identifies the span of the latest failed attempt, if attempts are traced."""
@@ -113,6 +128,11 @@ class Delivery:
     def __repr__(self) -> str:
         """`topic/partition/offset`, the form in statistics and messages."""
         return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
+
+    def measured_run(self) -> MeasuredRun | None:
+        """Return the latest attempt; None before the first one, and without an observer."""
+        run = getattr(self, "run", None)
+        return None if run is None else MeasuredRun(*run)
 
     @property
     def may_start(self) -> bool:

@@ -84,6 +84,19 @@ def test_messages_are_collected_and_results_shown() -> None:
     assert shop.app.settings.auto_offset_reset is None  # as before: the app itself may start now
 
 
+def test_a_run_has_its_duration() -> None:
+    app = App("billing")
+
+    @app.consume("orders")
+    async def on_order(_: Record) -> None:
+        await asyncio.sleep(0.02)
+
+    (tried,) = run(try_letters(app, [letter(1)])).tried
+
+    assert tried.seconds is not None
+    assert tried.seconds > 0
+
+
 def test_a_failed_run_is_not_repeated_and_does_not_hold_back_its_key() -> None:
     shop = Shop()
 
@@ -152,7 +165,7 @@ def test_a_transform_changes_leaves_or_fails() -> None:
 
     changed, left, failed = trial.tried
     assert (changed.record.value, changed.error, changed.left) == (b"fixed", None, False)
-    assert (left.error, left.left, left.messages) == (None, True, ())
+    assert (left.error, left.left, left.messages, left.seconds) == (None, True, (), None)
     assert failed.error == "the transform failed: KeyError: 'currency'"
     assert shop.ran == [("orders", 1)]
     assert tried_as_object(changed)["edited"] is True
