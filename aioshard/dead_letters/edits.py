@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 
 from aioshard.core.text import message_of
+from aioshard.dead_letters.results import Failed, WorkItem
 from aioshard.errors import MessageError
 from aioshard.ports import Message
 from aioshard.records import Record
@@ -24,6 +25,15 @@ def with_value(value: bytes) -> Transform:
     return lambda _: value
 
 
+async def edit(item: WorkItem, transform: Transform) -> WorkItem | Failed | None:
+    """Return an item as a transform changes it; None if it leaves it alone. Never raises an error of the transform."""
+    try:
+        record = await edited(item.record, transform)
+    except Exception as error:  # noqa: BLE001 - the user's own function
+        return Failed.of(item, f"the transform failed: {type(error).__name__}: {message_of(error)}")
+    return None if record is None else item._replace(record=record)
+
+
 async def edited(record: Record, transform: Transform) -> Record | None:
     """Return the record as a transform changes it; None if it leaves it alone.
 
@@ -41,11 +51,6 @@ async def edited(record: Record, transform: Transform) -> Record | None:
     if isinstance(result, Message):
         return _checked(_replaced_by(record, result))
     return record._replace(value=encoded(result))
-
-
-def why_failed(error: Exception) -> str:
-    """Say that a transform has raised an error."""
-    return f"the transform failed: {type(error).__name__}: {message_of(error)}"
 
 
 def _replaced_by(record: Record, message: Message) -> Record:

@@ -24,7 +24,7 @@ class Ledger:
 
     def __init__(self, topic: DeadLetterTopic, transactions: StandaloneTransactions) -> None:
         """Write with open transactions; see `opened`."""
-        self._topic = topic
+        self.topic = topic
         self._transactions = transactions
         self._uncopied = {at.partition for at in topic.sent if topic.sent[at] != topic.kept[at]}
         """Partitions whose progress is not copied to the group whose offsets brokers keep for years."""
@@ -62,25 +62,25 @@ class Ledger:
         offsets: dict[int, list[int]] = {}
         for partition, offset in done:
             offsets.setdefault(partition, []).append(offset)
-        following = {number: self._topic.progress[number].after(finished) for number, finished in offsets.items()}
+        following = {number: self.topic.progress[number].after(finished) for number, finished in offsets.items()}
         scattered = [number for number, progress in following.items() if not progress.fits]
         if scattered and messages:
             raise self._too_scattered(scattered)
-        commits = {TopicPartition(self._topic.name, number): later.commit() for number, later in following.items()}
+        commits = {TopicPartition(self.topic.name, number): later.commit() for number, later in following.items()}
         try:
             await self._transactions.commit(messages, commits)
         except TakenOverError as error:
             raise TakenOverError(
-                f"another run on {self._topic.name} has begun: this one has ended, and that one continues from here"
+                f"another run on {self.topic.name} has begun: this one has ended, and that one continues from here"
             ) from error
-        self._topic.progress.update(following)
+        self.topic.progress.update(following)
         self._uncopied |= following.keys()
         if scattered:
             raise self._too_scattered(scattered)
 
     def _too_scattered(self, partitions: Sequence[int]) -> TransportError:
         return TransportError(
-            f"the finished dead letters of {self._topic.name}/{partitions[0]} are too scattered: brokers cannot store "
+            f"the finished dead letters of {self.topic.name}/{partitions[0]} are too scattered: brokers cannot store "
             "all their offsets. Replay the oldest ones first, with --until and no other filter",
             retriable=False,
         )
@@ -91,7 +91,7 @@ class Ledger:
         Raises:
             TransportError: It was not copied. The next run does it.
         """
-        topic = self._topic
+        topic = self.topic
         commits = {TopicPartition(topic.name, number): topic.progress[number].commit() for number in self._uncopied}
         if commits:
             await topic.administration.commit_without_member(progress_group(topic.name), commits, retry=True)

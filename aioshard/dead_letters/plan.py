@@ -4,11 +4,13 @@ import asyncio
 import dataclasses
 from array import array
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from aioshard.dead_letters.filters import EVERYTHING, Filters
 from aioshard.dead_letters.letters import Place
 from aioshard.dead_letters.reading import DeadLetterTopic
+from aioshard.dead_letters.results import WorkItem
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,6 +63,17 @@ class Plan:
             starts[number] = min(offset, starts.get(number, offset))
             ends[number] = max(offset + 1, ends.get(number, 0))
         return starts, ends
+
+    async def items(self, topic: DeadLetterTopic) -> AsyncIterator[WorkItem]:
+        """Read its dead letters again, and yield each record once.
+
+        Raises:
+            TransportError: The records cannot be read.
+        """
+        async for letter in topic.letters(EVERYTHING, *self.bounds()):
+            places = self.due.get(letter.place)
+            if places is not None:
+                yield WorkItem(letter, letter.original, places)
 
 
 class _Chosen(NamedTuple):

@@ -1,211 +1,175 @@
 """One run over the dead letters of a topic: read again, edited, and sent, processed or marked as done in chunks."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
-from aioshard.app import App
 from aioshard.dead_letters.audit import audit, places_as_text
-from aioshard.dead_letters.edits import Transform, edited, why_failed
-from aioshard.dead_letters.filters import EVERYTHING
-from aioshard.dead_letters.finishing import AsDone
+from aioshard.dead_letters.edits import Transform, edit
+from aioshard.dead_letters.finishing import Finish
 from aioshard.dead_letters.ledger import Ledger
+from aioshard.dead_letters.letters import Place
 from aioshard.dead_letters.plan import Plan
+from aioshard.dead_letters.processing import RunHandlers
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.results import Result, Work
-from aioshard.dead_letters.runs import ThroughHandlers
-from aioshard.dead_letters.sending import ToTopic
+from aioshard.dead_letters.results import Chunk, Failed, Result, WorkItem, places_of
+from aioshard.dead_letters.sending import SendBack
 from aioshard.ports import record_size
 from aioshard.records import counted
 from aioshard.serde.side_records import Coordinates
 from aioshard.settings import Settings
 
+Action = SendBack | RunHandlers | Finish
+"""What a run does with dead letters.
 
-class SendBack(NamedTuple):
-    """Their records are sent back to their topics."""
-
-    keep_time: bool = False
-    """Whether the records keep their timestamps; otherwise they get the current time."""
-
-
-class Process(NamedTuple):
-    """The handlers of an app run on them."""
-
-    app: App
-    """The app, not running."""
+Each has a `name` for the audit log, and a `verb` for messages, as in: dead letters were sent back. `most_records` and
+`most_bytes` limit the chunks that `apply` works on."""
 
 
-class Finish(NamedTuple):
-    """They are done, and nothing else happens."""
+class Replay:
+    """One run over the dead letters of a plan.
 
-
-How = SendBack | Process | Finish
-"""The end of the dead letters of a run."""
-
-Destination = ToTopic | ThroughHandlers | AsDone
-
-
-def verb_of(how: How) -> str:
-    """Return the verb for messages, as in: dead letters were sent back."""
-    match how:
-        case SendBack():
-            return ToTopic.verb
-        case Process():
-            return ThroughHandlers.verb
-        case Finish():
-            return AsDone.verb
-
-
-async def replay(
-    settings: Settings,
-    topic: DeadLetterTopic,
-    plan: Plan,
-    result: Result,
-    *,
-    who: str,
-    how: How,
-    transform: Transform | None = None,
-    stop: asyncio.Event,
-) -> None:
-    """Take over from any other run, work on the dead letters of a plan, and write the audit log.
-
-    Args:
-        settings: The brokers.
-        topic: The topic, with all partitions.
-        plan: Its dead letters that are due.
-        result: Receives how far the run has come, also if it fails.
-        who: The operator, for the audit log.
-        how: How they end: sent back, processed, or only marked as done.
-        transform: Changes the records before.
-        stop: Ends the run early, after the chunk that is in progress.
-
-    Raises:
-        TakenOverError: Another run has taken over.
-        AioshardError: The run was cut short.
+    Invariants:
+        * The audit log has a change before it happens: a process that is killed can write nothing more.
     """
-    if not (plan.due or plan.covered):
-        return
-    async with Ledger.opened(settings, topic) as ledger:
-        plan.adopt(topic)
-        destination = _destination_of(how, topic, ledger, stop)
-        try:
-            await _finish_covered(plan, ledger, topic.name, who)
-            await ledger.copy()
-            async for chunk in _chunks(planned(topic, plan, transform, result), destination, stop):
-                await _process(destination, chunk, result, topic.name, who)
-                await ledger.copy()
-        finally:
-            result.stopped = stop.is_set()
 
+    def __init__(
+        self,
+        topic: DeadLetterTopic,
+        plan: Plan,
+        action: Action,
+        *,
+        who: str,
+        transform: Transform | None = None,
+        stop: asyncio.Event,
+    ) -> None:
+        """Prepare a run; see `run`.
 
-def _destination_of(how: How, topic: DeadLetterTopic, ledger: Ledger, stop: asyncio.Event) -> Destination:
-    match how:
-        case SendBack(keep_time):
-            return ToTopic(topic.administration, ledger, keep_time=keep_time)
-        case Process(app):
-            return ThroughHandlers(app, ledger, stop)
-        case Finish():
-            return AsDone(ledger)
+        Args:
+            topic: The topic, with all partitions.
+            plan: Its dead letters that are due.
+            action: What to do with them.
+            who: The operator, for the audit log.
+            transform: Changes the records before.
+            stop: Ends the run early, after the chunk that is in progress.
+        """
+        self.result = Result()
+        """How far the run has come, also if it fails."""
+        self._topic = topic
+        self._plan = plan
+        self._action = action
+        self._who = who
+        self._transform = transform
+        self._stop = stop
 
+    async def run(self, settings: Settings) -> None:
+        """Take over from any other run, work on the dead letters, and write the audit log.
 
-async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> Result:
-    """Return how many dead letters of a plan a transform would change, and for which ones it fails.
+        Args:
+            settings: The brokers.
 
-    Raises:
-        TransportError: The records cannot be read.
-    """
-    result = Result()
-    async for item in planned(topic, plan, transform, result):
-        result.finish([item])
-    return result
-
-
-async def _chunks(
-    work: AsyncIterator[Work], destination: Destination, stop: asyncio.Event
-) -> AsyncIterator[list[Work]]:
-    """Yield dead letters that fit together, in the order of their records; nothing more once *stop* is set."""
-    chunk: list[Work] = []
-    size = 0
-    async for item in work:
-        if stop.is_set():
+        Raises:
+            TakenOverError: Another run has taken over.
+            AioshardError: The run was cut short.
+        """
+        if not (self._plan.due or self._plan.covered):
             return
-        chunk.append(item)
-        size += record_size(item.record.key, item.record.value, item.record.headers)
-        if len(chunk) >= destination.most_records or size >= destination.most_bytes:
+        async with Ledger.opened(settings, self._topic) as ledger:
+            self._plan.adopt(self._topic)
+            try:
+                await self._finish_covered(ledger)
+                await ledger.copy()
+                async for items in self._chunks():
+                    await self._apply(Chunk(items), ledger)
+                    await ledger.copy()
+            finally:
+                self.result.stopped = self._stop.is_set()
+
+    async def _finish_covered(self, ledger: Ledger) -> None:
+        """Store that dead letters are done whose records were finished by others."""
+        covered = self._plan.covered
+        if covered:
+            sentence = f"{counted(len(covered), 'dead letter')} to be done, because others of their records are"
+            self._audit(Finish.name, covered, sentence)
+            await ledger.store(covered)
+
+    async def _chunks(self) -> AsyncIterator[list[WorkItem]]:
+        """Yield items that fit together, in the order of their records; nothing more once the run is stopped."""
+        chunk: list[WorkItem] = []
+        size = 0
+        async for item in self._edited():
+            if self._stop.is_set():
+                return
+            chunk.append(item)
+            size += record_size(item.record.key, item.record.value, item.record.headers)
+            if len(chunk) >= self._action.most_records or size >= self._action.most_bytes:
+                yield sorted(chunk, key=_source_of)
+                chunk = []
+                size = 0
+        if chunk and not self._stop.is_set():
             yield sorted(chunk, key=_source_of)
-            chunk = []
-            size = 0
-    if chunk and not stop.is_set():
-        yield sorted(chunk, key=_source_of)
+
+    async def _edited(self) -> AsyncIterator[WorkItem]:
+        """Read the dead letters of the plan, and yield those that the transform changes, as it changes them."""
+        async for item in self._plan.items(self._topic):
+            edited = item if self._transform is None else await edit(item, self._transform)
+            match edited:
+                case WorkItem():
+                    yield edited
+                case Failed():
+                    self.result.failed.append(edited)
+                case None:
+                    self.result.left += 1
+
+    async def _apply(self, chunk: Chunk, ledger: Ledger) -> None:
+        """Send, process or mark the items of a chunk."""
+        action = self._action
+        edited = sum(item.is_edited for item in chunk.items)
+        sentence = f"{counted(len(chunk.items), 'record')} to be {action.verb}"
+        if edited:
+            sentence += f", {edited:,} of them edited"
+        self._audit(action.name, places_of(chunk.items), sentence)
+        try:
+            await action.apply(chunk, ledger)
+        finally:
+            self.result.add(chunk)
+            if len(chunk.done) < len(chunk.items):
+                sentence = f"{len(chunk.done):,} of {counted(len(chunk.items), 'record')} {action.verb}"
+                self._audit(action.name, places_of(chunk.done), sentence)
+
+    def _audit(self, name: str, places: Iterable[Place], sentence: str) -> None:
+        audit(name, self._topic.name, places_as_text(places), self._who, sentence)
 
 
-def _source_of(item: Work) -> Coordinates:
+def _source_of(item: WorkItem) -> Coordinates:
     return item.letter.source
 
 
-async def planned(
-    topic: DeadLetterTopic, plan: Plan, transform: Transform | None, result: Result
-) -> AsyncIterator[Work]:
-    """Read the dead letters of a plan again, and yield them as the transform changes them.
+class Preview(NamedTuple):
+    """What a transform would do to the dead letters of a plan."""
 
-    Args:
-        topic: The topic.
-        plan: Its dead letters.
-        transform: Changes the records; None leaves them as they are.
-        result: Receives those that the transform leaves alone, or fails for.
+    changed: int
+    """Number of records that it changes."""
+    left: int
+    """Number of records that it leaves alone."""
+    failed: list[Failed]
+
+
+async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> Preview:
+    """Apply a transform to the dead letters of a plan, and send or store nothing.
 
     Raises:
         TransportError: The records cannot be read.
     """
-    async for letter in topic.letters(EVERYTHING, *plan.bounds()):
-        places = plan.due.get(letter.place)
-        if places is None:
-            continue
-        item = await _edited(Work(letter, letter.original, places), transform, result)
-        if item is not None:
-            yield item
-
-
-async def _finish_covered(plan: Plan, ledger: Ledger, topic: str, who: str) -> None:
-    """Store that dead letters are done whose records were finished by others."""
-    if plan.covered:
-        sentence = f"{counted(len(plan.covered), 'dead letter')} to be done, because others of their records are"
-        audit("finish", topic, places_as_text(plan.covered), who, sentence)
-        await ledger.store(plan.covered)
-
-
-async def _process(destination: Destination, chunk: list[Work], result: Result, topic: str, who: str) -> None:
-    """Send or process dead letters.
-
-    The audit log has them before anything changes: a process that is killed can write nothing more.
-    """
-    places = places_as_text(place for item in chunk for place in item.places)
-    changed = sum(item.record is not item.letter.original for item in chunk)
-    sentence = f"{counted(len(chunk), 'record')} to be {destination.verb}"
-    if changed:
-        sentence += f", {changed:,} of them edited"
-    audit(destination.action, topic, places, who, sentence)
-    before = result.done.total()
-    result.places.clear()
-    try:
-        await destination.process(chunk, result)
-    finally:
-        done = result.done.total() - before
-        if done < len(chunk):
-            sentence = f"{done:,} of {counted(len(chunk), 'record')} {destination.verb}"
-            audit(destination.action, topic, places_as_text(result.places), who, sentence)
-
-
-async def _edited(item: Work, transform: Transform | None, result: Result) -> Work | None:
-    """Return a dead letter as the transform changes it; None if it stays as it is, which *result* then knows."""
-    if transform is None:
-        return item
-    try:
-        record = await edited(item.record, transform)
-    except Exception as error:  # noqa: BLE001 - the user's own function
-        result.fail(item, why_failed(error))
-        return None
-    if record is None:
-        result.left += 1
-        return None
-    return item._replace(record=record)
+    changed = 0
+    left = 0
+    failed: list[Failed] = []
+    async for item in plan.items(topic):
+        match await edit(item, transform):
+            case WorkItem():
+                changed += 1
+            case Failed() as failure:
+                failed.append(failure)
+            case None:
+                left += 1
+    return Preview(changed, left, failed)

@@ -1,22 +1,32 @@
-"""How far a run over dead letters has come."""
+"""Records that a run sends, processes or marks as done, and what has become of them."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from aioshard.dead_letters.letters import Letter, Place
 from aioshard.records import Record
 
 
-class Work(NamedTuple):
-    """A dead letter to send or to run."""
+class WorkItem(NamedTuple):
+    """A record to work on, with its dead letters."""
 
     letter: Letter
     record: Record
     """The record to send or to run: the original, or as it was edited."""
     places: list[Place]
     """All dead letters of this record."""
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether a transform has changed the record."""
+        return self.record is not self.letter.original
+
+
+def places_of(items: Iterable[WorkItem]) -> list[Place]:
+    """Return all dead letters of some records."""
+    return [place for item in items for place in item.places]
 
 
 class Failed(NamedTuple):
@@ -26,35 +36,60 @@ class Failed(NamedTuple):
     """Without value and headers."""
     reason: str
 
+    @classmethod
+    def of(cls, item: WorkItem, reason: str) -> "Failed":
+        """Say why an item has failed; forget its value and headers, because a run may collect many."""
+        slim = item.letter.original._replace(value=None, headers=())
+        return cls(item.letter._replace(original=slim), reason)
+
+    def as_object(self) -> dict[str, str]:
+        """Return the failure for JSON."""
+        return {"record": str(self.letter.source), "dead_letter": str(self.letter.at), "error": self.reason}
+
+
+class Chunk:
+    """Items that are worked on together. The action that does it reports here what has become of them.
+
+    Invariants:
+        * An item in `done` is stored as done, also if the action raises an error afterwards.
+    """
+
+    def __init__(self, items: Sequence[WorkItem]) -> None:
+        """Begin with items in the order of their records."""
+        self.items = items
+        self.done: list[WorkItem] = []
+        self.failed: list[Failed] = []
+
+    def finish(self, items: Sequence[WorkItem]) -> None:
+        """Report items that are stored as done."""
+        self.done += items
+
+    def fail(self, item: WorkItem, reason: str) -> None:
+        """Report an item whose dead letters stay due."""
+        self.failed.append(Failed.of(item, reason))
+
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """How far a run has come. Owned by the run; others only read it."""
+    """How far a run has come. Only its run changes it."""
 
     done: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Number of records that were sent or processed, by topic of the original."""
+    """Number of records that were sent, processed or marked as done, by topic of the original."""
     edited: int = 0
     """Number of those that were changed before."""
     left: int = 0
-    """Number of dead letters that the transform left alone."""
+    """Number of records that the transform left alone."""
     failed: list[Failed] = dataclasses.field(default_factory=list)
-    places: list[Place] = dataclasses.field(default_factory=list)
-    """The dead letters that were done in the latest transaction."""
     stopped: bool = False
     """Whether the run ended early because it was asked to."""
 
     def total(self) -> int:
-        """Return the number of dead letters with an outcome: done, left alone or failed."""
+        """Return the number of records with an outcome: done, left alone or failed."""
         return self.done.total() + self.left + len(self.failed)
 
-    def finish(self, work: Collection[Work]) -> None:
-        """Report dead letters that are stored as done."""
-        for item in work:
+    def add(self, chunk: Chunk) -> None:
+        """Count what has become of a chunk."""
+        for item in chunk.done:
             self.done[item.letter.original.topic] += 1
-            self.edited += item.record is not item.letter.original
-            self.places += item.places
-
-    def fail(self, item: Work, reason: str) -> None:
-        """Report a dead letter that stays due."""
-        slim = item.letter.original._replace(value=None, headers=())
-        self.failed.append(Failed(item.letter._replace(original=slim), reason))
+            self.edited += item.is_edited
+        self.failed += chunk.failed

@@ -1,65 +1,61 @@
 """Sends the records of dead letters back to their topics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from aioshard.dead_letters.ledger import Ledger
-from aioshard.dead_letters.results import Result, Work
+from aioshard.dead_letters.results import Chunk, WorkItem, places_of
 from aioshard.errors import AuthorizationError, MessageRefusedError, MessagesRefusedError
-from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Message
 from aioshard.serde import side_records
 from aioshard.serde.side_records import DeadLetterRecord
 
 
-class ToTopic:
+class SendBack:
     """Publishes dead letters as the original records. Used by one run.
 
     Invariants:
         * The record of a dead letter is visible if and only if the dead letter is done.
     """
 
-    action = "send"
-    """For the audit log."""
+    name = "send"
     verb = "sent back"
-    """For messages: dead letters were …"""
     most_records = 1000
-    """Maximum number to send in one transaction."""
     most_bytes = 32 * 1024 * 1024
 
-    def __init__(self, administration: KafkaAdmin, ledger: Ledger, *, keep_time: bool = False) -> None:
-        """Create a destination.
+    def __init__(self, *, keep_time: bool = False) -> None:
+        """Begin a run.
 
         Args:
-            administration: Describes the topics.
-            ledger: Sends the records.
             keep_time: Whether records keep their timestamps; otherwise they get the current time.
         """
-        self._administration = administration
-        self._ledger = ledger
         self._keep_time = keep_time
         self._partitions: dict[str, frozenset[int]] = {}
+        """Those of each topic that got a record."""
 
-    async def process(self, work: Sequence[Work], result: Result) -> None:
-        """Send records, those of one partition in this order, and report which ones are done.
+    async def apply(self, chunk: Chunk, ledger: Ledger) -> None:
+        """Send the records of a chunk in one transaction, those of one partition in this order.
 
         Raises:
             AuthorizationError: This user may not write to a topic. Nothing was sent.
             TransportError: A topic does not exist, or the transaction failed. Nothing was sent, unless nobody can tell.
         """
-        for topic in {item.record.topic for item in work} - self._partitions.keys():
-            self._partitions[topic] = await self._administration.partitions(topic)
-        remaining = list(work)
+        for topic in {item.record.topic for item in chunk.items} - self._partitions.keys():
+            self._partitions[topic] = await ledger.topic.administration.partitions(topic)
+        remaining = chunk.items
         while remaining:
             messages = [self._message(item) for item in remaining]
             try:
-                await self._ledger.store([place for item in remaining for place in item.places], messages)
+                await ledger.store(places_of(remaining), messages)
             except MessagesRefusedError as error:
-                remaining = _without(remaining, error.refused, result)
+                _check_access(error.refused)
+                for index, refused in error.refused.items():
+                    chunk.fail(remaining[index], str(refused))
+                remaining = [item for index, item in enumerate(remaining) if index not in error.refused]
             else:
-                result.finish(remaining)
+                chunk.finish(remaining)
                 return
 
-    def _message(self, item: Work) -> Message:
+    def _message(self, item: WorkItem) -> Message:
         record = item.record
         # To the original partition: another partitioner may have been used for the key.
         partition = record.partition if record.partition in self._partitions[record.topic] else None
@@ -70,14 +66,12 @@ class ToTopic:
         )
 
 
-def _without(work: Sequence[Work], refused: Mapping[int, MessageRefusedError], result: Result) -> list[Work]:
-    """Report records that the brokers refuse, and return the others.
+def _check_access(refused: Mapping[int, MessageRefusedError]) -> None:
+    """Raise the error of a topic to which this user may not write: that concerns more than some records.
 
     Raises:
-        AuthorizationError: This user may not write to a topic: that concerns more than these records.
+        AuthorizationError: There is such a topic.
     """
-    for index, error in refused.items():
+    for error in refused.values():
         if isinstance(error.__cause__, AuthorizationError):
             raise error.__cause__
-        result.fail(work[index], str(error))
-    return [item for index, item in enumerate(work) if index not in refused]

@@ -11,10 +11,10 @@ from aioshard.app import App, intercept_publishing
 from aioshard.core.options import Retry
 from aioshard.core.text import as_json_value
 from aioshard.dead_letters.decoding import value_as_object
-from aioshard.dead_letters.edits import Transform, edited, why_failed
+from aioshard.dead_letters.edits import Transform, edit
 from aioshard.dead_letters.letters import Letter
-from aioshard.dead_letters.results import Work
-from aioshard.dead_letters.runs import distinct, run_in_memory, shard_of
+from aioshard.dead_letters.processing import distinct, run_in_memory, shard_of
+from aioshard.dead_letters.results import Failed, WorkItem
 from aioshard.engine.current_record import current_record
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Handler
@@ -40,16 +40,21 @@ class Tried(NamedTuple):
     letter: Letter
     record: Record
     """The record that the handler got."""
-    error: str | None
+    error: str | None = None
     """Why the run has failed, or the transform; None if the handler has succeeded."""
-    left: bool
+    left: bool = False
     """Whether the transform left it alone, so that nothing ran."""
-    result: object
+    result: object = None
     """The handler's result."""
-    seconds: float | None
+    seconds: float | None = None
     """Duration of the run; None if nothing ran."""
-    messages: Sequence[Message]
+    messages: Sequence[Message] = ()
     """The messages that the run would have published."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the handler has run without an error."""
+        return self.error is None and not self.left
 
 
 class Trial(NamedTuple):
@@ -83,22 +88,20 @@ async def try_letters(
         AioshardError: The app cannot start.
     """
     tried: list[Tried] = []
-    work: list[Work] = []
+    items: list[WorkItem] = []
     for letter in sorted(letters, key=lambda letter: letter.source):
-        item = Work(letter, letter.original, [letter.place])
-        try:
-            record = item.record if transform is None else await edited(item.record, transform)
-        except Exception as error:  # noqa: BLE001 - the user's own function
-            tried.append(_not_run(item, error=why_failed(error)))
-            continue
-        if record is None:
-            tried.append(_not_run(item, left=True))
-            continue
-        item = item._replace(record=record)
-        shard_of(app, item)
-        work.append(item)
+        item = WorkItem(letter, letter.original, [letter.place])
+        edited = item if transform is None else await edit(item, transform)
+        match edited:
+            case WorkItem():
+                shard_of(app, edited)
+                items.append(edited)
+            case Failed(reason=reason):
+                tried.append(Tried(letter, letter.original, error=reason))
+            case None:
+                tried.append(Tried(letter, letter.original, left=True))
     collector = _Collector()
-    for group in distinct(work):
+    for group in distinct(items):
         if stop is not None and stop.is_set():
             break
         tried += await _run(app, group, collector, stop or asyncio.Event())
@@ -109,29 +112,22 @@ def _source_of(tried: Tried) -> Coordinates:
     return tried.letter.source
 
 
-def _not_run(item: Work, *, error: str | None = None, left: bool = False) -> Tried:
-    return Tried(item.letter, item.record, error, left, None, None, ())
-
-
-async def _run(app: App, work: Sequence[Work], collector: "_Collector", stop: asyncio.Event) -> list[Tried]:
+async def _run(app: App, items: Sequence[WorkItem], collector: "_Collector", stop: asyncio.Event) -> list[Tried]:
     """Run the handlers on different records."""
-    remaining = {item.letter.source: item for item in work}
+    remaining = {item.letter.source: item for item in items}
     tried: list[Tried] = []
 
     def completed(delivery: Delivery) -> None:
         source = Coordinates.of(delivery.record)
         item = remaining.pop(source)
         run = delivery.measured_run()
-        error = None if delivery.failure is None else str(delivery.failure)
         tried.append(
             Tried(
                 item.letter,
                 item.record,
-                error,
-                left=False,
+                error=None if delivery.failure is None else str(delivery.failure),
                 result=None if run is None else run.result,
                 seconds=None if run is None else run.seconds,
-                messages=(),
             )
         )
 
@@ -139,7 +135,7 @@ async def _run(app: App, work: Sequence[Work], collector: "_Collector", stop: as
         with intercept_publishing(collector.publish):
             await run_in_memory(
                 trial,
-                [item.record for item in work],
+                [item.record for item in items],
                 make_producer=lambda: collector,
                 adapt=_once,
                 completed=completed,
@@ -231,7 +227,7 @@ def tried_as_object(tried: Tried, *, payload: bool = True) -> dict[str, Any]:
         "dead_letter": str(tried.letter.at),
         "record": str(tried.letter.source),
         "handler": tried.letter.failure.handler,
-        "succeeded": tried.error is None and not tried.left,
+        "succeeded": tried.succeeded,
         "left": tried.left,
         "seconds": tried.seconds,
         "edited": tried.record is not tried.letter.original,

@@ -19,8 +19,9 @@ from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.plan import Plan, make_plan
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.replaying import SendBack, preview, replay
+from aioshard.dead_letters.replaying import Replay, preview
 from aioshard.dead_letters.results import Result
+from aioshard.dead_letters.sending import SendBack
 from aioshard.dead_letters.tries import message_as_object, tried_as_object, try_letters
 from aioshard.engine.tasks import TaskSet
 from aioshard.errors import AioshardError, AuthorizationError, HandlerError
@@ -230,8 +231,9 @@ class Sending(Job):
         self._stop = asyncio.Event()
         self._plan: Plan | None = None
         self._planned: dict[str, Any] | None = None
-        self._result = Result()
-        self._failures = 0
+        self._result: Result | None = None
+        """That of the run, until it has ended."""
+        self._outcome = _outcome_of(Result())
 
     async def run(self) -> State:
         """Find the dead letters, or send them once the plan is confirmed."""
@@ -246,24 +248,21 @@ class Sending(Job):
         plan = await make_plan(letters, self._filters, again=self._again)
         self._planned = {"selected": len(plan), "topics": dict(plan.topics), "errors": dict(plan.errors)}
         if self._change.transform is not None:
-            changed = await preview(letters, plan, self._change.transform)
-            self._planned |= {"changed": changed.done.total(), "left": changed.left, "failed": len(changed.failed)}
+            changes = await preview(letters, plan, self._change.transform)
+            self._planned |= {"changed": changes.changed, "left": changes.left, "failed": len(changes.failed)}
         self._plan = plan
         return "waiting"
 
     async def _send(self, letters: DeadLetterTopic, plan: Plan) -> State:
-        result = self._result
-        transform = self._change.transform
-        settings = self._app.settings
+        run = Replay(letters, plan, SendBack(), who=self._who, transform=self._change.transform, stop=self._stop)
+        self._result = run.result
         try:
-            await replay(
-                settings, letters, plan, result, who=self._who, how=SendBack(), transform=transform, stop=self._stop
-            )
+            await run.run(self._app.settings)
         finally:
             self._plan = None
-            self._failures = len(result.failed)
-            del result.failed[MOST_FAILURES:]
-        return "stopped" if result.stopped else "done"
+            self._outcome = _outcome_of(run.result)
+            self._result = None  # it may have many failures
+        return "stopped" if run.result.stopped else "done"
 
     def confirm(self, who: str) -> None:
         """Let the next `run` send what was found."""
@@ -284,20 +283,21 @@ class Sending(Job):
 
     def content(self) -> dict[str, Any]:
         """See `Job.content`."""
-        result = self._result
-        named = [
-            {"record": str(failed.letter.source), "dead_letter": str(failed.letter.at), "error": failed.reason}
-            for failed in result.failed[:MOST_FAILURES]
-        ]
         return {
             "change": self._change.name,
             "planned": self._planned,
-            "sent": result.done.total(),
-            "left": result.left,
-            "failed": self._failures or len(result.failed),
-            "failures": named,
+            **(self._outcome if self._result is None else _outcome_of(self._result)),
             "stopping": self._stop.is_set(),
         }
+
+
+def _outcome_of(result: Result) -> dict[str, Any]:
+    return {
+        "sent": result.done.total(),
+        "left": result.left,
+        "failed": len(result.failed),
+        "failures": [failed.as_object() for failed in result.failed[:MOST_FAILURES]],
+    }
 
 
 # All jobs -----------------------------------------------------------------------------

@@ -29,10 +29,10 @@ import signal
 
 from aioshard import App, Record
 from aioshard.cli.main import main
-from aioshard.dead_letters.sending import ToTopic
+from aioshard.dead_letters.sending import SendBack
 from aioshard.kafka.transactions.messages import MessageWriter
 
-ToTopic.most_records = 50
+SendBack.most_records = 50
 
 if "KILLED_IN" in os.environ:
     write = MessageWriter.write

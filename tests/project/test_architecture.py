@@ -61,7 +61,7 @@ def test_import_contracts_hold() -> None:
         ("core/flow.py", "import aioshard.ports", "A module imports only from lower layers"),
         ("engine/worker.py", "import confluent_kafka", "The engine imports no Kafka client"),
         ("records.py", "import aioshard.errors", "A module imports only from lower layers"),
-        ("cli/dlt.py", "import aioshard.testing", "A module imports only from lower layers"),
+        ("cli/dlt/show.py", "import aioshard.testing", "A module imports only from lower layers"),
     ],
     ids=["clock-in-core", "core-looks-up", "vendor-in-engine", "circle-at-the-bottom", "test-kit-in-production"],
 )

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiokafka
 import aiokafka.structs
@@ -16,9 +17,9 @@ from aioshard.dead_letters.ledger import Ledger
 from aioshard.dead_letters.plan import make_plan
 from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.replaying import SendBack, replay
+from aioshard.dead_letters.replaying import Replay
 from aioshard.dead_letters.results import Result
-from aioshard.dead_letters.sending import ToTopic
+from aioshard.dead_letters.sending import SendBack
 from aioshard.errors import TakenOverError, TransportError
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.ports import Message
@@ -55,12 +56,15 @@ class Outage:
             await topic.fetch_progress()
             yield topic
 
-    async def send(self, filters: Filters = EVERYTHING, result: Result | None = None) -> Result:
+    async def planned(self, topic: DeadLetterTopic, filters: Filters = EVERYTHING) -> Replay:
+        plan = await make_plan(topic, filters)
+        return Replay(topic, plan, SendBack(), who="user test", stop=asyncio.Event())
+
+    async def send(self, filters: Filters = EVERYTHING) -> Result:
         async with self.opened() as topic:
-            plan = await make_plan(topic, filters)
-            result = Result() if result is None else result
-            await replay(self.settings, topic, plan, result, who="user test", how=SendBack(), stop=asyncio.Event())
-            return result
+            replay = await self.planned(topic, filters)
+            await replay.run(self.settings)
+            return replay.result
 
     async def due(self) -> list[int]:
         """The offsets of the records that are due."""
@@ -123,12 +127,11 @@ async def test_a_run_takes_over_before_it_reads_the_progress(outage: Outage) -> 
 async def test_a_run_whose_plan_is_older_than_another_run_sends_nothing_again(outage: Outage) -> None:
     """An operator answers the question after another one has sent everything."""
     async with outage.opened() as topic:
-        plan = await make_plan(topic, Filters(until=failure(6).failed_at))
+        replay = await outage.planned(topic, Filters(until=failure(6).failed_at))
         await outage.send(Filters(since=failure(4).failed_at))
-        result = Result()
-        await replay(outage.settings, topic, plan, result, who="user test", how=SendBack(), stop=asyncio.Event())
+        await replay.run(outage.settings)
 
-    assert result.done == {outage.source: 4}
+    assert replay.result.done == {outage.source: 4}
     assert sorted(await outage.arrived()) == list(range(10))
 
 
@@ -226,13 +229,14 @@ async def test_a_copy_that_fails_is_not_taken_for_a_failed_transaction(
     async def fail(*_: object, **__: object) -> None:
         raise TransportError("the coordinator does not answer")
 
-    result = Result()
     with monkeypatch.context() as broken:
-        broken.setattr(ToTopic, "most_records", 4)
+        broken.setattr(SendBack, "most_records", 4)
         broken.setattr(KafkaAdmin, "commit_without_member", fail)
-        with pytest.raises(TransportError):
-            await outage.send(result=result)
-    assert result.done == {outage.source: 4}
+        async with outage.opened() as topic:
+            replay = await outage.planned(topic)
+            with pytest.raises(TransportError):
+                await replay.run(outage.settings)
+    assert replay.result.done == {outage.source: 4}
     assert (await outage.send()).done == {outage.source: 6}
     assert await outage.arrived() == list(range(10))
 
@@ -264,25 +268,21 @@ async def test_nothing_is_sent_if_its_progress_does_not_fit(outage: Outage) -> N
 # Stopping
 
 
-class StopAfterOne(asyncio.Event):
-    """Set as soon as the first transaction is done."""
-
-    def __init__(self, result: Result) -> None:
-        super().__init__()
-        self._result = result
-
-    def is_set(self) -> bool:
-        return self._result.done.total() > 0
-
-
 async def test_a_stopped_run_says_how_far_it_came(outage: Outage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToTopic, "most_records", 3)
-    result = Result()
-    async with outage.opened() as topic:
-        plan = await make_plan(topic, EVERYTHING)
-        await replay(outage.settings, topic, plan, result, who="user test", how=SendBack(), stop=StopAfterOne(result))
+    monkeypatch.setattr(SendBack, "most_records", 3)
+    stop = asyncio.Event()
 
-    assert (result.stopped, result.done) == (True, {outage.source: 3})
+    async def stop_after(*arguments: Any) -> None:
+        await send(*arguments)
+        stop.set()
+
+    send = SendBack.apply
+    monkeypatch.setattr(SendBack, "apply", stop_after)
+    async with outage.opened() as topic:
+        replay = Replay(topic, await make_plan(topic, EVERYTHING), SendBack(), who="user test", stop=stop)
+        await replay.run(outage.settings)
+
+    assert (replay.result.stopped, replay.result.done) == (True, {outage.source: 3})
     assert await outage.arrived() == [0, 1, 2]
     assert await outage.due() == list(range(3, 10))
 
@@ -293,7 +293,7 @@ async def test_a_stopped_run_says_how_far_it_came(outage: Outage, monkeypatch: p
 async def test_every_transaction_is_in_the_audit_log(
     outage: Outage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ToTopic, "most_records", 4)
+    monkeypatch.setattr(SendBack, "most_records", 4)
     await outage.write(outage.record(2), partition=1)  # a second dead letter of one record
     with caplog.at_level(logging.WARNING, "aioshard.web.audit"):
         await outage.send()

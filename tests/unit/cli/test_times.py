@@ -10,8 +10,8 @@ import pytest
 from aioshard.cli import dlt, group, park, spark
 
 OPTIONS = [
-    (dlt.show, "--since"),
-    (dlt.show, "--until"),
+    (dlt.show.command, "--since"),
+    (dlt.show.command, "--until"),
     (park.show, "--since"),
     (group.reset, "--to"),
     (spark.plan, "--start"),

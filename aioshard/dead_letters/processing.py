@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aioshard.app import App
 from aioshard.core.sharding import identity
 from aioshard.dead_letters.ledger import Ledger
-from aioshard.dead_letters.results import Result, Work
+from aioshard.dead_letters.results import Chunk, WorkItem, places_of
 from aioshard.engine.control import halted_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Completed
@@ -25,7 +25,7 @@ _SHARES = 100
 """A partition with a halted record may hold one share of the bounds of the buffer."""
 
 
-class ThroughHandlers:
+class RunHandlers:
     """Runs the app's handlers on dead letters in this process. Used by one run.
 
     The app is the real one, with its retries, timeouts, batches, limits and resources, and its messages are
@@ -35,53 +35,54 @@ class ThroughHandlers:
         * Dead letters of one shard key run in offset order; after a failure, the later ones do not run.
     """
 
-    action = "process"
+    name = "process"
     verb = "processed"
     most_records = 10_000
     most_bytes = 64 * 1024 * 1024
 
-    def __init__(self, app: App, ledger: Ledger, stop: asyncio.Event) -> None:
-        """Create a destination; *app* starts at the earliest record from now on, and without a journal.
+    def __init__(self, app: App, stop: asyncio.Event) -> None:
+        """Begin a run, which changes settings of *app*: it starts at the earliest record, and without a journal.
 
         Args:
             app: The app, not running.
-            ledger: Stores which dead letters are done.
-            stop: Ends a run early, as `App.stop` does: handlers that run may finish.
+            stop: Ends the handlers early, as `App.stop` does: those that run may finish.
         """
+        self.app = app
+        self._stop = stop
+        self._blocked: set[object] = set()
+        """Handlers and shard keys of failed records."""
+
+    async def apply(self, chunk: Chunk, ledger: Ledger) -> None:
+        """Process the dead letters of a chunk.
+
+        Raises:
+            HandlerError: The app has no handler for a dead letter.
+            AioshardError: The app cannot start or continue.
+        """
+        for item in chunk.items:
+            shard_of(self.app, item)
+        self._configure()
+        for items in distinct(chunk.items):
+            if not self._stop.is_set():
+                await self._process(items, chunk, ledger)
+
+    def _configure(self) -> None:
         # A failed record must not keep the others of its partition from being read. Exactly-once processing would write
         # the messages of handlers into the input, which is in memory.
-        app.configure(
+        self.app.configure(
             auto_offset_reset="earliest",
             journal=None,
             processing_guarantee="at_least_once",
             max_buffered_records=_SHARES * self.most_records,
             max_buffered_bytes=_SHARES * self.most_bytes,
         )
-        self._app = app
-        self._ledger = ledger
-        self._stop = stop
-        self._blocked: set[object] = set()
-        """Handlers and shard keys of failed records."""
 
-    async def process(self, work: Sequence[Work], result: Result) -> None:
-        """Process dead letters of different records.
-
-        Raises:
-            HandlerError: The app has no handler for a dead letter.
-            AioshardError: The app cannot start or continue.
-        """
-        for item in work:
-            shard_of(self._app, item)
-        for group in distinct(work):
-            if not self._stop.is_set():
-                await self._process(group, result)
-
-    async def _process(self, work: Sequence[Work], result: Result) -> None:
-        """Process dead letters of records at different positions."""
-        keys = {item.letter.source: shard_of(self._app, item) for item in work}
-        remaining = {item.letter.source: item for item in work}
-        runnable = [item.record for item in work if keys[item.letter.source] not in self._blocked]
-        done: list[Work] = []
+    async def _process(self, items: Sequence[WorkItem], chunk: Chunk, ledger: Ledger) -> None:
+        """Process items of a chunk that are records at different positions."""
+        keys = {item.letter.source: shard_of(self.app, item) for item in items}
+        remaining = {item.letter.source: item for item in items}
+        runnable = [item.record for item in items if keys[item.letter.source] not in self._blocked]
+        done: list[WorkItem] = []
 
         def completed(delivery: Delivery) -> None:
             done.append(remaining.pop(Coordinates.of(delivery.record)))
@@ -89,9 +90,9 @@ class ThroughHandlers:
         try:
             if runnable:
                 halted = await run_in_memory(
-                    self._app,
+                    self.app,
                     runnable,
-                    make_producer=lambda: KafkaProducer(self._app.settings),
+                    make_producer=lambda: KafkaProducer(self.app.settings),
                     adapt=lambda handler: handler.for_history()._replace(on_failure="halt", shards=None),
                     completed=completed,
                     stop=self._stop,
@@ -99,17 +100,18 @@ class ThroughHandlers:
                 failed = {Coordinates.of(delivery.record): delivery for delivery in halted}
                 for source, delivery in sorted(failed.items()):
                     self._blocked.add(keys[source])
-                    result.fail(remaining.pop(source), f"{delivery.failure} ({counted(delivery.failures, 'attempt')})")
+                    chunk.fail(remaining.pop(source), f"{delivery.failure} ({counted(delivery.failures, 'attempt')})")
             if not self._stop.is_set():
                 for item in remaining.values():
-                    result.fail(item, "an older dead letter of its key failed")
+                    chunk.fail(item, "an older dead letter of its key failed")
         finally:
             # Even if interrupted: otherwise the next run would process these again.
-            await finish(self._store(done, result), "store the progress")
+            await finish(_store(done, chunk, ledger), "store the progress")
 
-    async def _store(self, done: Sequence[Work], result: Result) -> None:
-        await self._ledger.store([place for item in done for place in item.places])
-        result.finish(done)
+
+async def _store(done: Sequence[WorkItem], chunk: Chunk, ledger: Ledger) -> None:
+    await ledger.store(places_of(done))
+    chunk.finish(done)
 
 
 async def run_in_memory(
@@ -158,13 +160,13 @@ async def _stop_when(stop: asyncio.Event, app: App) -> None:
     app.stop()
 
 
-def distinct(work: Sequence[Work]) -> list[list[Work]]:
+def distinct(items: Sequence[WorkItem]) -> list[list[WorkItem]]:
     """Split dead letters into groups, each with at most one of a position.
 
     A topic that was deleted and created again has had several records at a position.
     """
-    groups: list[dict[Coordinates, Work]] = []
-    for item in work:
+    groups: list[dict[Coordinates, WorkItem]] = []
+    for item in items:
         for group in groups:
             if item.letter.source not in group:
                 group[item.letter.source] = item
@@ -174,7 +176,7 @@ def distinct(work: Sequence[Work]) -> list[list[Work]]:
     return [list(group.values()) for group in groups]
 
 
-def shard_of(app: App, item: Work) -> object:
+def shard_of(app: App, item: WorkItem) -> object:
     """Return the handler and the shard key of a dead letter; its record if it has none.
 
     Raises:
