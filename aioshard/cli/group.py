@@ -433,9 +433,7 @@ async def _reset(
     """Return the changed partitions, with their old and new offsets."""
     async with KafkaAdmin(settings) as brokers:
         commits = await brokers.all_commits(group_id)
-        chosen = [] if topics else list(commits)
-        for topic in topics:
-            chosen += [TopicPartition(topic, number) for number in partitions or await brokers.partitions(topic)]
+        chosen = await _chosen(brokers, topics, partitions) if topics else list(commits)
         if not chosen:
             raise click.UsageError(f"group {group_id!r} has no commits: name the --topic to reset")
         targets = await _targets(brokers, to, sorted(chosen))
@@ -445,12 +443,30 @@ async def _reset(
             if before != Committed(offset, ""):
                 changes.append((partition, None if before is None else before.offset, offset))
         if yes and changes:
-            new_commits = {partition: Committed(offset, "") for partition, _, offset in changes}
-            try:
-                await brokers.commit_without_member(group_id, new_commits)
-            except CommitRefusedError:
-                raise GroupBusyError(group_id, map(str, (await brokers.group(group_id)).members), 0.0) from None
+            await _commit_reset(brokers, group_id, {partition: offset for partition, _, offset in changes})
         return changes
+
+
+async def _chosen(brokers: KafkaAdmin, topics: frozenset[str], partitions: tuple[int, ...]) -> list[TopicPartition]:
+    """Return the given partitions of each topic; all of them if none is given."""
+    chosen: list[TopicPartition] = []
+    for topic in topics:
+        numbers = partitions or await brokers.partitions(topic)
+        chosen += [TopicPartition(topic, number) for number in numbers]
+    return chosen
+
+
+async def _commit_reset(brokers: KafkaAdmin, group_id: str, offsets: Mapping[TopicPartition, int]) -> None:
+    """Commit new offsets, without records that finished beyond them.
+
+    Raises:
+        GroupBusyError: The group has members.
+    """
+    commits = {partition: Committed(offset, "") for partition, offset in offsets.items()}
+    try:
+        await brokers.commit_without_member(group_id, commits)
+    except CommitRefusedError:
+        raise GroupBusyError(group_id, map(str, (await brokers.group(group_id)).members), 0.0) from None
 
 
 async def _targets(

@@ -122,7 +122,7 @@ def command(
     if reload and workers is not None:
         raise click.UsageError("--reload cannot be combined with --workers: it runs one process, for development")
     is_child = parent is not None
-    worker = int(os.environ[WORKER_VARIABLE]) if is_child and workers is not None else None
+    worker = None if workers is None else _worker_number(is_child=is_child)
     handler = logs.configure(log_level, log_format)
     if worker is not None:
         handler.addFilter(functools.partial(_add_worker, worker))
@@ -135,8 +135,7 @@ def command(
 
     # 2. The parent that restarts one process after each change.
     if reload and not is_child:
-        with Signals() as signals, asyncio.Runner() as runner:
-            return runner.run(run_reloading(sys.argv[2:], str(Path(app_dir).resolve()), signals))
+        return _run_reloading(app_dir)
 
     # 3. The process that runs the app: a child of such a parent, or the only one.
     serve_health: ServeHealth = contextlib.nullcontext
@@ -146,6 +145,11 @@ def command(
             _health, host=host, port=port, web=web, members=members, transforms=transforms, app_dir=app_dir
         )
     return _run(load, serve_health, parent, until_caught_up=until_caught_up, as_json=as_json and worker is None)
+
+
+def _worker_number(*, is_child: bool) -> int | None:
+    """Return the number of this process among several workers; None for their parent."""
+    return int(os.environ[WORKER_VARIABLE]) if is_child else None
 
 
 def _port_of(health_port: int | None, worker: int | None) -> int:
@@ -214,6 +218,11 @@ def _run_workers(load: Load, count: int, *, until_caught_up: bool, as_json: bool
         ]
         print_json({"exit_code": code, "signal": signals.received or None, "workers": endings})
     return code
+
+
+def _run_reloading(app_dir: str) -> int:
+    with Signals() as signals, asyncio.Runner() as runner:
+        return runner.run(run_reloading(sys.argv[2:], str(Path(app_dir).resolve()), signals))
 
 
 # This process -------------------------------------------------------------------------

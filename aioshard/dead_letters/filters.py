@@ -26,7 +26,7 @@ class HeaderFilter(NamedTuple):
         name, separator, value = text.partition("=")
         return cls(name, value if separator else None)
 
-    def takes(self, record: Record) -> bool:
+    def matches(self, record: Record) -> bool:
         """Return whether a record has the header."""
         return any(
             name == self.name and (self.value is None or _is_content(content, self.value))
@@ -40,9 +40,9 @@ class Filters(NamedTuple):
     Example:
         >>> record = Record("orders", 0, 41, b"alice", b'{"total": -1}', (("tenant", b"acme"),), 0.0)
         >>> failure = Failure("billing", "on_order", 5, "ValueError", "total is negative", 1700000000.0)
-        >>> Filters(error="ValueError", text="negative").takes(record, failure)
+        >>> Filters(error="ValueError", text="negative").match(record, failure)
         True
-        >>> Filters(headers=(HeaderFilter("tenant", "initech"),)).takes(record, failure)
+        >>> Filters(headers=(HeaderFilter("tenant", "initech"),)).match(record, failure)
         False
     """
 
@@ -70,23 +70,33 @@ class Filters(NamedTuple):
     until: float | None = None
     """Before this time of the failure."""
 
-    def takes_at(self, at: Coordinates) -> bool:
+    def match_position(self, at: Coordinates) -> bool:
         """Return whether the position of a record in the side topic matches."""
         return (not self.partitions or at.partition in self.partitions) and (not self.at or at in self.at)
 
-    def takes(self, original: Record, failure: Failure) -> bool:
+    def match(self, original: Record, failure: Failure) -> bool:
         """Return whether a record matches, wherever it is in the side topic."""
+        return (
+            self._match_failure(failure)
+            and self._match_original(original)
+            and (self.text is None or _contains(original, failure, self.text))
+        )
+
+    def _match_failure(self, failure: Failure) -> bool:
         return (
             self.handler in {None, failure.handler}
             and self.group in {None, failure.group}
             and self.error in {None, failure.error}
-            and self.source in {None, original.topic}
-            and (self.key is None or _is_content(original.key, self.key))
-            and (not self.records or Coordinates.of(original) in self.records)
-            and all(header.takes(original) for header in self.headers)
-            and (self.text is None or _contains(original, failure, self.text))
             and (self.since is None or failure.failed_at >= self.since)
             and (self.until is None or failure.failed_at < self.until)
+        )
+
+    def _match_original(self, original: Record) -> bool:
+        return (
+            self.source in {None, original.topic}
+            and (self.key is None or _is_content(original.key, self.key))
+            and (not self.records or Coordinates.of(original) in self.records)
+            and all(header.matches(original) for header in self.headers)
         )
 
 

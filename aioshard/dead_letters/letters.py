@@ -29,9 +29,9 @@ class Letter(NamedTuple):
     def matches(self, filters: Filters) -> bool:
         """Return whether it matches all filters."""
         return (
-            filters.takes_at(self.at)
+            filters.match_position(self.at)
             and filters.done in {None, self.done}
-            and filters.takes(self.original, self.failure)
+            and filters.match(self.original, self.failure)
         )
 
     @property

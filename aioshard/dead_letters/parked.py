@@ -59,7 +59,7 @@ class ParkedTopic:
             case ParkedRecord() as parked:
                 slim = parked._replace(original=parked.original._replace(value=None, headers=()))
                 self.records.setdefault(parked.coordinates, {})[parked.storage_key] = slim
-                if self.filters.takes(parked.original, parked.failure):
+                if self.filters.match(parked.original, parked.failure):
                     self._matching.add(parked.storage_key)
                 else:
                     self._matching.discard(parked.storage_key)

@@ -1,6 +1,5 @@
 """Which dead letters a run works on: found before it begins, so that an operator sees how many there are."""
 
-import asyncio
 import dataclasses
 from array import array
 from collections import Counter
@@ -90,7 +89,6 @@ async def make_plan(
     *,
     limit: int | None = None,
     again: bool = False,
-    stop: asyncio.Event | None = None,
 ) -> Plan:
     """Read a topic from its start to its end, and find the dead letters that match and are due.
 
@@ -101,7 +99,6 @@ async def make_plan(
         filters: Which dead letters.
         limit: Maximum number of records.
         again: Whether to include those that are done.
-        stop: Ends the reading; the plan then has no dead letters.
 
     Raises:
         TransportError: The records cannot be read.
@@ -112,8 +109,6 @@ async def make_plan(
     chosen: dict[bytes, _Chosen] = {}
     done: set[bytes] = set()
     async for letter in topic.letters(EVERYTHING):
-        if stop is not None and stop.is_set():
-            return Plan()
         number, offset = letter.place
         plan.offsets[number].append(offset)
         identity = letter.identity
@@ -124,13 +119,13 @@ async def make_plan(
         places.setdefault(identity, []).append(letter.place)
         if identity not in chosen and letter.matches(filters):
             chosen[identity] = _Chosen(letter.place, letter.original.topic, letter.failure.error)
-    for identity, found in chosen.items():
+    for identity, first in chosen.items():
         if identity in done:
             plan.covered += places[identity]
         elif limit is None or len(plan.due) < limit:
-            plan.due[found.place] = places[identity]
-            plan.topics[found.topic] += 1
-            plan.errors[found.error] += 1
+            plan.due[first.place] = places[identity]
+            plan.topics[first.topic] += 1
+            plan.errors[first.error] += 1
         else:
             plan.beyond_limit += 1
     return plan

@@ -27,7 +27,7 @@ FAILURE = failure(5)
     ],
 )
 def test_a_record_that_matches_every_filter_is_taken(filters: Filters) -> None:
-    assert filters.takes(RECORD, FAILURE)
+    assert filters.match(RECORD, FAILURE)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_a_record_that_matches_every_filter_is_taken(filters: Filters) -> None:
     ],
 )
 def test_a_record_that_misses_one_filter_is_left_out(filters: Filters) -> None:
-    assert not filters.takes(RECORD, FAILURE)
+    assert not filters.match(RECORD, FAILURE)
 
 
 def test_binary_keys_and_headers_match_as_they_are_printed() -> None:
     binary = record(1, key=b"\xff\x00", headers=(("id", b"\xfe"),))
 
-    assert Filters(key="0xff00", headers=(HeaderFilter("id", "0xfe"),)).takes(binary, FAILURE)
+    assert Filters(key="0xff00", headers=(HeaderFilter("id", "0xfe"),)).match(binary, FAILURE)
 
 
 def test_a_header_filter_has_a_value_after_the_first_equals_sign() -> None:
