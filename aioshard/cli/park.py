@@ -12,7 +12,7 @@ from aioshard.cli.output import UNHEALTHY, cut, moment_as_text, part_as_text, pr
 from aioshard.core.parking import NEVER
 from aioshard.core.text import as_text, bytes_as_text
 from aioshard.dead_letters.filters import EVERYTHING, Filters
-from aioshard.dead_letters.parked import Key, ParkedTopic, drop_records, key_as_object, release_keys
+from aioshard.dead_letters.parked import ParkedKey, ParkedTopic, drop_records, key_as_object, release_keys
 from aioshard.kafka.publisher import Publisher
 from aioshard.kafka.side_topics import opened_topic
 from aioshard.records import counted
@@ -79,7 +79,7 @@ def show(topic: str, *, filters: Filters, limit: int | None, bootstrap_servers: 
 _HEADINGS = ("key", "first record", "records", "failed", "next retry", "retries", "handler", "error")
 
 
-def _cells(parked: ParkedTopic, key: Key) -> tuple[object, ...]:
+def _cells(parked: ParkedTopic, key: ParkedKey) -> tuple[object, ...]:
     first = key[0]
     due = "when released" if first.due >= NEVER else moment_as_text(first.due)
     return (
@@ -130,7 +130,7 @@ def release_(topic: str, *, filters: Filters, everything: bool, bootstrap_server
     """
     _check(filters, everything=everything)
 
-    async def work() -> list[Key]:
+    async def work() -> list[ParkedKey]:
         settings = settings_of(bootstrap_servers)
         keys = (await _read(settings, topic, filters)).keys()
         async with Publisher(settings) as publisher, progress(f"writing to {topic}", lambda: publisher.acknowledged):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aioshard.app import App
 from aioshard.core.text import as_json_value, message_of
-from aioshard.dead_letters.letters import Letter
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.engine.handler import Handler
 from aioshard.errors import DecodeError, MessageError, RegistryUnavailableError
 from aioshard.records import Record
@@ -30,25 +30,25 @@ class Decoded(NamedTuple):
     """The parts that cannot be decoded."""
 
 
-async def decoded(app: App, letters: Iterable[Letter]) -> list[Decoded]:
+async def decoded(app: App, dead_letters: Iterable[StoredDeadLetter]) -> list[Decoded]:
     """Decode dead letters as the app's handlers for their topics do. Never raises an error of a decoder."""
     schemas = _Schemas()
     try:
-        return [await _decoded(app, letter, schemas) for letter in letters]
+        return [await _decoded(app, dead_letter, schemas) for dead_letter in dead_letters]
     finally:
         await schemas.close()
 
 
-async def _decoded(app: App, letter: Letter, schemas: "_Schemas") -> Decoded:
-    handler = next((handler for handler in app.handlers if handler.takes(letter.original.topic)), None)
+async def _decoded(app: App, dead_letter: StoredDeadLetter, schemas: "_Schemas") -> Decoded:
+    handler = next((handler for handler in app.handlers if handler.takes(dead_letter.original.topic)), None)
     if handler is None:
-        return Decoded(None, None, as_json_value(letter.original.value))
+        return Decoded(None, None, as_json_value(dead_letter.original.value))
     payload = handler.payload
     if payload is None:
-        return Decoded(handler.name, None, as_json_value(letter.original.value))
+        return Decoded(handler.name, None, as_json_value(dead_letter.original.value))
     name = None if payload.type is None else shown(payload.type)
     try:
-        value = await _read(handler, letter.original, schemas)
+        value = await _read(handler, dead_letter.original, schemas)
     except DecodeError as error:
         return Decoded(handler.name, name, None, faults_of(error))
     except Exception as error:  # noqa: BLE001 - the user's own decoder, such as one without its schema registry
@@ -111,17 +111,19 @@ def value_as_object(value: object) -> Any:
         return f"it cannot be shown ({type(error).__name__})"
 
 
-def decoded_as_object(found: Decoded, *, payload: bool = True) -> dict[str, Any]:
+def decoded_as_object(dead_letter: Decoded, *, payload: bool = True) -> dict[str, Any]:
     """Return a decoded dead letter for JSON.
 
     Args:
-        found: The dead letter.
+        dead_letter: The dead letter.
         payload: Whether to include the value, and the messages of faults, which may contain parts of it.
     """
-    faults = [{"location": fault.location, "message": fault.message if payload else None} for fault in found.faults]
+    faults = [
+        {"location": fault.location, "message": fault.message if payload else None} for fault in dead_letter.faults
+    ]
     return {
-        "handler": found.handler,
-        "type": found.type,
-        "value": found.value if payload else None,
+        "handler": dead_letter.handler,
+        "type": dead_letter.type,
+        "value": dead_letter.value if payload else None,
         "faults": faults,
     }

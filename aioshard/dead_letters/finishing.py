@@ -1,7 +1,7 @@
 """Marks dead letters as done without sending or processing them."""
 
 from aioshard.dead_letters.ledger import Ledger
-from aioshard.dead_letters.results import Chunk, places_of
+from aioshard.dead_letters.results import Chunk, positions_of
 
 
 class Finish:
@@ -18,5 +18,5 @@ class Finish:
         Raises:
             TransportError: Nothing was stored, unless nobody can tell; see `Ledger.store`.
         """
-        await ledger.store(places_of(chunk.items))
+        await ledger.store(positions_of(chunk.items))
         chunk.finish(chunk.items)

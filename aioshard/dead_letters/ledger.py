@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Self
 
-from aioshard.dead_letters.letters import Place
+from aioshard.dead_letters.dead_letter import Position
 from aioshard.dead_letters.progress import progress_group, sending_group
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.errors import TakenOverError, TransportError
@@ -26,7 +26,11 @@ class Ledger:
         """Write with open transactions; see `opened`."""
         self.topic = topic
         self._transactions = transactions
-        self._uncopied = {at.partition for at in topic.sent if topic.sent[at] != topic.kept[at]}
+        self._uncopied = {
+            at.partition
+            for at, committed in topic.transactional_commits.items()
+            if committed != topic.plain_commits[at]
+        }
         """Partitions whose progress is not copied to the group whose offsets brokers keep for years."""
 
     @classmethod
@@ -42,12 +46,12 @@ class Ledger:
         async with StandaloneTransactions.opened(settings, sending_group(topic.name)) as transactions:
             await transactions.take_over()
             await topic.fetch_progress(wait=True)
-            transactions.learn(topic.sent)
+            transactions.learn(topic.transactional_commits)
             ledger = cls(topic, transactions)
             await ledger.copy()
             yield ledger
 
-    async def store(self, done: Collection[Place], messages: Sequence[Message] = ()) -> None:
+    async def store(self, done: Collection[Position], messages: Sequence[Message] = ()) -> None:
         """Publish messages, and store that dead letters are done, in one transaction; `copy` it afterwards.
 
         Raises:

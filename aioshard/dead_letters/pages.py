@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.filters import EVERYTHING, Filters
-from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.ports import record_size
 from aioshard.serde.side_records import is_number
@@ -27,7 +27,7 @@ _MOST_READ = 50_000
 class Page(NamedTuple):
     """Some dead letters, newest first."""
 
-    letters: list[Letter]
+    dead_letters: list[StoredDeadLetter]
     cursor: Cursor | None
     """Where the next page begins; None after the last one."""
 
@@ -80,21 +80,21 @@ async def read_page(
     }
     budget = _MOST_BYTES // max(len(parts), 1)
     read_before = topic.read + topic.others
-    letters: list[Letter] = []
-    while len(letters) < size:
-        empty = {number: part for number, part in parts.items() if not part.letters and part.begin < part.below}
+    dead_letters: list[StoredDeadLetter] = []
+    while len(dead_letters) < size:
+        empty = {number: part for number, part in parts.items() if not part.dead_letters and part.begin < part.below}
         if empty:
             if topic.read + topic.others - read_before >= _MOST_READ:
                 break
             await _read_back(topic, filters, empty, budget)
             continue
-        latest = max((part for part in parts.values() if part.letters), key=_Part.failed_at, default=None)
+        latest = max((part for part in parts.values() if part.dead_letters), key=_Part.failed_at, default=None)
         if latest is None:
             break
-        letters.append(latest.letters.popleft())
+        dead_letters.append(latest.dead_letters.popleft())
         await asyncio.sleep(0)
     following = {number: part.following for number, part in parts.items() if part.begin < part.following}
-    return Page(letters, following or None)
+    return Page(dead_letters, following or None)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -107,39 +107,39 @@ class _Part:
     """The offset below which nothing was read."""
     span: int = _LEAST_SPAN
     """Number of offsets to read next."""
-    letters: deque[Letter] = dataclasses.field(default_factory=deque)
+    dead_letters: deque[StoredDeadLetter] = dataclasses.field(default_factory=deque)
     """Those that were read and match, in descending order."""
 
     @property
     def following(self) -> int:
         """The offset below which nothing is on the page."""
-        return self.letters[0].at.offset + 1 if self.letters else self.below
+        return self.dead_letters[0].at.offset + 1 if self.dead_letters else self.below
 
     def failed_at(self) -> float:
         """Return when the next one has failed."""
-        return self.letters[0].failure.failed_at
+        return self.dead_letters[0].failure.failed_at
 
 
 async def _read_back(topic: DeadLetterTopic, filters: Filters, parts: Mapping[int, _Part], budget: int) -> None:
-    """Read the offsets before those that were read; keep at most *budget* bytes of each partition, or one letter."""
+    """Read the offsets before those that were read; keep at most *budget* bytes of each partition."""
     starts = {number: max(part.begin, part.below - part.span) for number, part in parts.items()}
     ends = {number: parts[number].below if number in parts else 0 for number in topic.ranges}
     for number, part in parts.items():
         part.below = starts[number]
         part.span = min(2 * part.span, _MOST_SPAN)
     sizes = dict.fromkeys(parts, 0)
-    async for letter in topic.letters(filters, starts, ends):
-        number = letter.at.partition
+    async for dead_letter in topic.dead_letters(filters, starts, ends):
+        number = dead_letter.at.partition
         part = parts[number]
-        part.letters.appendleft(letter)
-        sizes[number] += _size(letter)
-        while sizes[number] > budget and len(part.letters) > 1:
-            dropped = part.letters.pop()
+        part.dead_letters.appendleft(dead_letter)
+        sizes[number] += _size(dead_letter)
+        while sizes[number] > budget and len(part.dead_letters) > 1:
+            dropped = part.dead_letters.pop()
             sizes[number] -= _size(dropped)
             part.below = dropped.at.offset + 1
-            part.span = len(part.letters)
+            part.span = len(part.dead_letters)
 
 
-def _size(letter: Letter) -> int:
-    original = letter.original
+def _size(dead_letter: StoredDeadLetter) -> int:
+    original = dead_letter.original
     return record_size(original.key, original.value, original.headers)

@@ -22,7 +22,7 @@ from aioshard.serde.side_records import (
     tombstone,
 )
 
-Key = list[ParkedRecord]
+ParkedKey = list[ParkedRecord]
 """The parked records of one key and partition, in order, without values; a record without a key is alone. The first
 one failed, and the others wait behind it."""
 
@@ -73,24 +73,24 @@ class ParkedTopic:
             case ReleaseRequest(coordinates):
                 self.requests.add(coordinates)
 
-    def latest(self) -> Key:
+    def latest(self) -> list[ParkedRecord]:
         """Return all parked records in order, each as it was parked last."""
         return [stored[max(stored)] for _, stored in sorted(self.records.items(), key=operator.itemgetter(0))]
 
-    def selected(self) -> Key:
+    def selected(self) -> list[ParkedRecord]:
         """Return the records that match the filters, in order."""
         return [record for record in self.latest() if record.storage_key in self._matching]
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[ParkedKey]:
         """Return the keys with a selected record, the one that has waited longest first."""
         chosen = set(map(_identity, self.selected()))
-        by_key: dict[object, Key] = {}
+        by_key: dict[object, ParkedKey] = {}
         for record in self.latest():
             if _identity(record) in chosen:
                 by_key.setdefault(_identity(record), []).append(record)
         return sorted(by_key.values(), key=lambda key: (key[0].failure.failed_at, key[0].coordinates))
 
-    def is_requested(self, key: Key) -> bool:
+    def is_requested(self, key: ParkedKey) -> bool:
         """Return whether a request to release a key is pending."""
         return any(record.coordinates in self.requests for record in key)
 
@@ -100,7 +100,7 @@ def _identity(record: ParkedRecord) -> object:
     return record.coordinates if key is None else (record.coordinates.topic, record.coordinates.partition, key)
 
 
-def key_as_object(parked: ParkedTopic, key: Key, *, payload: bool = True) -> dict[str, object]:
+def key_as_object(parked: ParkedTopic, key: ParkedKey, *, payload: bool = True) -> dict[str, object]:
     """Return a parked key for JSON.
 
     Args:
@@ -124,7 +124,7 @@ def key_as_object(parked: ParkedTopic, key: Key, *, payload: bool = True) -> dic
     }
 
 
-async def release_keys(publisher: Publisher, topic: str, keys: Sequence[Key], *, who: str) -> None:
+async def release_keys(publisher: Publisher, topic: str, keys: Sequence[ParkedKey], *, who: str) -> None:
     """Request that parked keys are retried now; the owners of their partitions answer.
 
     Args:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+from aioshard.dead_letters.dead_letter import Position
 from aioshard.dead_letters.filters import EVERYTHING, Filters
-from aioshard.dead_letters.letters import Place
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.dead_letters.results import WorkItem
 
@@ -20,9 +20,9 @@ class Plan:
     record is delivered again. The first one is used; all of them are done together, whether they match or not.
     """
 
-    due: dict[Place, list[Place]] = dataclasses.field(default_factory=dict)
+    due: dict[Position, list[Position]] = dataclasses.field(default_factory=dict)
     """The dead letters to work on, in the order in which they were read, each with all of its record."""
-    covered: list[Place] = dataclasses.field(default_factory=list)
+    covered: list[Position] = dataclasses.field(default_factory=list)
     """Dead letters that match and are due, whose record was finished by another one."""
     done: int = 0
     """Number of dead letters that match and were done before: they are left out."""
@@ -48,11 +48,11 @@ class Plan:
                 topic.progress[number].add(offset)
         if self.again:
             return
-        for place, places in list(self.due.items()):
-            if any(topic.progress[number].is_done(offset) for number, offset in places):
-                self.covered += places
-                del self.due[place]
-        self.covered = [place for place in self.covered if not topic.progress[place[0]].is_done(place[1])]
+        for position, positions in list(self.due.items()):
+            if any(map(topic.is_done, positions)):
+                self.covered += positions
+                del self.due[position]
+        self.covered = [position for position in self.covered if not topic.is_done(position)]
 
     def bounds(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the offsets between which its dead letters are, by partition: the first, and one past the last."""
@@ -69,16 +69,16 @@ class Plan:
         Raises:
             TransportError: The records cannot be read.
         """
-        async for letter in topic.letters(EVERYTHING, *self.bounds()):
-            places = self.due.get(letter.place)
-            if places is not None:
-                yield WorkItem(letter, letter.original, places)
+        async for dead_letter in topic.dead_letters(EVERYTHING, *self.bounds()):
+            positions = self.due.get(dead_letter.position)
+            if positions is not None:
+                yield WorkItem(dead_letter, dead_letter.original, positions)
 
 
 class _Chosen(NamedTuple):
     """The first dead letter of a record that matches."""
 
-    place: Place
+    position: Position
     topic: str
     error: str
 
@@ -104,26 +104,26 @@ async def make_plan(
         TransportError: The records cannot be read.
     """
     plan = Plan(again=again, offsets={number: array("q") for number in topic.ranges})
-    places: dict[bytes, list[Place]] = {}
+    positions: dict[bytes, list[Position]] = {}
     """The dead letters of each record that are due."""
     chosen: dict[bytes, _Chosen] = {}
     done: set[bytes] = set()
-    async for letter in topic.letters(EVERYTHING):
-        number, offset = letter.place
+    async for dead_letter in topic.dead_letters(EVERYTHING):
+        number, offset = dead_letter.position
         plan.offsets[number].append(offset)
-        identity = letter.identity
-        if letter.done and not again:
+        identity = dead_letter.identity
+        if dead_letter.done and not again:
             done.add(identity)
-            plan.done += letter.matches(filters)
+            plan.done += dead_letter.matches(filters)
             continue
-        places.setdefault(identity, []).append(letter.place)
-        if identity not in chosen and letter.matches(filters):
-            chosen[identity] = _Chosen(letter.place, letter.original.topic, letter.failure.error)
+        positions.setdefault(identity, []).append(dead_letter.position)
+        if identity not in chosen and dead_letter.matches(filters):
+            chosen[identity] = _Chosen(dead_letter.position, dead_letter.original.topic, dead_letter.failure.error)
     for identity, first in chosen.items():
         if identity in done:
-            plan.covered += places[identity]
+            plan.covered += positions[identity]
         elif limit is None or len(plan.due) < limit:
-            plan.due[first.place] = places[identity]
+            plan.due[first.position] = positions[identity]
             plan.topics[first.topic] += 1
             plan.errors[first.error] += 1
         else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aioshard.app import App
 from aioshard.core.sharding import identity
 from aioshard.dead_letters.ledger import Ledger
-from aioshard.dead_letters.results import Chunk, WorkItem, places_of
+from aioshard.dead_letters.results import Chunk, WorkItem, positions_of
 from aioshard.engine.control import halted_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Completed
@@ -79,9 +79,9 @@ class RunHandlers:
 
     async def _process(self, items: Sequence[WorkItem], chunk: Chunk, ledger: Ledger) -> None:
         """Process items of a chunk that are records at different positions."""
-        keys = {item.letter.source: shard_of(self.app, item) for item in items}
-        remaining = {item.letter.source: item for item in items}
-        runnable = [item.record for item in items if keys[item.letter.source] not in self._blocked]
+        keys = {item.dead_letter.source: shard_of(self.app, item) for item in items}
+        remaining = {item.dead_letter.source: item for item in items}
+        runnable = [item.record for item in items if keys[item.dead_letter.source] not in self._blocked]
         done: list[WorkItem] = []
 
         def completed(delivery: Delivery) -> None:
@@ -110,7 +110,7 @@ class RunHandlers:
 
 
 async def _store(done: Sequence[WorkItem], chunk: Chunk, ledger: Ledger) -> None:
-    await ledger.store(places_of(done))
+    await ledger.store(positions_of(done))
     chunk.finish(done)
 
 
@@ -168,11 +168,11 @@ def distinct(items: Sequence[WorkItem]) -> list[list[WorkItem]]:
     groups: list[dict[Coordinates, WorkItem]] = []
     for item in items:
         for group in groups:
-            if item.letter.source not in group:
-                group[item.letter.source] = item
+            if item.dead_letter.source not in group:
+                group[item.dead_letter.source] = item
                 break
         else:
-            groups.append({item.letter.source: item})
+            groups.append({item.dead_letter.source: item})
     return [list(group.values()) for group in groups]
 
 
@@ -183,7 +183,7 @@ def shard_of(app: App, item: WorkItem) -> object:
         HandlerError: The app has no handler for it, or it was edited into a message for another topic.
     """
     record = item.record
-    source = item.letter.source
+    source = item.dead_letter.source
     if record.topic != source.topic or record.partition != source.partition:
         raise HandlerError(
             f"the transform returned a message for {record.topic}/{record.partition} instead of {source}: handlers run "

@@ -24,7 +24,7 @@ def sending_group(topic: str) -> str:
     return f"{progress_group(topic)}:sending"
 
 
-class ReplayedOffsets:
+class ReplayProgress:
     """Tracks which dead letters of one partition are done.
 
     Stored like an app's progress: an offset below which all are done, and the finished offsets above it.
@@ -33,11 +33,11 @@ class ReplayedOffsets:
     letter, so they need no room in the stored text.
 
     Example:
-        >>> replayed = ReplayedOffsets()
+        >>> progress = ReplayProgress()
         >>> for offset in (3, 5, 6, 9):
-        ...     replayed.add(offset)
-        >>> replayed.finish([6, 3])
-        >>> again = ReplayedOffsets(replayed.commit())
+        ...     progress.add(offset)
+        >>> progress.finish([6, 3])
+        >>> again = ReplayProgress(progress.commit())
         >>> [offset for offset in (3, 5, 6, 9) if again.is_done(offset)]
         [3, 6]
     """

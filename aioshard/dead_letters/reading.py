@@ -1,4 +1,4 @@
-"""Reads a dead-letter topic: all letters in order, one of them, or figures about those that match filters."""
+"""Reads a dead-letter topic: all dead letters in order, one of them, or figures about those that match filters."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
+from aioshard.dead_letters.dead_letter import Position, StoredDeadLetter
 from aioshard.dead_letters.filters import EVERYTHING, Filters
-from aioshard.dead_letters.letters import Letter
-from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
+from aioshard.dead_letters.progress import ReplayProgress, progress_group, sending_group
 from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.side_topics import TopicReader, opened_topic
 from aioshard.ports import Committed, LogRange
@@ -40,11 +40,11 @@ class DeadLetterTopic:
         self.others = 0
         """Number of other records read."""
         self.administration = administration
-        self.progress = {number: ReplayedOffsets() for number in reader.ranges}
+        self.progress = {number: ReplayProgress() for number in reader.ranges}
         """Which ones are done, by partition."""
-        self.kept: Mapping[TopicPartition, Committed | None] = {}
+        self.plain_commits: Mapping[TopicPartition, Committed | None] = {}
         """The offsets of `progress_group`, as they were fetched."""
-        self.sent: Mapping[TopicPartition, Committed | None] = {}
+        self.transactional_commits: Mapping[TopicPartition, Committed | None] = {}
         """Those of `sending_group`."""
         self._reader = reader
 
@@ -89,20 +89,26 @@ class DeadLetterTopic:
             TransportError: The brokers did not answer.
         """
         partitions = [TopicPartition(self.name, number) for number in self.ranges]
-        self.kept = await self.administration.group_commits(progress_group(self.name), partitions)
-        self.sent = await self.administration.group_commits(sending_group(self.name), partitions, stable=wait)
+        group_commits = self.administration.group_commits
+        self.plain_commits = await group_commits(progress_group(self.name), partitions)
+        self.transactional_commits = await group_commits(sending_group(self.name), partitions, stable=wait)
         for at in partitions:
             end = self.ranges[at.partition].end
-            found = (self.kept[at], self.sent[at])
-            commits = [committed for committed in found if committed is not None and committed.offset <= end]
-            self.progress[at.partition] = ReplayedOffsets(*commits)
+            stored = (self.plain_commits[at], self.transactional_commits[at])
+            commits = [committed for committed in stored if committed is not None and committed.offset <= end]
+            self.progress[at.partition] = ReplayProgress(*commits)
 
-    async def letters(
+    def is_done(self, position: Position) -> bool:
+        """Return whether a dead letter is done, according to the progress as it was fetched or stored last."""
+        partition, offset = position
+        return self.progress[partition].is_done(offset)
+
+    async def dead_letters(
         self,
         filters: Filters = EVERYTHING,
         start: Mapping[int, int] | None = None,
         end: Mapping[int, int] | None = None,
-    ) -> AsyncIterator[Letter]:
+    ) -> AsyncIterator[StoredDeadLetter]:
         """Yield the dead letters that match, in offset order for each partition.
 
         Args:
@@ -116,33 +122,33 @@ class DeadLetterTopic:
         number = 0
         async for records in self._reader.read(start, end):
             for record in records:
-                letter = self._decoded(record)
-                if letter is not None and letter.matches(filters):
-                    yield letter
+                dead_letter = self._decoded(record)
+                if dead_letter is not None and dead_letter.matches(filters):
+                    yield dead_letter
                 number += 1
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    def _decoded(self, record: Record) -> Letter | None:
+    def _decoded(self, record: Record) -> StoredDeadLetter | None:
         dead_letter = read_dead_letter(record)
         if dead_letter is None:
             self.others += 1
             return None
         self.read += 1
-        done = self.progress[record.partition].is_done(record.offset)
+        done = self.is_done((record.partition, record.offset))
         original, failure, schema_id, subject = dead_letter
-        return Letter(Coordinates.of(record), original, failure, done, schema_id, subject)
+        return StoredDeadLetter(Coordinates.of(record), original, failure, done, schema_id, subject)
 
-    async def letter(self, partition: int, offset: int) -> Letter | None:
+    async def dead_letter(self, partition: int, offset: int) -> StoredDeadLetter | None:
         """Return one dead letter; None if this position holds another record, or none.
 
         Raises:
             TransportError: It cannot be read.
         """
         end = {number: offset + 1 if number == partition else 0 for number in self.ranges}
-        async for letter in self.letters(start={partition: offset}, end=end):
-            if letter.at == (self.name, partition, offset):
-                return letter
+        async for dead_letter in self.dead_letters(start={partition: offset}, end=end):
+            if dead_letter.at == (self.name, partition, offset):
+                return dead_letter
         return None
 
     async def survey(self, filters: Filters = EVERYTHING, *, newest: int | None = 0) -> "Survey":
@@ -156,8 +162,8 @@ class DeadLetterTopic:
             TransportError: The records cannot be read.
         """
         survey = Survey(newest, dead_letters=-self.read, others=-self.others)
-        async for letter in self.letters(filters):
-            survey.add(letter)
+        async for dead_letter in self.dead_letters(filters):
+            survey.add(dead_letter)
         survey.dead_letters += self.read
         survey.others += self.others
         return survey
@@ -167,7 +173,7 @@ class DeadLetterTopic:
 class Survey:
     """Figures about the dead letters that match filters."""
 
-    kept: int | None = 0
+    limit: int | None = 0
     """How many of the newest ones to keep; None keeps all."""
     selected: int = 0
     """Number of those that match."""
@@ -183,27 +189,27 @@ class Survey:
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     handlers: Counter[str] = dataclasses.field(default_factory=Counter)
     topics: Counter[str] = dataclasses.field(default_factory=Counter)
-    _newest: list[tuple[float, int, Letter]] = dataclasses.field(default_factory=list)
+    _newest: list[tuple[float, int, StoredDeadLetter]] = dataclasses.field(default_factory=list)
     """A heap."""
 
-    def add(self, letter: Letter) -> None:
+    def add(self, dead_letter: StoredDeadLetter) -> None:
         """Count a dead letter that matches."""
-        failed_at = letter.failure.failed_at
+        failed_at = dead_letter.failure.failed_at
         self.selected += 1
-        self.done += letter.done
-        self.errors[letter.failure.error] += 1
-        self.handlers[letter.failure.handler] += 1
-        self.topics[letter.original.topic] += 1
+        self.done += dead_letter.done
+        self.errors[dead_letter.failure.error] += 1
+        self.handlers[dead_letter.failure.handler] += 1
+        self.topics[dead_letter.original.topic] += 1
         self.first_failed_at = failed_at if self.first_failed_at is None else min(failed_at, self.first_failed_at)
         self.last_failed_at = failed_at if self.last_failed_at is None else max(failed_at, self.last_failed_at)
-        heapq.heappush(self._newest, (failed_at, self.selected, letter))
-        if self.kept is not None and len(self._newest) > self.kept:
+        heapq.heappush(self._newest, (failed_at, self.selected, dead_letter))
+        if self.limit is not None and len(self._newest) > self.limit:
             heapq.heappop(self._newest)
 
     @property
-    def newest(self) -> list[Letter]:
+    def newest(self) -> list[StoredDeadLetter]:
         """The newest ones, the latest last."""
-        return [letter for _, _, letter in sorted(self._newest)]
+        return [dead_letter for _, _, dead_letter in sorted(self._newest)]
 
     def as_object(self, *, progress_known: bool = True) -> dict[str, Any]:
         """Return the figures for JSON.

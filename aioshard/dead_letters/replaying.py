@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
-from aioshard.dead_letters.audit import audit, places_as_text
+from aioshard.dead_letters.audit import audit, positions_as_text
+from aioshard.dead_letters.dead_letter import Position
 from aioshard.dead_letters.edits import Transform, edit
 from aioshard.dead_letters.finishing import Finish
 from aioshard.dead_letters.ledger import Ledger
-from aioshard.dead_letters.letters import Place
 from aioshard.dead_letters.plan import Plan
 from aioshard.dead_letters.processing import RunHandlers
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.results import Chunk, Failed, Result, WorkItem, places_of
+from aioshard.dead_letters.results import Chunk, Failed, Result, WorkItem, positions_of
 from aioshard.dead_letters.sending import SendBack
 from aioshard.ports import record_size
 from aioshard.records import counted
@@ -119,7 +119,7 @@ class Replay:
                 case Failed():
                     self.result.failed.append(edited)
                 case None:
-                    self.result.left += 1
+                    self.result.left_alone += 1
 
     async def _apply(self, chunk: Chunk, ledger: Ledger) -> None:
         """Send, process or mark the items of a chunk."""
@@ -128,21 +128,21 @@ class Replay:
         sentence = f"{counted(len(chunk.items), 'record')} to be {action.verb}"
         if edited:
             sentence += f", {edited:,} of them edited"
-        self._audit(action.name, places_of(chunk.items), sentence)
+        self._audit(action.name, positions_of(chunk.items), sentence)
         try:
             await action.apply(chunk, ledger)
         finally:
             self.result.add(chunk)
             if len(chunk.done) < len(chunk.items):
                 sentence = f"{len(chunk.done):,} of {counted(len(chunk.items), 'record')} {action.verb}"
-                self._audit(action.name, places_of(chunk.done), sentence)
+                self._audit(action.name, positions_of(chunk.done), sentence)
 
-    def _audit(self, name: str, places: Iterable[Place], sentence: str) -> None:
-        audit(name, self._topic.name, places_as_text(places), self._who, sentence)
+    def _audit(self, name: str, positions: Iterable[Position], sentence: str) -> None:
+        audit(name, self._topic.name, positions_as_text(positions), self._who, sentence)
 
 
 def _source_of(item: WorkItem) -> Coordinates:
-    return item.letter.source
+    return item.dead_letter.source
 
 
 class Preview(NamedTuple):
@@ -150,7 +150,7 @@ class Preview(NamedTuple):
 
     changed: int
     """Number of records that it changes."""
-    left: int
+    left_alone: int
     """Number of records that it leaves alone."""
     failed: list[Failed]
 
@@ -162,7 +162,7 @@ async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> P
         TransportError: The records cannot be read.
     """
     changed = 0
-    left = 0
+    left_alone = 0
     failed: list[Failed] = []
     async for item in plan.items(topic):
         match await edit(item, transform):
@@ -171,5 +171,5 @@ async def preview(topic: DeadLetterTopic, plan: Plan, transform: Transform) -> P
             case Failed() as failure:
                 failed.append(failure)
             case None:
-                left += 1
-    return Preview(changed, left, failed)
+                left_alone += 1
+    return Preview(changed, left_alone, failed)

@@ -5,46 +5,46 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from aioshard.dead_letters.letters import Letter, Place
+from aioshard.dead_letters.dead_letter import Position, StoredDeadLetter
 from aioshard.records import Record
 
 
 class WorkItem(NamedTuple):
     """A record to work on, with its dead letters."""
 
-    letter: Letter
+    dead_letter: StoredDeadLetter
     record: Record
     """The record to send or to run: the original, or as it was edited."""
-    places: list[Place]
+    positions: list[Position]
     """All dead letters of this record."""
 
     @property
     def is_edited(self) -> bool:
         """Whether a transform has changed the record."""
-        return self.record is not self.letter.original
+        return self.record is not self.dead_letter.original
 
 
-def places_of(items: Iterable[WorkItem]) -> list[Place]:
+def positions_of(items: Iterable[WorkItem]) -> list[Position]:
     """Return all dead letters of some records."""
-    return [place for item in items for place in item.places]
+    return [position for item in items for position in item.positions]
 
 
 class Failed(NamedTuple):
     """A dead letter that stays due."""
 
-    letter: Letter
+    dead_letter: StoredDeadLetter
     """Without value and headers."""
     reason: str
 
     @classmethod
     def of(cls, item: WorkItem, reason: str) -> "Failed":
         """Say why an item has failed; forget its value and headers, because a run may collect many."""
-        slim = item.letter.original._replace(value=None, headers=())
-        return cls(item.letter._replace(original=slim), reason)
+        slim = item.dead_letter.original._replace(value=None, headers=())
+        return cls(item.dead_letter._replace(original=slim), reason)
 
     def as_object(self) -> dict[str, str]:
         """Return the failure for JSON."""
-        return {"record": str(self.letter.source), "dead_letter": str(self.letter.at), "error": self.reason}
+        return {"record": str(self.dead_letter.source), "dead_letter": str(self.dead_letter.at), "error": self.reason}
 
 
 class Chunk:
@@ -77,7 +77,7 @@ class Result:
     """Number of records that were sent, processed or marked as done, by topic of the original."""
     edited: int = 0
     """Number of those that were changed before."""
-    left: int = 0
+    left_alone: int = 0
     """Number of records that the transform left alone."""
     failed: list[Failed] = dataclasses.field(default_factory=list)
     stopped: bool = False
@@ -85,11 +85,11 @@ class Result:
 
     def total(self) -> int:
         """Return the number of records with an outcome: done, left alone or failed."""
-        return self.done.total() + self.left + len(self.failed)
+        return self.done.total() + self.left_alone + len(self.failed)
 
     def add(self, chunk: Chunk) -> None:
         """Count what has become of a chunk."""
         for item in chunk.done:
-            self.done[item.letter.original.topic] += 1
+            self.done[item.dead_letter.original.topic] += 1
             self.edited += item.is_edited
         self.failed += chunk.failed

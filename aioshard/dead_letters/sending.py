@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from aioshard.dead_letters.ledger import Ledger
-from aioshard.dead_letters.results import Chunk, WorkItem, places_of
+from aioshard.dead_letters.results import Chunk, WorkItem, positions_of
 from aioshard.errors import AuthorizationError, MessageRefusedError, MessagesRefusedError
 from aioshard.ports import Message
 from aioshard.serde import side_records
@@ -45,7 +45,7 @@ class SendBack:
         while remaining:
             messages = [self._message(item) for item in remaining]
             try:
-                await ledger.store(places_of(remaining), messages)
+                await ledger.store(positions_of(remaining), messages)
             except MessagesRefusedError as error:
                 _check_access(error.refused)
                 for index, refused in error.refused.items():
@@ -60,9 +60,9 @@ class SendBack:
         # To the original partition: another partitioner may have been used for the key.
         partition = record.partition if record.partition in self._partitions[record.topic] else None
         timestamp = record.timestamp if self._keep_time and record.timestamp >= 0 else None
-        letter = item.letter
+        dead_letter = item.dead_letter
         return side_records.replay(
-            DeadLetterRecord(record, letter.failure), letter.at, partition=partition, timestamp=timestamp
+            DeadLetterRecord(record, dead_letter.failure), dead_letter.at, partition=partition, timestamp=timestamp
         )
 
 

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 from aioshard.app import App, intercept_publishing
 from aioshard.core.options import Retry
 from aioshard.core.text import as_json_value
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.decoding import value_as_object
 from aioshard.dead_letters.edits import Transform, edit
-from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.processing import distinct, run_in_memory, shard_of
 from aioshard.dead_letters.results import Failed, WorkItem
 from aioshard.engine.current_record import current_record
@@ -37,12 +37,12 @@ _STOP_TIMEOUT = 2.0
 class Tried(NamedTuple):
     """A dead letter on which its handler has run."""
 
-    letter: Letter
+    dead_letter: StoredDeadLetter
     record: Record
     """The record that the handler got."""
     error: str | None = None
     """Why the run has failed, or the transform; None if the handler has succeeded."""
-    left: bool = False
+    left_alone: bool = False
     """Whether the transform left it alone, so that nothing ran."""
     result: object = None
     """The handler's result."""
@@ -54,7 +54,7 @@ class Tried(NamedTuple):
     @property
     def succeeded(self) -> bool:
         """Whether the handler has run without an error."""
-        return self.error is None and not self.left
+        return self.error is None and not self.left_alone
 
 
 class Trial(NamedTuple):
@@ -66,8 +66,12 @@ class Trial(NamedTuple):
     """Messages of tasks and threads that a handler had started and did not wait for."""
 
 
-async def try_letters(
-    app: App, letters: Iterable[Letter], *, transform: Transform | None = None, stop: asyncio.Event | None = None
+async def try_dead_letters(
+    app: App,
+    dead_letters: Iterable[StoredDeadLetter],
+    *,
+    transform: Transform | None = None,
+    stop: asyncio.Event | None = None,
 ) -> Trial:
     """Run the handlers of an app on dead letters, each once, and collect the messages instead of publishing them.
 
@@ -79,7 +83,7 @@ async def try_letters(
 
     Args:
         app: The app.
-        letters: Dead letters of its group.
+        dead_letters: Dead letters of its group.
         transform: Changes the records before.
         stop: Ends it early; the rest is left out.
 
@@ -89,32 +93,32 @@ async def try_letters(
     """
     tried: list[Tried] = []
     items: list[WorkItem] = []
-    for letter in sorted(letters, key=lambda letter: letter.source):
-        item = WorkItem(letter, letter.original, [letter.place])
+    for dead_letter in sorted(dead_letters, key=lambda dead_letter: dead_letter.source):
+        item = WorkItem(dead_letter, dead_letter.original, [dead_letter.position])
         edited = item if transform is None else await edit(item, transform)
         match edited:
             case WorkItem():
                 shard_of(app, edited)
                 items.append(edited)
             case Failed(reason=reason):
-                tried.append(Tried(letter, letter.original, error=reason))
+                tried.append(Tried(dead_letter, dead_letter.original, error=reason))
             case None:
-                tried.append(Tried(letter, letter.original, left=True))
+                tried.append(Tried(dead_letter, dead_letter.original, left_alone=True))
     collector = _Collector()
     for group in distinct(items):
         if stop is not None and stop.is_set():
             break
         tried += await _run(app, group, collector, stop or asyncio.Event())
-    return Trial(sorted(tried, key=_source_of), collector.others)
+    return Trial(sorted(tried, key=_source_of), collector.unattributed)
 
 
 def _source_of(tried: Tried) -> Coordinates:
-    return tried.letter.source
+    return tried.dead_letter.source
 
 
 async def _run(app: App, items: Sequence[WorkItem], collector: "_Collector", stop: asyncio.Event) -> list[Tried]:
     """Run the handlers on different records."""
-    remaining = {item.letter.source: item for item in items}
+    remaining = {item.dead_letter.source: item for item in items}
     tried: list[Tried] = []
 
     def completed(delivery: Delivery) -> None:
@@ -123,7 +127,7 @@ async def _run(app: App, items: Sequence[WorkItem], collector: "_Collector", sto
         run = delivery.measured_run()
         tried.append(
             Tried(
-                item.letter,
+                item.dead_letter,
                 item.record,
                 error=None if delivery.failure is None else str(delivery.failure),
                 result=None if run is None else run.result,
@@ -141,7 +145,7 @@ async def _run(app: App, items: Sequence[WorkItem], collector: "_Collector", sto
                 completed=completed,
                 stop=stop,
             )
-    return [run._replace(messages=collector.of(run.letter.source)) for run in tried]
+    return [run._replace(messages=collector.of(run.dead_letter.source)) for run in tried]
 
 
 def _once(handler: Handler) -> Handler:
@@ -188,7 +192,7 @@ class _Collector:
     trouble: str | None = None
 
     def __init__(self) -> None:
-        self.others: list[Message] = []
+        self.unattributed: list[Message] = []
         self._by_source: dict[Coordinates, list[Message]] = {}
 
     async def publish(self, message: Message) -> int:
@@ -201,7 +205,7 @@ class _Collector:
         if why is not None:
             raise MessageError(f"a message for topic {message.topic!r} was refused: {why}")
         current = current_record()
-        messages = self.others
+        messages = self.unattributed
         if current is not None:
             source = Coordinates(current.topic, current.partition, current.offset)
             messages = self._by_source.setdefault(source, [])
@@ -224,13 +228,13 @@ def tried_as_object(tried: Tried, *, payload: bool = True) -> dict[str, Any]:
         payload: Whether to include the value, the result, the messages and the text of the error.
     """
     shown: dict[str, Any] = {
-        "dead_letter": str(tried.letter.at),
-        "record": str(tried.letter.source),
-        "handler": tried.letter.failure.handler,
+        "dead_letter": str(tried.dead_letter.at),
+        "record": str(tried.dead_letter.source),
+        "handler": tried.dead_letter.failure.handler,
         "succeeded": tried.succeeded,
-        "left": tried.left,
+        "left": tried.left_alone,
         "seconds": tried.seconds,
-        "edited": tried.record is not tried.letter.original,
+        "edited": tried.record is not tried.dead_letter.original,
     }
     if not payload:
         error = tried.error

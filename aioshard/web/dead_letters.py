@@ -35,13 +35,12 @@ from starlette.routing import BaseRoute, Route
 from aioshard.app import App
 from aioshard.core.options import DeadLetter, Park
 from aioshard.core.sharding import shown
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object
 from aioshard.dead_letters.edits import Transform, with_value
 from aioshard.dead_letters.filters import Filters, HeaderFilter
-from aioshard.dead_letters.letters import Letter, as_object
 from aioshard.dead_letters.pages import cursor_as_text, read_cursor, read_page
-from aioshard.dead_letters.parked import Key as ParkedKey
-from aioshard.dead_letters.parked import ParkedTopic, drop_records, key_as_object, release_keys
+from aioshard.dead_letters.parked import ParkedKey, ParkedTopic, drop_records, key_as_object, release_keys
 from aioshard.errors import AioshardError, SettingsError, StateError, TransportError
 from aioshard.kafka.publisher import Publisher
 from aioshard.kafka.side_topics import opened_topic
@@ -55,7 +54,7 @@ from aioshard.web.authorization import (
     refusal,
     sender,
 )
-from aioshard.web.jobs import Change, Counting, Job, Jobs, Sending, Trying, find_letter, indented, opened
+from aioshard.web.jobs import Change, Counting, Job, Jobs, Sending, Trying, find_dead_letter, indented, opened
 from aioshard.web.server import SAFE, Json
 
 MOST_SELECTED = 1_000
@@ -122,14 +121,14 @@ class PageRequest(TopicRequest):
     size: int = Field(50, ge=1, le=200)
 
 
-class Place(_Strict):
+class Position(_Strict):
     """The position of a dead letter in its topic."""
 
     partition: NonNegativeInt
     offset: NonNegativeInt
 
 
-class LetterRequest(Place):
+class DeadLetterRequest(Position):
     """A request for one dead letter."""
 
     topic: str
@@ -154,14 +153,14 @@ class _Changing(_Strict):
         return self
 
 
-class TryRequest(LetterRequest, _Changing):
+class TryRequest(DeadLetterRequest, _Changing):
     """A request for a dry run."""
 
 
 class SendRequest(TopicRequest, _Changing):
     """A request to send dead letters back."""
 
-    at: tuple[Place, ...] = Field((), max_length=MOST_SELECTED)
+    at: tuple[Position, ...] = Field((), max_length=MOST_SELECTED)
     """Positions of the dead letters; empty means all that match."""
     again: bool = False
     """Whether to include those that are done."""
@@ -179,7 +178,7 @@ class JobRequest(_Strict):
     job: int
 
 
-class ParkedRequest(LetterRequest):
+class ParkedRequest(DeadLetterRequest):
     """A request about a parked record; partition and offset are those in its own topic."""
 
     source: str
@@ -228,7 +227,7 @@ class DeadLetterRoutes:
         ]
         if self._authorization is not None:
             routes += [
-                self._route("letter", LetterRequest, self._letter),
+                self._route("letter", DeadLetterRequest, self._dead_letter),
                 self._route("count", TopicRequest, self._count),
                 self._route("try", TryRequest, self._try),
                 self._route("send", SendRequest, self._send),
@@ -339,44 +338,44 @@ class DeadLetterRoutes:
         except ValueError as error:
             raise RefusedError(422, f"not a valid request: {ascii(str(error))[1:-1]} at cursor") from None
         with self._jobs.only_one("a page of dead letters"):
-            async with opened(self._app, request.topic) as (letters, progress_known):
-                page = await read_page(letters, filters, cursor=cursor, size=request.size)
+            async with opened(self._app, request.topic) as (dead_letter_topic, progress_known):
+                page = await read_page(dead_letter_topic, filters, cursor=cursor, size=request.size)
         return {
-            "letters": [self._summary(letter, progress_known=progress_known) for letter in page.letters],
+            "letters": [self._summary(dead_letter, progress_known=progress_known) for dead_letter in page.dead_letters],
             "cursor": None if page.cursor is None else cursor_as_text(page.cursor),
         }
 
-    def _summary(self, letter: Letter, *, progress_known: bool) -> dict[str, Any]:
+    def _summary(self, dead_letter: StoredDeadLetter, *, progress_known: bool) -> dict[str, Any]:
         """Return a dead letter for a list: without value and headers."""
-        content = as_object(letter, payload=False)
-        original = letter.original
+        content = dead_letter.as_object(payload=False)
+        original = dead_letter.original
         content["record"]["key"] = shown(original.key, show_keys=self._app.settings.show_keys)
         content["size"] = None if original.value is None else len(original.value)
-        content["message"] = letter.failure.message  # as in the findings
-        content["replayed"] = letter.done if progress_known else None
+        content["message"] = dead_letter.failure.message  # as in the findings
+        content["replayed"] = dead_letter.done if progress_known else None
         return content
 
-    async def _letter(self, request: LetterRequest, caller: Caller) -> Mapping[str, Any]:
+    async def _dead_letter(self, request: DeadLetterRequest, caller: Caller) -> Mapping[str, Any]:
         self._check_topic(request.topic)
         with self._jobs.only_one("a dead letter"):
-            letter = await find_letter(self._app, request.topic, request.partition, request.offset)
-            found = await self._decoded(letter)
-        content = self._summary(letter, progress_known=True)
+            dead_letter = await find_dead_letter(self._app, request.topic, request.partition, request.offset)
+            value = await self._decoded(dead_letter)
+        content = self._summary(dead_letter, progress_known=True)
         payload = self._shows_payloads(caller)
         content["hidden"] = not payload
         if payload:
-            record = as_object(letter)["record"]
+            record = dead_letter.as_object()["record"]
             content["record"] |= {"value": record["value"], "headers": record["headers"]}
-        shown_value = decoded_as_object(found, payload=payload)
+        shown_value = decoded_as_object(value, payload=payload)
         return {**content, "decoded": {**shown_value, "text": indented(shown_value["value"])}}
 
-    async def _decoded(self, letter: Letter) -> Decoded:
+    async def _decoded(self, dead_letter: StoredDeadLetter) -> Decoded:
         """Decode in the event loop of the app, where the clients of decoders are; here if it does not run."""
         try:
-            (found,) = await self._app.run_in_loop(decoded(self._app, [letter]), "decode a dead letter")
+            (value,) = await self._app.run_in_loop(decoded(self._app, [dead_letter]), "decode a dead letter")
         except StateError:
-            (found,) = await decoded(self._app, [letter])
-        return found
+            (value,) = await decoded(self._app, [dead_letter])
+        return value
 
     # Jobs -----------------------------------------------------------------------------
 
@@ -394,12 +393,12 @@ class DeadLetterRoutes:
     async def _try(self, request: TryRequest, caller: Caller) -> Mapping[str, Any]:
         self._check_topic(request.topic)
         self._app.running_engine()
-        place = (request.partition, request.offset)
-        return self._started(Trying(self._app, request.topic, caller.name, place, self._change(request)))
+        position = (request.partition, request.offset)
+        return self._started(Trying(self._app, request.topic, caller.name, position, self._change(request)))
 
     async def _send(self, request: SendRequest, caller: Caller) -> Mapping[str, Any]:
         self._check_topic(request.topic)
-        at = frozenset(Coordinates(request.topic, place.partition, place.offset) for place in request.at)
+        at = frozenset(Coordinates(request.topic, position.partition, position.offset) for position in request.at)
         filters = self._filters(request, caller)._replace(at=at)
         change = self._change(request)
         return self._started(Sending(self._app, request.topic, caller.name, filters, change, again=request.again))

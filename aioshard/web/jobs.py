@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from aioshard.app import App
-from aioshard.dead_letters.audit import audit, places_as_text
+from aioshard.dead_letters.audit import audit, positions_as_text
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.edits import Transform
 from aioshard.dead_letters.filters import Filters
-from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.plan import Plan, make_plan
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.dead_letters.replaying import Replay, preview
 from aioshard.dead_letters.results import Result
 from aioshard.dead_letters.sending import SendBack
-from aioshard.dead_letters.tries import message_as_object, tried_as_object, try_letters
+from aioshard.dead_letters.tries import message_as_object, tried_as_object, try_dead_letters
 from aioshard.engine.tasks import TaskSet
 from aioshard.errors import AioshardError, AuthorizationError, HandlerError
 from aioshard.web.authorization import RefusedError
@@ -44,20 +44,22 @@ class Change(NamedTuple):
     """For people: `module:function`, or `a new value`."""
 
 
-async def find_letter(app: App, topic: str, partition: int, offset: int) -> Letter:
+async def find_dead_letter(app: App, topic: str, partition: int, offset: int) -> StoredDeadLetter:
     """Read one dead letter of the app's group.
 
     Raises:
         RefusedError: There is none, or it belongs to another group.
         TransportError: It cannot be read.
     """
-    async with opened(app, topic) as (letters, _):
-        letter = await letters.letter(partition, offset)
-    if letter is None:
+    async with opened(app, topic) as (dead_letter_topic, _):
+        dead_letter = await dead_letter_topic.dead_letter(partition, offset)
+    if dead_letter is None:
         raise RefusedError(404, f"no dead letter is at {topic}/{partition}/{offset}: it may have been deleted")
-    if letter.failure.group != app.group_id:
-        raise RefusedError(404, f"{letter.at} belongs to group {letter.failure.group!r}, not to {app.group_id!r}")
-    return letter
+    if dead_letter.failure.group != app.group_id:
+        raise RefusedError(
+            404, f"{dead_letter.at} belongs to group {dead_letter.failure.group!r}, not to {app.group_id!r}"
+        )
+    return dead_letter
 
 
 @contextlib.asynccontextmanager
@@ -67,13 +69,13 @@ async def opened(app: App, topic: str) -> AsyncIterator[tuple[DeadLetterTopic, b
     Raises:
         TransportError: The topic does not exist, or no broker answers.
     """
-    async with DeadLetterTopic.opened(app.settings, topic) as letters:
+    async with DeadLetterTopic.opened(app.settings, topic) as dead_letter_topic:
         progress_known = True
         try:
-            await letters.fetch_progress()
+            await dead_letter_topic.fetch_progress()
         except AuthorizationError:
             progress_known = False
-        yield letters, progress_known
+        yield dead_letter_topic, progress_known
 
 
 def indented(value: object) -> str:
@@ -106,7 +108,7 @@ class Job(abc.ABC):
         self.task: asyncio.Task[Any] | None = None
         self._app = app
         self._who = who
-        self._letters: DeadLetterTopic | None = None
+        self._dead_letter_topic: DeadLetterTopic | None = None
         """The topic while it is read, for the progress."""
 
     @property
@@ -139,15 +141,17 @@ class Job(abc.ABC):
 
     def as_object(self) -> dict[str, Any]:
         """Return the job for JSON."""
-        letters = self._letters
+        dead_letter_topic = self._dead_letter_topic
         return {
             "job": self.number,
             "kind": self.kind,
             "topic": self.topic,
             "state": self.state,
             "error": self.error,
-            "read": 0 if letters is None else letters.read + letters.others,
-            "offsets": 0 if letters is None else sum(log.end - log.start for log in letters.ranges.values()),
+            "read": 0 if dead_letter_topic is None else dead_letter_topic.read + dead_letter_topic.others,
+            "offsets": 0
+            if dead_letter_topic is None
+            else sum(log.end - log.start for log in dead_letter_topic.ranges.values()),
             **self.content(),
         }
 
@@ -166,8 +170,8 @@ class Counting(Job):
 
     async def run(self) -> State:
         """See `Job.run`."""
-        async with opened(self._app, self.topic) as (self._letters, progress_known):
-            survey = await self._letters.survey(self._filters)
+        async with opened(self._app, self.topic) as (self._dead_letter_topic, progress_known):
+            survey = await self._dead_letter_topic.survey(self._filters)
         self._summary = survey.as_object(progress_known=progress_known)
         return "done"
 
@@ -182,19 +186,21 @@ class Trying(Job):
     kind = "try"
     verb = "trying"
 
-    def __init__(self, app: App, topic: str, who: str, place: tuple[int, int], change: Change) -> None:
+    def __init__(self, app: App, topic: str, who: str, position: tuple[int, int], change: Change) -> None:
         """Describe a dry run."""
         super().__init__(app, topic, who)
-        self._place = place
+        self._position = position
         self._change = change
         self._outcome: dict[str, Any] | None = None
 
     async def run(self) -> State:
         """See `Job.run`."""
-        letter = await find_letter(self._app, self.topic, *self._place)
+        dead_letter = await find_dead_letter(self._app, self.topic, *self._position)
         self.state = "running"
-        audit("try", self.topic, places_as_text([self._place]), self._who, "its handler runs and publishes nothing")
-        trying = try_letters(self._app, [letter], transform=self._change.transform)
+        audit(
+            "try", self.topic, positions_as_text([self._position]), self._who, "its handler runs and publishes nothing"
+        )
+        trying = try_dead_letters(self._app, [dead_letter], transform=self._change.transform)
         trial = await self._app.run_in_loop(trying, "try a dead letter")
         payload = self._app.settings.show_payloads
         if not trial.tried:
@@ -208,7 +214,7 @@ class Trying(Job):
 
     def content(self) -> dict[str, Any]:
         """See `Job.content`."""
-        partition, offset = self._place
+        partition, offset = self._position
         return {"partition": partition, "offset": offset, "change": self._change.name, "outcome": self._outcome}
 
 
@@ -237,24 +243,26 @@ class Sending(Job):
 
     async def run(self) -> State:
         """Find the dead letters, or send them once the plan is confirmed."""
-        async with DeadLetterTopic.opened(self._app.settings, self.topic) as letters:
+        async with DeadLetterTopic.opened(self._app.settings, self.topic) as dead_letter_topic:
             if self._plan is None:
-                self._letters = letters
-                return await self._make_plan(letters)
-            return await self._send(letters, self._plan)
+                self._dead_letter_topic = dead_letter_topic
+                return await self._make_plan(dead_letter_topic)
+            return await self._send(dead_letter_topic, self._plan)
 
-    async def _make_plan(self, letters: DeadLetterTopic) -> State:
-        await letters.fetch_progress()
-        plan = await make_plan(letters, self._filters, again=self._again)
+    async def _make_plan(self, dead_letter_topic: DeadLetterTopic) -> State:
+        await dead_letter_topic.fetch_progress()
+        plan = await make_plan(dead_letter_topic, self._filters, again=self._again)
         self._planned = {"selected": len(plan), "topics": dict(plan.topics), "errors": dict(plan.errors)}
         if self._change.transform is not None:
-            changes = await preview(letters, plan, self._change.transform)
-            self._planned |= {"changed": changes.changed, "left": changes.left, "failed": len(changes.failed)}
+            changes = await preview(dead_letter_topic, plan, self._change.transform)
+            self._planned |= {"changed": changes.changed, "left": changes.left_alone, "failed": len(changes.failed)}
         self._plan = plan
         return "waiting"
 
-    async def _send(self, letters: DeadLetterTopic, plan: Plan) -> State:
-        run = Replay(letters, plan, SendBack(), who=self._who, transform=self._change.transform, stop=self._stop)
+    async def _send(self, dead_letter_topic: DeadLetterTopic, plan: Plan) -> State:
+        run = Replay(
+            dead_letter_topic, plan, SendBack(), who=self._who, transform=self._change.transform, stop=self._stop
+        )
         self._result = run.result
         try:
             await run.run(self._app.settings)
@@ -294,7 +302,7 @@ class Sending(Job):
 def _outcome_of(result: Result) -> dict[str, Any]:
     return {
         "sent": result.done.total(),
-        "left": result.left,
+        "left": result.left_alone,
         "failed": len(result.failed),
         "failures": [failed.as_object() for failed in result.failed[:MOST_FAILURES]],
     }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Context, DeadLetter, Record, Retry
-from aioshard.dead_letters.audit import places_as_text
+from aioshard.dead_letters.audit import positions_as_text
 from tests.support.brokers import SharedKafka
 from tests.support.paths import PROJECT
 
@@ -210,5 +210,5 @@ def _audited(shop: Shop) -> set[tuple[int, int]]:
             partition, _, offsets = part.partition("/")
             first, _, last = offsets.partition("-")
             found |= {(int(partition), offset) for offset in range(int(first), int(last or first) + 1)}
-    assert places_as_text(found)
+    assert positions_as_text(found)
     return found

@@ -91,7 +91,7 @@ async def done(shop: Shop, kafka: SharedKafka) -> set[int]:
     """The offsets of the records whose dead letters are done, as another reader sees it."""
     async with DeadLetterTopic.opened(Settings(bootstrap_servers=kafka.bootstrap), f"{shop.topic}.dlt") as letters:
         await letters.fetch_progress()
-        return {letter.original.offset async for letter in letters.letters(Filters(done=True))}
+        return {letter.original.offset async for letter in letters.dead_letters(Filters(done=True))}
 
 
 async def sent(shop: Shop, kafka: SharedKafka) -> list[int]:

@@ -68,7 +68,7 @@ def stored(message: Message, partition: int, offset: int) -> Record:
     return Record(message.topic, partition, offset, message.key, message.value, message.headers, message.timestamp or 0)
 
 
-def letters_in_memory(
+def dead_letters_in_memory(
     topic: str, partitions: Mapping[int, Sequence[tuple[int, Record, Failure]]]
 ) -> tuple[DeadLetterTopic, ReaderInMemory]:
     """A topic with dead letters at these offsets, whose progress is unknown, and its reader."""

@@ -12,11 +12,11 @@ from aioshard.cli.dlt.plans import Selection, read_plan, remarks_on
 from aioshard.cli.loading import load_function
 from aioshard.cli.output import UNHEALTHY, cut, part_as_text, print_result
 from aioshard.core.text import as_text, bytes_as_text
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.filters import Filters
-from aioshard.dead_letters.letters import Letter
 from aioshard.dead_letters.plan import Plan
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.tries import Trial, Tried, message_as_object, tried_as_object, try_letters
+from aioshard.dead_letters.tries import Trial, Tried, message_as_object, tried_as_object, try_dead_letters
 from aioshard.ports import Message
 from aioshard.records import counted
 from aioshard.signals import Signals
@@ -62,26 +62,26 @@ def command(
     selection = Selection(topic, filters._replace(group=app.group_id), limit, again=again)
     function = None if transform is None else load_function(transform, app_dir)
 
-    async def read(dead_letters: DeadLetterTopic) -> tuple[Plan, list[Letter]]:
-        plan = await read_plan(dead_letters, selection)
-        return plan, [item.letter async for item in plan.items(dead_letters)]
+    async def read(dead_letter_topic: DeadLetterTopic) -> tuple[Plan, list[StoredDeadLetter]]:
+        plan = await read_plan(dead_letter_topic, selection)
+        return plan, [item.dead_letter async for item in plan.items(dead_letter_topic)]
 
-    async def run_handlers(letters: list[Letter], signals: Signals) -> Trial:
+    async def run_handlers(dead_letters: list[StoredDeadLetter], signals: Signals) -> Trial:
         stop = asyncio.Event()
         signals.on_first(stop.set)
-        return await try_letters(app, letters, transform=function, stop=stop)
+        return await try_dead_letters(app, dead_letters, transform=function, stop=stop)
 
     with open_runner() as runner:
-        with entered(runner, DeadLetterTopic.opened(app.settings, topic)) as dead_letters:
-            plan, letters = runner.run(read(dead_letters))
-        if letters:
+        with entered(runner, DeadLetterTopic.opened(app.settings, topic)) as dead_letter_topic:
+            plan, dead_letters = runner.run(read(dead_letter_topic))
+        if dead_letters:
             confirm(
-                f"Run the handlers of app {app.group_id!r} on {counted(len(letters), 'dead letter')} of {topic}? "
+                f"Run the handlers of app {app.group_id!r} on {counted(len(dead_letters), 'dead letter')} of {topic}? "
                 "Nothing is published or committed, but requests and writes that they make themselves are real.",
                 yes=yes,
             )
         with Signals("ending after the handlers in progress") as signals:
-            trial = runner.run(run_handlers(letters, signals))
+            trial = runner.run(run_handlers(dead_letters, signals))
     content = {
         "topic": topic,
         "beyond_limit": plan.beyond_limit,
@@ -97,8 +97,8 @@ def _lines_of(trial: Trial) -> Iterator[str]:
     total = part_as_text(succeeded, len(trial.tried), "dead letter")
     yield f"{total} would succeed; nothing was published or committed"
     for tried in trial.tried:
-        yield f"{tried.letter.source} (dead letter {tried.letter.at}): {_outcome_of(tried)}"
-        if tried.record is not tried.letter.original:
+        yield f"{tried.dead_letter.source} (dead letter {tried.dead_letter.at}): {_outcome_of(tried)}"
+        if tried.record is not tried.dead_letter.original:
             yield f"  changed to: {cut(bytes_as_text(tried.record.value))}"
         yield from map(_line_of_message, tried.messages)
     if trial.unattributed:
@@ -107,7 +107,7 @@ def _lines_of(trial: Trial) -> Iterator[str]:
 
 
 def _outcome_of(tried: Tried) -> str:
-    if tried.left:
+    if tried.left_alone:
         return "left alone by the transform"
     if tried.error is not None:
         return f"failed: {as_text(tried.error)}"

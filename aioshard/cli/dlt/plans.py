@@ -19,7 +19,7 @@ class Selection(NamedTuple):
     """Whether those that are done are included."""
 
 
-async def read_plan(dead_letters: DeadLetterTopic, selection: Selection) -> Plan:
+async def read_plan(dead_letter_topic: DeadLetterTopic, selection: Selection) -> Plan:
     """Read a topic, and show the progress.
 
     Raises:
@@ -27,9 +27,9 @@ async def read_plan(dead_letters: DeadLetterTopic, selection: Selection) -> Plan
         TransportError: The topic cannot be read.
     """
     # Not final: a run that sends takes over first, reads the progress again, and leaves out what is done by then.
-    await dead_letters.fetch_progress()
-    async with progress(f"reading {dead_letters.name}", lambda: dead_letters.read):
-        return await make_plan(dead_letters, selection.filters, limit=selection.limit, again=selection.again)
+    await dead_letter_topic.fetch_progress()
+    async with progress(f"reading {dead_letter_topic.name}", lambda: dead_letter_topic.read):
+        return await make_plan(dead_letter_topic, selection.filters, limit=selection.limit, again=selection.again)
 
 
 def remarks_on(topic: str, plan: Plan, *, has_again: bool = True) -> list[str]:

@@ -44,9 +44,11 @@ class Report(NamedTuple):
         }
         lines = [_with_topics(f"{counted(len(plan), 'dead letter')} would be {self.verb}", plan.topics), *self.remarks]
         if preview is not None:
-            changed, left, failed = preview
-            content |= {"changed": changed, "left": left, "failed": _as_objects(failed)}
-            lines.append(f"The transform changes {changed:,}, leaves {left:,} alone and fails for {len(failed):,}")
+            changed, left_alone, failed = preview
+            content |= {"changed": changed, "left": left_alone, "failed": _as_objects(failed)}
+            lines.append(
+                f"The transform changes {changed:,}, leaves {left_alone:,} alone and fails for {len(failed):,}"
+            )
         print_result(content, lines, as_json=self.as_json)
         if preview is not None:
             _echo_failed(preview.failed)
@@ -65,7 +67,7 @@ class Report(NamedTuple):
                 "failed": _as_objects(result.failed),
                 "error": None if error is None else str(error) or type(error).__name__,
                 "edited": result.edited,
-                "left": result.left,
+                "left": result.left_alone,
                 "stopped": result.stopped,
             }
             print_json(content)
@@ -79,8 +81,8 @@ class Report(NamedTuple):
         click.echo(_with_topics(f"{counted(total, 'dead letter')} {were} {self.verb}", result.done), err=is_cut_short)
         for remark in self.remarks:
             click.echo(remark, err=is_cut_short)
-        if result.left:
-            click.echo(f"The transform left {counted(result.left, 'dead letter')} alone", err=is_cut_short)
+        if result.left_alone:
+            click.echo(f"The transform left {counted(result.left_alone, 'dead letter')} alone", err=is_cut_short)
         if result.stopped:
             due = len(self.plan) - result.total()
             click.echo(f"Stopped: {counted(due, 'dead letter')} of this run stay due", err=True)
@@ -100,7 +102,7 @@ def _as_objects(failed: Sequence[Failed]) -> list[dict[str, str]]:
 
 
 def _echo_failed(failed: Sequence[Failed]) -> None:
-    for letter, reason in failed[:_SHOWN]:
-        click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {reason}", err=True)
+    for dead_letter, reason in failed[:_SHOWN]:
+        click.echo(f"Failed: {dead_letter.source} (dead letter {dead_letter.at}): {reason}", err=True)
     if len(failed) > _SHOWN:
         click.echo(f"Failed: {len(failed) - _SHOWN:,} more; --json names all of them", err=True)

@@ -52,18 +52,18 @@ def run_on(
         AioshardError: The run was cut short.
     """
     topic = selection.topic
-    with open_runner() as runner, entered(runner, DeadLetterTopic.opened(settings, topic)) as dead_letters:
-        plan = runner.run(read_plan(dead_letters, selection))
+    with open_runner() as runner, entered(runner, DeadLetterTopic.opened(settings, topic)) as dead_letter_topic:
+        plan = runner.run(read_plan(dead_letter_topic, selection))
         remarks = remarks_on(topic, plan, has_again=not isinstance(action, Finish))
         if has_value:
             _check_single(plan, remarks)
         report = Report(topic, plan, action.verb, remarks, as_json)
         if dry_run:
-            report.show_plan(None if transform is None else runner.run(preview(dead_letters, plan, transform)))
+            report.show_plan(None if transform is None else runner.run(preview(dead_letter_topic, plan, transform)))
             return 0
         if plan.due:
             confirm(_question(topic, plan, action, is_changed=transform is not None), yes=yes)
-        replay = Replay(dead_letters, plan, action, who=os_user(), transform=transform, stop=stop)
+        replay = Replay(dead_letter_topic, plan, action, who=os_user(), transform=transform, stop=stop)
         result = replay.result
 
         async def carry_out(signals: Signals) -> None:
@@ -94,16 +94,16 @@ def _check_single(plan: Plan, remarks: list[str]) -> None:
 
 
 def _question(topic: str, plan: Plan, action: Action, *, is_changed: bool) -> str:
-    letters = counted(len(plan), "dead letter")
+    number = counted(len(plan), "dead letter")
     after = ", after the transform," if is_changed else ""
     topics = by_topic(plan.topics)
     match action:
         case SendBack():
-            return f"Send {letters} of {topic} back{after} to their topics ({topics})?"
+            return f"Send {number} of {topic} back{after} to their topics ({topics})?"
         case RunHandlers():
             return (
-                f"Run the handlers of app {action.app.group_id!r}{after} on {letters} of {topic} ({topics})? Their "
+                f"Run the handlers of app {action.app.group_id!r}{after} on {number} of {topic} ({topics})? Their "
                 "messages are published, and all their other effects are real."
             )
         case Finish():
-            return f"Mark {letters} of {topic} as done ({topics})? Their records are neither sent back nor processed."
+            return f"Mark {number} of {topic} as done ({topics})? Their records are neither sent back nor processed."

@@ -12,9 +12,9 @@ from aioshard.cli.brokers import run, settings_of
 from aioshard.cli.dlt import arguments
 from aioshard.cli.output import cut, moment_as_text, part_as_text, print_result, progress, table
 from aioshard.core.text import as_text, bytes_as_text
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object
 from aioshard.dead_letters.filters import Filters
-from aioshard.dead_letters.letters import Letter, as_object
 from aioshard.dead_letters.pages import Cursor, Page, cursor_as_text, read_cursor, read_page
 from aioshard.dead_letters.reading import DeadLetterTopic, Survey
 from aioshard.errors import AuthorizationError
@@ -89,11 +89,11 @@ def command(
 
 
 def _show_page(page: Page, topic: str, app: App | None, *, as_json: bool) -> None:
-    values = run(_values_of(app, page.letters))
+    values = run(_values_of(app, page.dead_letters))
     cursor = None if page.cursor is None else cursor_as_text(page.cursor)
-    content = {"topic": topic, "dead_letters": _objects(page.letters, values), "cursor": cursor}
+    content = {"topic": topic, "dead_letters": _objects(page.dead_letters, values), "cursor": cursor}
     older = f"Older ones: --page {cursor}" if cursor else "No older ones"
-    print_result(content, [*_table_of(page.letters, values), "", older], as_json=as_json)
+    print_result(content, [*_table_of(page.dead_letters, values), "", older], as_json=as_json)
 
 
 # Reading ------------------------------------------------------------------------------
@@ -101,27 +101,27 @@ def _show_page(page: Page, topic: str, app: App | None, *, as_json: bool) -> Non
 
 async def _survey(settings: Settings, topic: str, filters: Filters, newest: int | None) -> tuple[Survey, bool]:
     """Return figures about the dead letters that match, and whether it is known which ones are done."""
-    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
-        progress_known = await _fetch_progress(dead_letters, required=filters.done is not None)
-        async with progress(f"reading {topic}", lambda: dead_letters.read):
-            return await dead_letters.survey(filters, newest=newest), progress_known
+    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letter_topic:
+        progress_known = await _fetch_progress(dead_letter_topic, required=filters.done is not None)
+        async with progress(f"reading {topic}", lambda: dead_letter_topic.read):
+            return await dead_letter_topic.survey(filters, newest=newest), progress_known
 
 
 async def _read_page(settings: Settings, topic: str, filters: Filters, cursor: Cursor | None, size: int) -> Page:
-    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letters:
-        await _fetch_progress(dead_letters, required=filters.done is not None)
-        async with progress(f"reading {topic}", lambda: dead_letters.read):
-            return await read_page(dead_letters, filters, cursor=cursor, size=size)
+    async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letter_topic:
+        await _fetch_progress(dead_letter_topic, required=filters.done is not None)
+        async with progress(f"reading {topic}", lambda: dead_letter_topic.read):
+            return await read_page(dead_letter_topic, filters, cursor=cursor, size=size)
 
 
-async def _fetch_progress(dead_letters: DeadLetterTopic, *, required: bool) -> bool:
+async def _fetch_progress(dead_letter_topic: DeadLetterTopic, *, required: bool) -> bool:
     """Return whether it is known which ones are done.
 
     Raises:
         AuthorizationError: It is not, and *required*.
     """
     try:
-        await dead_letters.fetch_progress()
+        await dead_letter_topic.fetch_progress()
     except AuthorizationError as error:
         if required:
             raise
@@ -130,18 +130,18 @@ async def _fetch_progress(dead_letters: DeadLetterTopic, *, required: bool) -> b
     return True
 
 
-async def _values_of(app: App | None, letters: Sequence[Letter]) -> list[Decoded]:
-    return [] if app is None else await decoded(app, letters)
+async def _values_of(app: App | None, dead_letters: Sequence[StoredDeadLetter]) -> list[Decoded]:
+    return [] if app is None else await decoded(app, dead_letters)
 
 
 # Output -------------------------------------------------------------------------------
 
 
-def _objects(letters: Sequence[Letter], values: Sequence[Decoded]) -> list[dict[str, Any]]:
+def _objects(dead_letters: Sequence[StoredDeadLetter], values: Sequence[Decoded]) -> list[dict[str, Any]]:
     if not values:
-        return list(map(as_object, letters))
-    pairs = zip(letters, values, strict=True)
-    return [{**as_object(letter), "decoded": decoded_as_object(value)} for letter, value in pairs]
+        return [dead_letter.as_object() for dead_letter in dead_letters]
+    pairs = zip(dead_letters, values, strict=True)
+    return [{**dead_letter.as_object(), "decoded": decoded_as_object(value)} for dead_letter, value in pairs]
 
 
 def _counts_in(topic: str, survey: Survey, *, progress_known: bool) -> Iterator[str]:
@@ -176,9 +176,11 @@ def _newest_of(survey: Survey, values: Sequence[Decoded]) -> Iterator[str]:
 _HEADINGS = ("failed", "dead letter", "record", "key", "handler", "attempts", "error", "value", "")
 
 
-def _table_of(letters: Sequence[Letter], values: Sequence[Decoded]) -> list[str]:
-    shown = map(_text_of, values) if values else (bytes_as_text(letter.original.value) for letter in letters)
-    return table(_HEADINGS, map(_cells, letters, shown))
+def _table_of(dead_letters: Sequence[StoredDeadLetter], values: Sequence[Decoded]) -> list[str]:
+    shown = (
+        map(_text_of, values) if values else (bytes_as_text(dead_letter.original.value) for dead_letter in dead_letters)
+    )
+    return table(_HEADINGS, map(_cells, dead_letters, shown))
 
 
 def _text_of(value: Decoded) -> str:
@@ -187,10 +189,10 @@ def _text_of(value: Decoded) -> str:
     return json.dumps(value.value)
 
 
-def _details_of(letter: Letter, values: Sequence[Decoded]) -> Iterator[str]:
+def _details_of(dead_letter: StoredDeadLetter, values: Sequence[Decoded]) -> Iterator[str]:
     """Yield what the table cuts or leaves out."""
-    original = letter.original
-    yield f"  error: {as_text(f'{letter.failure.error}: {letter.failure.message}')}"
+    original = dead_letter.original
+    yield f"  error: {as_text(f'{dead_letter.failure.error}: {dead_letter.failure.message}')}"
     yield f"  key: {bytes_as_text(original.key)}"
     yield f"  value: {bytes_as_text(original.value)}"
     for name, content in original.headers:
@@ -199,17 +201,17 @@ def _details_of(letter: Letter, values: Sequence[Decoded]) -> Iterator[str]:
         yield f"  {'not decoded' if value.faults else 'decoded'}: {_text_of(value)}"
 
 
-def _cells(letter: Letter, value: str) -> tuple[object, ...]:
-    original = letter.original
-    failure = letter.failure
+def _cells(dead_letter: StoredDeadLetter, value: str) -> tuple[object, ...]:
+    original = dead_letter.original
+    failure = dead_letter.failure
     return (
         moment_as_text(failure.failed_at),
-        f"{letter.at.partition}/{letter.at.offset}",
-        letter.source,
+        f"{dead_letter.at.partition}/{dead_letter.at.offset}",
+        dead_letter.source,
         cut(bytes_as_text(original.key)),
         as_text(failure.handler),
         failure.attempts,
         cut(as_text(f"{failure.error}: {failure.message}")),
         cut(value),
-        "done" if letter.done else "",
+        "done" if dead_letter.done else "",
     )

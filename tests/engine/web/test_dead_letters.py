@@ -20,7 +20,7 @@ from aioshard.testing import TestClient
 from aioshard.web import dashboard, serve_health
 from aioshard.web.page import dashboard_routes
 from tests.engine.live_apps import until
-from tests.support.dead_letters import ReaderInMemory, failure, letters_in_memory, record
+from tests.support.dead_letters import ReaderInMemory, dead_letters_in_memory, failure, record
 
 TOKEN = "correct-horse-battery"
 TOPIC = "orders.dlt"
@@ -122,7 +122,7 @@ class Topics:
     async def open(self, _: Settings, topic: str, __: Collection[int] = ()) -> AsyncIterator[DeadLetterTopic]:
         if self.error is not None:
             raise self.error
-        letters, reader = letters_in_memory(topic, {0: LETTERS})
+        letters, reader = dead_letters_in_memory(topic, {0: LETTERS})
         self._wait_in(reader)
         letters.fetch_progress = self._fetch_progress(letters)  # type: ignore[method-assign]
         self.opened += 1

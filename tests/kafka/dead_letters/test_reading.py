@@ -24,7 +24,7 @@ async def test_pages_show_every_dead_letter_once_and_newest_first(kafka: SharedK
     while True:
         async with DeadLetterTopic.opened(Settings(bootstrap_servers=kafka.bootstrap), topic) as dead_letters:
             page = await read_page(dead_letters, cursor=cursor, size=130)
-        shown += [letter.original.offset for letter in page.letters]
+        shown += [letter.original.offset for letter in page.dead_letters]
         cursor = page.cursor
         if cursor is None:
             break
@@ -45,9 +45,9 @@ async def test_one_dead_letter_is_read_by_its_position(kafka: SharedKafka, topic
     await write(kafka.bootstrap, letters)
 
     async with DeadLetterTopic.opened(Settings(bootstrap_servers=kafka.bootstrap), topic) as dead_letters:
-        found = await dead_letters.letter(1, 17)
-        missing = await dead_letters.letter(1, 50)
-        matching = [letter.at.offset async for letter in dead_letters.letters(Filters(text="4"), {1: 40}, {1: 45})]
+        found = await dead_letters.dead_letter(1, 17)
+        missing = await dead_letters.dead_letter(1, 50)
+        matching = [letter.at.offset async for letter in dead_letters.dead_letters(Filters(text="4"), {1: 40}, {1: 45})]
 
     assert found is not None
     assert (found.at, found.original) == ((topic, 1, 17), record(17))

@@ -15,7 +15,7 @@ from aioshard import Settings
 from aioshard.dead_letters.filters import EVERYTHING, Filters
 from aioshard.dead_letters.ledger import Ledger
 from aioshard.dead_letters.plan import make_plan
-from aioshard.dead_letters.progress import ReplayedOffsets, progress_group, sending_group
+from aioshard.dead_letters.progress import ReplayProgress, progress_group, sending_group
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.dead_letters.replaying import Replay
 from aioshard.dead_letters.results import Result
@@ -69,7 +69,7 @@ class Outage:
     async def due(self) -> list[int]:
         """The offsets of the records that are due."""
         async with self.opened() as topic:
-            return [letter.original.offset async for letter in topic.letters() if not letter.done]
+            return [letter.original.offset async for letter in topic.dead_letters() if not letter.done]
 
     async def forget(self, group: str) -> None:
         """Let the brokers forget the offsets of a group."""
@@ -262,7 +262,7 @@ async def test_nothing_is_sent_if_its_progress_does_not_fit(outage: Outage) -> N
         at = TopicPartition(outage.topic, 0)
         stored = (await admin.group_commits(sending_group(outage.topic), [at]))[at]
     assert stored is not None
-    assert ReplayedOffsets(stored).is_done(scattered[1000][1])
+    assert ReplayProgress(stored).is_done(scattered[1000][1])
 
 
 # Stopping

@@ -69,7 +69,7 @@ class Shop:
         """The values of the dead letters that another reader sees as done."""
         async with DeadLetterTopic.opened(Settings(bootstrap_servers=self.kafka.bootstrap), self.topic) as letters:
             await letters.fetch_progress()
-            return {letter.original.value async for letter in letters.letters(Filters(done=True))}
+            return {letter.original.value async for letter in letters.dead_letters(Filters(done=True))}
 
 
 @pytest.fixture

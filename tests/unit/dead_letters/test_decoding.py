@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from aioshard import App, Record
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object, value_as_object
-from aioshard.dead_letters.letters import Letter, as_object
 from aioshard.schema_registry import Avro, SchemaRegistry
 from aioshard.schema_registry.framing import framed
 from aioshard.schema_registry.registries import Registries
@@ -71,8 +71,8 @@ REGISTRY = SchemaRegistry("mock://decoding")
 async def on_avro(order: Annotated[Order, Avro(REGISTRY)]) -> None: ...
 
 
-def letter(topic: str, value: bytes | None) -> Letter:
-    return Letter(Coordinates("t.dlt", 0, 1), record(1, topic=topic, value=value), failure(), done=False)
+def letter(topic: str, value: bytes | None) -> StoredDeadLetter:
+    return StoredDeadLetter(Coordinates("t.dlt", 0, 1), record(1, topic=topic, value=value), failure(), done=False)
 
 
 def decode(topic: str, value: bytes | None) -> Decoded:
@@ -171,7 +171,7 @@ def test_a_result_that_fails_to_show_itself_is_no_error() -> None:
 
 
 def test_hidden_payloads_show_positions_and_classes_only() -> None:
-    secret = Letter(
+    secret = StoredDeadLetter(
         Coordinates("t.dlt", 0, 1),
         record(1, topic="orders", key=b"secret", value=b'{"total": "secret"}', headers=(("secret", b"secret"),)),
         failure(message="secret"),
@@ -179,7 +179,7 @@ def test_hidden_payloads_show_positions_and_classes_only() -> None:
     )
     (found,) = asyncio.run(decoded(app, [secret]))
 
-    shown: Any = as_object(secret, payload=False)
+    shown: Any = secret.as_object(payload=False)
     faults: Any = decoded_as_object(found, payload=False)
 
     assert "secret" not in repr(shown) + repr(faults)

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from aioshard import Message, message
-from aioshard.dead_letters.audit import places_as_text
+from aioshard.dead_letters.audit import positions_as_text
 from aioshard.dead_letters.edits import ANY_PARTITION, edited, with_value
 from aioshard.errors import MessageError
 from aioshard.records import Record
@@ -81,5 +81,5 @@ def test_a_value_is_a_transform() -> None:
 
 
 def test_positions_in_the_audit_log_are_complete_and_short() -> None:
-    assert places_as_text([]) == ""
-    assert places_as_text([(1, 7), (0, 1), (0, 2), (0, 3), (0, 9), (1, 8), (0, 2)]) == "0/1-3,0/9,1/7-8"
+    assert positions_as_text([]) == ""
+    assert positions_as_text([(1, 7), (0, 1), (0, 2), (0, 3), (0, 9), (1, 8), (0, 2)]) == "0/1-3,0/9,1/7-8"

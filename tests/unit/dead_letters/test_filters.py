@@ -2,8 +2,8 @@
 
 import pytest
 
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.filters import EVERYTHING, Filters, HeaderFilter
-from aioshard.dead_letters.letters import Letter
 from aioshard.serde.side_records import Coordinates
 from tests.support.dead_letters import FAILED_AT, failure, record
 
@@ -66,7 +66,7 @@ def test_a_header_filter_has_a_value_after_the_first_equals_sign() -> None:
 
 @pytest.mark.parametrize("done", [False, True])
 def test_dead_letters_are_selected_by_whether_they_are_done(done: bool) -> None:
-    letter = Letter(Coordinates("orders.dlt", 0, 7), RECORD, FAILURE, done)
+    letter = StoredDeadLetter(Coordinates("orders.dlt", 0, 7), RECORD, FAILURE, done)
 
     assert letter.matches(EVERYTHING)
     assert letter.matches(Filters(done=done, at=frozenset({Coordinates("orders.dlt", 0, 7)})))

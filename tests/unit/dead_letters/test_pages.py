@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from aioshard.dead_letters import pages
 from aioshard.dead_letters.filters import EVERYTHING, Filters
 from aioshard.dead_letters.pages import Cursor, Page, cursor_as_text, read_cursor, read_page
-from aioshard.dead_letters.progress import ReplayedOffsets
+from aioshard.dead_letters.progress import ReplayProgress
 from aioshard.dead_letters.reading import DeadLetterTopic, Survey
 from aioshard.ports import Committed
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure
-from tests.support.dead_letters import FAILED_AT, failure, letters_in_memory, record
+from tests.support.dead_letters import FAILED_AT, dead_letters_in_memory, failure, record
 
 At = tuple[int, int]
 
@@ -26,7 +26,7 @@ async def all_pages(topic: DeadLetterTopic, filters: Filters = EVERYTHING, size:
     cursor: Cursor | None = None
     while True:
         page = await read_page(topic, filters, cursor=cursor, size=size)
-        found.append([(letter.at.partition, letter.at.offset) for letter in page.letters])
+        found.append([(letter.at.partition, letter.at.offset) for letter in page.dead_letters])
         if page.cursor is None:
             return found
         cursor = read_cursor(cursor_as_text(page.cursor))
@@ -52,7 +52,7 @@ def test_each_match_is_on_one_page_and_the_newest_come_first(
             made[number].append((offset, record(offset, partition=number), failure(failed_at, error=error)))
             if matches:
                 expected.setdefault(number, []).insert(0, (number, offset))
-    topic, _ = letters_in_memory("orders.dlt", made)
+    topic, _ = dead_letters_in_memory("orders.dlt", made)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pages, "_LEAST_SPAN", span)
@@ -66,7 +66,7 @@ def test_each_match_is_on_one_page_and_the_newest_come_first(
 
 def test_partitions_are_merged_by_the_time_of_the_failure() -> None:
     times = {0: [1, 4, 9], 1: [2, 3, 8]}
-    topic, _ = letters_in_memory(
+    topic, _ = dead_letters_in_memory(
         "orders.dlt",
         {
             number: [(offset, record(offset), failure(second)) for offset, second in enumerate(seconds)]
@@ -84,25 +84,25 @@ def many(count: int, value: bytes = b"v") -> dict[int, list[tuple[int, Record, F
 
 
 def test_a_page_reads_only_the_end_of_the_topic() -> None:
-    topic, reader = letters_in_memory("orders.dlt", many(20_000))
+    topic, reader = dead_letters_in_memory("orders.dlt", many(20_000))
 
     page = asyncio.run(read_page(topic, size=50))
 
-    assert [letter.at.offset for letter in page.letters] == list(range(19_999, 19_949, -1))
+    assert [letter.at.offset for letter in page.dead_letters] == list(range(19_999, 19_949, -1))
     assert reader.returned <= 200
 
 
 def test_a_page_keeps_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dead letters that were read and dropped are on a later page."""
     monkeypatch.setattr(pages, "_MOST_BYTES", 50_000)
-    topic, _ = letters_in_memory("orders.dlt", many(300, b"x" * 10_000))
+    topic, _ = dead_letters_in_memory("orders.dlt", many(300, b"x" * 10_000))
     most = 0
     read_back = pages._read_back
 
     async def measured(*arguments: Any) -> None:
         nonlocal most
         await read_back(*arguments)
-        most = max(most, *(len(part.letters) for part in arguments[2].values()))
+        most = max(most, *(len(part.dead_letters) for part in arguments[2].values()))
 
     monkeypatch.setattr(pages, "_read_back", measured)
     shown = asyncio.run(all_pages(topic, size=20))
@@ -118,11 +118,11 @@ async def one_page(topic: DeadLetterTopic, filters: Filters) -> Page:
 def test_a_page_ends_early_if_few_match(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of a page does not wait for a whole topic; the next page continues there."""
     monkeypatch.setattr(pages, "_MOST_READ", 500)
-    topic, reader = letters_in_memory("orders.dlt", many(5000))
+    topic, reader = dead_letters_in_memory("orders.dlt", many(5000))
 
     page = asyncio.run(one_page(topic, Filters(key="nobody")))
 
-    assert page.letters == []
+    assert page.dead_letters == []
     assert page.cursor is not None
     assert 0 < page.cursor[0] < 5000
     assert reader.returned < 2000
@@ -130,12 +130,12 @@ def test_a_page_ends_early_if_few_match(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_page_says_which_are_done() -> None:
-    topic, _ = letters_in_memory("orders.dlt", many(10))
-    topic.progress[0] = ReplayedOffsets(Committed(4, ""))
+    topic, _ = dead_letters_in_memory("orders.dlt", many(10))
+    topic.progress[0] = ReplayProgress(Committed(4, ""))
 
     page = asyncio.run(read_page(topic, size=10))
 
-    assert [letter.at.offset for letter in page.letters if letter.done] == [3, 2, 1, 0]
+    assert [letter.at.offset for letter in page.dead_letters if letter.done] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:", "0:x", "0:1,", "-1:4", "0:1;1:2"])
@@ -145,7 +145,7 @@ def test_a_text_that_is_not_a_cursor_is_refused(text: str) -> None:
 
 
 def test_a_survey_counts_all_and_keeps_the_newest() -> None:
-    topic, _ = letters_in_memory("orders.dlt", many(1000))
+    topic, _ = dead_letters_in_memory("orders.dlt", many(1000))
 
     async def survey() -> Survey:
         await topic.survey()

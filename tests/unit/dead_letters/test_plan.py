@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
+from aioshard.dead_letters.dead_letter import Position
 from aioshard.dead_letters.filters import EVERYTHING, Filters
-from aioshard.dead_letters.letters import Place
 from aioshard.dead_letters.plan import Plan, make_plan
-from aioshard.dead_letters.progress import ReplayedOffsets
+from aioshard.dead_letters.progress import ReplayProgress
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.ports import Committed
 from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates
-from tests.support.dead_letters import failure, letters_in_memory, record
+from tests.support.dead_letters import dead_letters_in_memory, failure, record
 
 
 def topic_of(*partitions: list[Record]) -> DeadLetterTopic:
     """Dead letters of these records, at the offsets 0, 1, 2, …; the error is that of the number of the record."""
-    made, _ = letters_in_memory(
+    made, _ = dead_letters_in_memory(
         "orders.dlt",
         {
             number: [
@@ -52,7 +52,7 @@ def test_dead_letters_that_do_not_match_are_done_with_the_one_that_does() -> Non
 
 def test_a_record_whose_other_dead_letter_is_done_is_not_sent() -> None:
     topic = topic_of([record(1), record(2), record(1)])
-    topic.progress[0] = ReplayedOffsets(Committed(1, ""))
+    topic.progress[0] = ReplayProgress(Committed(1, ""))
 
     plan = plan_of(topic)
 
@@ -64,7 +64,7 @@ def test_a_record_whose_other_dead_letter_is_done_is_not_sent() -> None:
 def test_another_record_at_the_same_position_is_another_one(change: dict[str, Any]) -> None:
     """Its topic was deleted and created again."""
     topic = topic_of([record(1), record(1)._replace(**change)])
-    topic.progress[0] = ReplayedOffsets(Committed(1, ""))
+    topic.progress[0] = ReplayProgress(Committed(1, ""))
 
     assert plan_of(topic).due == {(0, 1): [(0, 1)]}
 
@@ -77,7 +77,7 @@ def test_key_and_value_are_apart() -> None:
 
 def test_done_ones_are_included_again_on_request() -> None:
     topic = topic_of([record(1), record(2)])
-    topic.progress[0] = ReplayedOffsets(Committed(1, ""))
+    topic.progress[0] = ReplayProgress(Committed(1, ""))
 
     assert list(plan_of(topic, again=True).due) == [(0, 0), (0, 1)]
     assert list(plan_of(topic).due) == [(0, 1)]
@@ -92,7 +92,7 @@ def test_done_ones_are_included_again_on_request() -> None:
         (Filters(error="TimeoutError", at=(Coordinates("orders.dlt", 0, 1),)), []),
     ],
 )
-def test_filters_and_positions_select(filters: Filters, expected: list[Place]) -> None:
+def test_filters_and_positions_select(filters: Filters, expected: list[Position]) -> None:
     topic = topic_of([record(1), record(2), record(3)], [record(5)])
 
     assert list(plan_of(topic, filters).due) == expected
@@ -110,7 +110,7 @@ def test_a_limit_counts_records() -> None:
 def test_a_plan_counts_the_matching_ones_that_it_leaves_out() -> None:
     """Otherwise an operator cannot tell a wrong filter from finished work."""
     topic = topic_of([record(number) for number in range(1, 8)])
-    topic.progress[0] = ReplayedOffsets(Committed(2, ""))
+    topic.progress[0] = ReplayProgress(Committed(2, ""))
     odd = Filters(error="TimeoutError")
 
     assert (plan_of(topic, odd).done, plan_of(topic, odd).beyond_limit) == (1, 0)
@@ -122,9 +122,9 @@ def test_a_plan_adopts_what_another_run_has_done_meanwhile() -> None:
     """Also a second dead letter of the same record, which then is not sent any more."""
     topic = topic_of([record(1), record(2), record(3), record(1)])
     plan = plan_of(topic)
-    others = ReplayedOffsets()
+    others = ReplayProgress()
     others.finish([3, 1])
-    topic.progress[0] = ReplayedOffsets(others.commit())
+    topic.progress[0] = ReplayProgress(others.commit())
 
     plan.adopt(topic)
 
@@ -135,7 +135,7 @@ def test_a_plan_adopts_what_another_run_has_done_meanwhile() -> None:
 def test_offsets_between_dead_letters_take_no_room_in_the_progress() -> None:
     """They hold other records, or the markers of transactions; a plan knows all dead letters, also those left out."""
     made = [(offset, record(offset), failure(offset)) for offset in (0, 3, 4, 8, 9)]
-    topic, _ = letters_in_memory("orders.dlt", {0: made})
+    topic, _ = dead_letters_in_memory("orders.dlt", {0: made})
     plan_of(topic, Filters(records=(Coordinates("orders", 0, 0),))).adopt(topic)
 
     topic.progress[0].finish([0, 3, 8])

@@ -5,11 +5,11 @@ import itertools
 
 from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.plan import make_plan
-from tests.support.dead_letters import failure, letters_in_memory, record
+from tests.support.dead_letters import dead_letters_in_memory, failure, record
 
 
 def test_other_tasks_run_while_a_long_topic_is_read() -> None:
-    topic, _ = letters_in_memory(
+    topic, _ = dead_letters_in_memory(
         "orders.dlt", {0: [(offset, record(offset), failure(offset)) for offset in range(5000)]}
     )
     turns: list[int] = []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, Context, DeadLetter, Record, Retry, message
-from aioshard.dead_letters.letters import Letter
-from aioshard.dead_letters.tries import Tried, tried_as_object, try_letters
+from aioshard.dead_letters.dead_letter import StoredDeadLetter
+from aioshard.dead_letters.tries import Tried, tried_as_object, try_dead_letters
 from aioshard.errors import HandlerError
 from aioshard.ports import Message
 from aioshard.serde.side_records import Coordinates
@@ -18,8 +18,10 @@ from aioshard.testing import TestClient, run
 from tests.support.dead_letters import failure, record
 
 
-def letter(number: int, topic: str = "orders", **fields: Any) -> Letter:
-    return Letter(Coordinates("orders.dlt", 0, number), record(number, topic=topic, **fields), failure(), done=False)
+def letter(number: int, topic: str = "orders", **fields: Any) -> StoredDeadLetter:
+    return StoredDeadLetter(
+        Coordinates("orders.dlt", 0, number), record(number, topic=topic, **fields), failure(), done=False
+    )
 
 
 class Shop:
@@ -71,15 +73,15 @@ EVERYWHERE = ["by-app", "by-context", "by-task", "returned"]
 def test_messages_are_collected_and_results_shown() -> None:
     shop = Shop()
 
-    trial = run(try_letters(shop.app, [letter(5), letter(3, value=b"x")]))
+    trial = run(try_dead_letters(shop.app, [letter(5), letter(3, value=b"x")]))
 
     first, second = trial.tried
-    assert (first.letter.source.offset, second.letter.source.offset) == (3, 5)
+    assert (first.dead_letter.source.offset, second.dead_letter.source.offset) == (3, 5)
     assert topics(first) == topics(second) == EVERYWHERE
     by_topic = {published.topic: published for published in first.messages}
     assert by_topic["by-context"] == Message("by-context", b"x", b"k", (("a", b"b"),))
     assert by_topic["returned"].value == b'{"total":3}'
-    assert (first.error, first.left, trial.unattributed) == (None, False, [])
+    assert (first.error, first.left_alone, trial.unattributed) == (None, False, [])
     assert shop.opened == 1
     assert shop.app.settings.auto_offset_reset is None  # as before: the app itself may start now
 
@@ -91,7 +93,7 @@ def test_a_run_has_its_duration() -> None:
     async def on_order(_: Record) -> None:
         await asyncio.sleep(0.02)
 
-    (tried,) = run(try_letters(app, [letter(1)])).tried
+    (tried,) = run(try_dead_letters(app, [letter(1)])).tried
 
     assert tried.seconds is not None
     assert tried.seconds > 0
@@ -100,7 +102,7 @@ def test_a_run_has_its_duration() -> None:
 def test_a_failed_run_is_not_repeated_and_does_not_hold_back_its_key() -> None:
     shop = Shop()
 
-    trial = run(try_letters(shop.app, [letter(1, value=b"bad"), letter(2)]))
+    trial = run(try_dead_letters(shop.app, [letter(1, value=b"bad"), letter(2)]))
 
     assert [tried.error for tried in trial.tried] == ["ValueError: bad", None]
     assert topics(trial.tried[0]) == ["by-app", "by-context", "by-task"]
@@ -110,7 +112,7 @@ def test_a_failed_run_is_not_repeated_and_does_not_hold_back_its_key() -> None:
 def test_batches_and_plain_functions_have_a_result_for_each_record() -> None:
     shop = Shop()
 
-    trial = run(try_letters(shop.app, [letter(1, "batches"), letter(2, "batches"), letter(3, "plain")]))
+    trial = run(try_dead_letters(shop.app, [letter(1, "batches"), letter(2, "batches"), letter(3, "plain")]))
 
     assert [tried.result for tried in trial.tried[:2]] == ["1 records", "1 records"]
     assert [topics(tried) for tried in trial.tried] == [["by-batch"], ["by-batch"], []]
@@ -125,7 +127,7 @@ def test_a_running_app_is_not_disturbed(guarantee: str) -> None:
     async def test() -> None:
         async with TestClient(shop.app) as client:
             await client.publish("orders", b"live", partition=0)
-            trial, _ = await asyncio.gather(try_letters(shop.app, [letter(7)]), client.settle())
+            trial, _ = await asyncio.gather(try_dead_letters(shop.app, [letter(7)]), client.settle())
 
             assert [topics(tried) for tried in trial.tried] == [EVERYWHERE]
             assert trial.unattributed == []
@@ -146,7 +148,7 @@ def test_a_running_app_is_not_disturbed(guarantee: str) -> None:
 def test_records_of_a_topic_that_was_created_again_all_run() -> None:
     shop = Shop()
 
-    trial = run(try_letters(shop.app, [letter(1, value=b"a"), letter(1, value=b"b")]))
+    trial = run(try_dead_letters(shop.app, [letter(1, value=b"a"), letter(1, value=b"b")]))
 
     assert sorted(tried.record.value or b"" for tried in trial.tried) == [b"a", b"b"]
 
@@ -161,11 +163,11 @@ def test_a_transform_changes_leaves_or_fails() -> None:
             return None
         raise KeyError("currency")
 
-    trial = run(try_letters(shop.app, [letter(1), letter(2), letter(3)], transform=fix))
+    trial = run(try_dead_letters(shop.app, [letter(1), letter(2), letter(3)], transform=fix))
 
     changed, left, failed = trial.tried
-    assert (changed.record.value, changed.error, changed.left) == (b"fixed", None, False)
-    assert (left.error, left.left, left.messages, left.seconds) == (None, True, (), None)
+    assert (changed.record.value, changed.error, changed.left_alone) == (b"fixed", None, False)
+    assert (left.error, left.left_alone, left.messages, left.seconds) == (None, True, (), None)
     assert failed.error == "the transform failed: KeyError: 'currency'"
     assert shop.ran == [("orders", 1)]
     assert tried_as_object(changed)["edited"] is True
@@ -177,14 +179,14 @@ def test_nothing_runs_if_a_dead_letter_has_no_handler(transform: Any) -> None:
     letters = [letter(1), letter(2, "unknown" if transform is None else "orders")]
 
     with pytest.raises(HandlerError):
-        run(try_letters(shop.app, letters, transform=transform))
+        run(try_dead_letters(shop.app, letters, transform=transform))
 
     assert shop.ran == []
 
 
 def test_a_hidden_payload_is_not_in_the_result() -> None:
     shop = Shop()
-    trial = run(try_letters(shop.app, [letter(1, value=b"bad")]))
+    trial = run(try_dead_letters(shop.app, [letter(1, value=b"bad")]))
 
     shown = tried_as_object(trial.tried[0], payload=False)
 
@@ -199,7 +201,7 @@ def test_a_stop_leaves_the_rest_out() -> None:
     async def test() -> None:
         stop = asyncio.Event()
         stop.set()
-        assert (await try_letters(shop.app, [letter(1)], stop=stop)).tried == []
+        assert (await try_dead_letters(shop.app, [letter(1)], stop=stop)).tried == []
 
     run(test())
     assert shop.ran == []

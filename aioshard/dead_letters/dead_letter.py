@@ -8,11 +8,11 @@ from aioshard.dead_letters.filters import Filters
 from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates, Failure
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 """Partition and offset in the dead-letter topic."""
 
 
-class Letter(NamedTuple):
+class StoredDeadLetter(NamedTuple):
     """A dead letter."""
 
     at: Coordinates
@@ -35,7 +35,7 @@ class Letter(NamedTuple):
         )
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Partition and offset of the dead letter."""
         return self.at.partition, self.at.offset
 
@@ -57,33 +57,31 @@ class Letter(NamedTuple):
             digest.update(b"-" if content is None else b"+%d:" % len(content) + content)
         return digest.digest()
 
+    def as_object(self, *, payload: bool = True) -> dict[str, Any]:
+        """Return the dead letter for JSON.
 
-def as_object(letter: Letter, *, payload: bool = True) -> dict[str, Any]:
-    """Return a dead letter for JSON.
-
-    Args:
-        letter: The dead letter.
-        payload: Whether to include key, value, headers and the message of the error; otherwise they are None, and
-            `hidden` is true.
-    """
-    original = letter.original
-    failure = letter.failure._asdict()
-    headers = [[name, as_json_value(value)] for name, value in original.headers]
-    if not payload:
-        failure["message"] = None
-    shown = {
-        "partition": letter.at.partition,
-        "offset": letter.at.offset,
-        "replayed": letter.done,
-        "record": {
-            **letter.source._asdict(),
-            "timestamp": original.timestamp,
-            "key": as_json_value(original.key) if payload else None,
-            "value": as_json_value(original.value) if payload else None,
-            "headers": headers if payload else None,
-        },
-        **failure,
-        "schema_id": letter.schema_id,
-        "subject": letter.subject,
-    }
-    return shown if payload else {**shown, "hidden": True}
+        Args:
+            payload: Whether to include key, value, headers and the message of the error; otherwise they are None, and
+                `hidden` is true.
+        """
+        original = self.original
+        failure = self.failure._asdict()
+        headers = [[name, as_json_value(value)] for name, value in original.headers]
+        if not payload:
+            failure["message"] = None
+        content = {
+            "partition": self.at.partition,
+            "offset": self.at.offset,
+            "replayed": self.done,
+            "record": {
+                **self.source._asdict(),
+                "timestamp": original.timestamp,
+                "key": as_json_value(original.key) if payload else None,
+                "value": as_json_value(original.value) if payload else None,
+                "headers": headers if payload else None,
+            },
+            **failure,
+            "schema_id": self.schema_id,
+            "subject": self.subject,
+        }
+        return content if payload else {**content, "hidden": True}
