@@ -29,8 +29,22 @@ class Decoded(NamedTuple):
     faults: Sequence[Fault] = ()
     """The parts that cannot be decoded."""
 
+    def as_object(self, *, payload: bool = True) -> dict[str, Any]:
+        """Return the dead letter for JSON.
 
-async def decoded(app: App, dead_letters: Iterable[StoredDeadLetter]) -> list[Decoded]:
+        Args:
+            payload: Whether to include the value, and the messages of faults, which may contain parts of it.
+        """
+        faults = [{"location": fault.location, "message": fault.message if payload else None} for fault in self.faults]
+        return {
+            "handler": self.handler,
+            "type": self.type,
+            "value": self.value if payload else None,
+            "faults": faults,
+        }
+
+
+async def decode(app: App, dead_letters: Iterable[StoredDeadLetter]) -> list[Decoded]:
     """Decode dead letters as the app's handlers for their topics do. Never raises an error of a decoder."""
     schemas = _Schemas()
     try:
@@ -109,21 +123,3 @@ def value_as_object(value: object) -> Any:
         return json.loads(encoded_result(value) or b"null")
     except Exception as error:  # noqa: BLE001 - the user's own `repr`, or an object that contains itself
         return f"it cannot be shown ({type(error).__name__})"
-
-
-def decoded_as_object(dead_letter: Decoded, *, payload: bool = True) -> dict[str, Any]:
-    """Return a decoded dead letter for JSON.
-
-    Args:
-        dead_letter: The dead letter.
-        payload: Whether to include the value, and the messages of faults, which may contain parts of it.
-    """
-    faults = [
-        {"location": fault.location, "message": fault.message if payload else None} for fault in dead_letter.faults
-    ]
-    return {
-        "handler": dead_letter.handler,
-        "type": dead_letter.type,
-        "value": dead_letter.value if payload else None,
-        "faults": faults,
-    }

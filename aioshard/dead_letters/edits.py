@@ -25,16 +25,26 @@ def with_value(value: bytes) -> Transform:
     return lambda _: value
 
 
-async def edit(item: WorkItem, transform: Transform) -> WorkItem | Failed | None:
-    """Return an item as a transform changes it; None if it leaves it alone. Never raises an error of the transform."""
+async def edit(item: WorkItem, transform: Transform | None) -> WorkItem | Failed | None:
+    """Return an item as a transform changes it. Never raises an error of the transform.
+
+    Args:
+        item: A record, and its dead letters.
+        transform: None returns the item itself.
+
+    Returns:
+        None if the transform leaves the item alone, and `Failed` if it raises an error.
+    """
+    if transform is None:
+        return item
     try:
-        record = await edited(item.record, transform)
+        record = await transformed(item.record, transform)
     except Exception as error:  # noqa: BLE001 - the user's own function
         return Failed.of(item, f"the transform failed: {type(error).__name__}: {message_of(error)}")
     return None if record is None else item._replace(record=record)
 
 
-async def edited(record: Record, transform: Transform) -> Record | None:
+async def transformed(record: Record, transform: Transform) -> Record | None:
     """Return the record as a transform changes it; None if it leaves it alone.
 
     Raises:

@@ -36,7 +36,7 @@ class Ledger:
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls, settings: Settings, topic: DeadLetterTopic) -> AsyncIterator[Self]:
-        """Take over from any other run, then fetch the progress of *topic*.
+        """Fence any other run, then fetch the progress of *topic*.
 
         Raises:
             AuthorizationError: This user may not read with a group that stores the progress, or may not use the

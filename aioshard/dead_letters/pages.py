@@ -79,12 +79,12 @@ async def read_page(
         for number, log in topic.ranges.items()
     }
     budget = _MOST_BYTES // max(len(parts), 1)
-    read_before = topic.read + topic.others
+    read_before = topic.records_read
     dead_letters: list[StoredDeadLetter] = []
     while len(dead_letters) < size:
         empty = {number: part for number, part in parts.items() if not part.dead_letters and part.begin < part.below}
         if empty:
-            if topic.read + topic.others - read_before >= _MOST_READ:
+            if topic.records_read - read_before >= _MOST_READ:
                 break
             await _read_back(topic, filters, empty, budget)
             continue

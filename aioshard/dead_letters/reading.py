@@ -35,9 +35,8 @@ class DeadLetterTopic:
 
     def __init__(self, administration: KafkaAdmin, reader: TopicReader) -> None:
         """Read a topic with open clients; see `opened`."""
-        self.read = 0
-        """Number of dead letters read."""
-        self.others = 0
+        self.dead_letters_read = 0
+        self.others_read = 0
         """Number of other records read."""
         self.administration = administration
         self.progress = {number: ReplayProgress() for number in reader.ranges}
@@ -76,6 +75,16 @@ class DeadLetterTopic:
     def ranges(self) -> Mapping[int, LogRange]:
         """Start and end of each partition when the topic was opened: later dead letters are not read."""
         return self._reader.ranges
+
+    @property
+    def records_read(self) -> int:
+        """Number of all records read."""
+        return self.dead_letters_read + self.others_read
+
+    @property
+    def offsets(self) -> int:
+        """Number of offsets in the ranges: at least that of the records."""
+        return sum(log.end - log.start for log in self.ranges.values())
 
     async def fetch_progress(self, *, wait: bool = False) -> None:
         """Fetch which dead letters are done. Progress beyond the end belongs to a deleted topic.
@@ -132,9 +141,9 @@ class DeadLetterTopic:
     def _decoded(self, record: Record) -> StoredDeadLetter | None:
         dead_letter = read_dead_letter(record)
         if dead_letter is None:
-            self.others += 1
+            self.others_read += 1
             return None
-        self.read += 1
+        self.dead_letters_read += 1
         done = self.is_done((record.partition, record.offset))
         original, failure, schema_id, subject = dead_letter
         return StoredDeadLetter(Coordinates.of(record), original, failure, done, schema_id, subject)
@@ -161,11 +170,11 @@ class DeadLetterTopic:
         Raises:
             TransportError: The records cannot be read.
         """
-        survey = Survey(newest, dead_letters=-self.read, others=-self.others)
+        survey = Survey(newest, dead_letters=-self.dead_letters_read, others=-self.others_read)
         async for dead_letter in self.dead_letters(filters):
             survey.add(dead_letter)
-        survey.dead_letters += self.read
-        survey.others += self.others
+        survey.dead_letters += self.dead_letters_read
+        survey.others += self.others_read
         return survey
 
 

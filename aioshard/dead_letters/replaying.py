@@ -20,7 +20,7 @@ from aioshard.serde.side_records import Coordinates
 from aioshard.settings import Settings
 
 Action = SendBack | RunHandlers | Finish
-"""What a run does with dead letters.
+"""The action of a run on its dead letters.
 
 Each has a `name` for the audit log, and a `verb` for messages, as in: dead letters were sent back. `most_records` and
 `most_bytes` limit the chunks that `apply` works on."""
@@ -48,7 +48,7 @@ class Replay:
         Args:
             topic: The topic, with all partitions.
             plan: Its dead letters that are due.
-            action: What to do with them.
+            action: The action on them.
             who: The operator, for the audit log.
             transform: Changes the records before.
             stop: Ends the run early, after the chunk that is in progress.
@@ -63,7 +63,7 @@ class Replay:
         self._stop = stop
 
     async def run(self, settings: Settings) -> None:
-        """Take over from any other run, work on the dead letters, and write the audit log.
+        """Fence any other run, work on the dead letters, and write the audit log.
 
         Args:
             settings: The brokers.
@@ -112,12 +112,11 @@ class Replay:
     async def _edited(self) -> AsyncIterator[WorkItem]:
         """Read the dead letters of the plan, and yield those that the transform changes, as it changes them."""
         async for item in self._plan.items(self._topic):
-            edited = item if self._transform is None else await edit(item, self._transform)
-            match edited:
-                case WorkItem():
+            match await edit(item, self._transform):
+                case WorkItem() as edited:
                     yield edited
-                case Failed():
-                    self.result.failed.append(edited)
+                case Failed() as failed:
+                    self.result.failed.append(failed)
                 case None:
                     self.result.left_alone += 1
 
@@ -146,7 +145,7 @@ def _source_of(item: WorkItem) -> Coordinates:
 
 
 class Preview(NamedTuple):
-    """What a transform would do to the dead letters of a plan."""
+    """The effect of a transform on the dead letters of a plan."""
 
     changed: int
     """Number of records that it changes."""

@@ -1,4 +1,4 @@
-"""Records that a run sends, processes or marks as done, and what has become of them."""
+"""Records that a run sends, processes or marks as done, and how they ended."""
 
 import dataclasses
 from collections import Counter
@@ -48,7 +48,7 @@ class Failed(NamedTuple):
 
 
 class Chunk:
-    """Items that are worked on together. The action that does it reports here what has become of them.
+    """Items that are worked on together. The action that does it reports here how they ended.
 
     Invariants:
         * An item in `done` is stored as done, also if the action raises an error afterwards.
@@ -88,7 +88,7 @@ class Result:
         return self.done.total() + self.left_alone + len(self.failed)
 
     def add(self, chunk: Chunk) -> None:
-        """Count what has become of a chunk."""
+        """Count the outcomes of a chunk."""
         for item in chunk.done:
             self.done[item.dead_letter.original.topic] += 1
             self.edited += item.is_edited

@@ -31,7 +31,7 @@ _FOR_TRIALS: Final[dict[str, Any]] = {
 }
 """Settings of an app that runs on dead letters from memory."""
 _STOP_TIMEOUT = 2.0
-"""Seconds that handlers get to end when a dry run beside a running app is stopped: nothing of it is kept."""
+"""Seconds that handlers get to end when a dry run next to a running app is stopped: nothing of it is kept."""
 
 
 class Tried(NamedTuple):
@@ -52,9 +52,44 @@ class Tried(NamedTuple):
     """The messages that the run would have published."""
 
     @property
+    def is_edited(self) -> bool:
+        """Whether a transform has changed the record."""
+        return self.record is not self.dead_letter.original
+
+    @property
     def succeeded(self) -> bool:
         """Whether the handler has run without an error."""
         return self.error is None and not self.left_alone
+
+    def as_object(self, *, payload: bool = True) -> dict[str, Any]:
+        """Return the result for JSON.
+
+        Args:
+            payload: Whether to include the value, the result, the messages and the text of the error.
+        """
+        content: dict[str, Any] = {
+            "dead_letter": str(self.dead_letter.at),
+            "record": str(self.dead_letter.source),
+            "handler": self.dead_letter.failure.handler,
+            "succeeded": self.succeeded,
+            "left": self.left_alone,
+            "seconds": self.seconds,
+            "edited": self.is_edited,
+        }
+        if not payload:
+            error = self.error
+            return {
+                **content,
+                "error": None if error is None else error.partition(":")[0],
+                "messages": len(self.messages),
+            }
+        return {
+            **content,
+            "error": self.error,
+            "value": as_json_value(self.record.value),
+            "result": value_as_object(self.result),
+            "messages": list(map(message_as_object, self.messages)),
+        }
 
 
 class Trial(NamedTuple):
@@ -95,9 +130,8 @@ async def try_dead_letters(
     items: list[WorkItem] = []
     for dead_letter in sorted(dead_letters, key=lambda dead_letter: dead_letter.source):
         item = WorkItem(dead_letter, dead_letter.original, [dead_letter.position])
-        edited = item if transform is None else await edit(item, transform)
-        match edited:
-            case WorkItem():
+        match await edit(item, transform):
+            case WorkItem() as edited:
                 shard_of(app, edited)
                 items.append(edited)
             case Failed(reason=reason):
@@ -218,34 +252,6 @@ class _Collector:
 
     async def close(self) -> None:
         """Do nothing: no connection was opened."""
-
-
-def tried_as_object(tried: Tried, *, payload: bool = True) -> dict[str, Any]:
-    """Return the result of a dry run for JSON.
-
-    Args:
-        tried: The result.
-        payload: Whether to include the value, the result, the messages and the text of the error.
-    """
-    shown: dict[str, Any] = {
-        "dead_letter": str(tried.dead_letter.at),
-        "record": str(tried.dead_letter.source),
-        "handler": tried.dead_letter.failure.handler,
-        "succeeded": tried.succeeded,
-        "left": tried.left_alone,
-        "seconds": tried.seconds,
-        "edited": tried.record is not tried.dead_letter.original,
-    }
-    if not payload:
-        error = tried.error
-        return {**shown, "error": None if error is None else error.partition(":")[0], "messages": len(tried.messages)}
-    return {
-        **shown,
-        "error": tried.error,
-        "value": as_json_value(tried.record.value),
-        "result": value_as_object(tried.result),
-        "messages": list(map(message_as_object, tried.messages)),
-    }
 
 
 def message_as_object(message: Message) -> dict[str, Any]:

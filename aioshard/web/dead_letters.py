@@ -36,7 +36,7 @@ from aioshard.app import App
 from aioshard.core.options import DeadLetter, Park
 from aioshard.core.sharding import shown
 from aioshard.dead_letters.dead_letter import StoredDeadLetter
-from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object
+from aioshard.dead_letters.decoding import Decoded, decode
 from aioshard.dead_letters.edits import Transform, with_value
 from aioshard.dead_letters.filters import Filters, HeaderFilter
 from aioshard.dead_letters.pages import cursor_as_text, read_cursor, read_page
@@ -366,15 +366,15 @@ class DeadLetterRoutes:
         if payload:
             record = dead_letter.as_object()["record"]
             content["record"] |= {"value": record["value"], "headers": record["headers"]}
-        shown_value = decoded_as_object(value, payload=payload)
+        shown_value = value.as_object(payload=payload)
         return {**content, "decoded": {**shown_value, "text": indented(shown_value["value"])}}
 
     async def _decoded(self, dead_letter: StoredDeadLetter) -> Decoded:
         """Decode in the event loop of the app, where the clients of decoders are; here if it does not run."""
         try:
-            (value,) = await self._app.run_in_loop(decoded(self._app, [dead_letter]), "decode a dead letter")
+            (value,) = await self._app.run_in_loop(decode(self._app, [dead_letter]), "decode a dead letter")
         except StateError:
-            (value,) = await decoded(self._app, [dead_letter])
+            (value,) = await decode(self._app, [dead_letter])
         return value
 
     # Jobs -----------------------------------------------------------------------------

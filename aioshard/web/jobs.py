@@ -22,7 +22,7 @@ from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.dead_letters.replaying import Replay, preview
 from aioshard.dead_letters.results import Result
 from aioshard.dead_letters.sending import SendBack
-from aioshard.dead_letters.tries import message_as_object, tried_as_object, try_dead_letters
+from aioshard.dead_letters.tries import message_as_object, try_dead_letters
 from aioshard.engine.tasks import TaskSet
 from aioshard.errors import AioshardError, AuthorizationError, HandlerError
 from aioshard.web.authorization import RefusedError
@@ -108,13 +108,32 @@ class Job(abc.ABC):
         self.task: asyncio.Task[Any] | None = None
         self._app = app
         self._who = who
-        self._dead_letter_topic: DeadLetterTopic | None = None
+        self._reading: DeadLetterTopic | None = None
         """The topic while it is read, for the progress."""
 
     @property
     def is_active(self) -> bool:
         """Whether its task has not ended."""
         return self.state in {"reading", "running"}
+
+    async def run_to_end(self) -> None:
+        """Run, and set the state to how that ended."""
+        try:
+            self.state = await self.run()
+        except RefusedError as refused:
+            self._fail(refused.detail)
+        except AioshardError as error:
+            if self.task is not None and self.task.cancelling():
+                self.state = "stopped"  # the error is how it ended: a handler that was cancelled has not drained
+            else:
+                self._fail(str(error))
+        except Exception as error:
+            self._fail(f"an unexpected error: {type(error).__name__}; the log has its traceback")
+            raise
+
+    def _fail(self, reason: str) -> None:
+        self.state = "failed"
+        self.error = reason
 
     @abc.abstractmethod
     async def run(self) -> State:
@@ -141,17 +160,15 @@ class Job(abc.ABC):
 
     def as_object(self) -> dict[str, Any]:
         """Return the job for JSON."""
-        dead_letter_topic = self._dead_letter_topic
+        reading = self._reading
         return {
             "job": self.number,
             "kind": self.kind,
             "topic": self.topic,
             "state": self.state,
             "error": self.error,
-            "read": 0 if dead_letter_topic is None else dead_letter_topic.read + dead_letter_topic.others,
-            "offsets": 0
-            if dead_letter_topic is None
-            else sum(log.end - log.start for log in dead_letter_topic.ranges.values()),
+            "read": 0 if reading is None else reading.records_read,
+            "offsets": 0 if reading is None else reading.offsets,
             **self.content(),
         }
 
@@ -170,8 +187,8 @@ class Counting(Job):
 
     async def run(self) -> State:
         """See `Job.run`."""
-        async with opened(self._app, self.topic) as (self._dead_letter_topic, progress_known):
-            survey = await self._dead_letter_topic.survey(self._filters)
+        async with opened(self._app, self.topic) as (self._reading, progress_known):
+            survey = await self._reading.survey(self._filters)
         self._summary = survey.as_object(progress_known=progress_known)
         return "done"
 
@@ -206,10 +223,14 @@ class Trying(Job):
         if not trial.tried:
             raise HandlerError("the dry run has ended before its handler: the app is being stopped")
         (tried,) = trial.tried
-        others = list(map(message_as_object, trial.unattributed)) if payload else len(trial.unattributed)
-        outcome = tried_as_object(tried, payload=payload)
-        self._outcome = {**outcome, "result_text": indented(outcome.get("result")), "hidden": not payload}
-        self._outcome["other_messages"] = others
+        outcome = tried.as_object(payload=payload)
+        others = trial.unattributed
+        self._outcome = {
+            **outcome,
+            "result_text": indented(outcome.get("result")),
+            "hidden": not payload,
+            "other_messages": list(map(message_as_object, others)) if payload else len(others),
+        }
         return "done"
 
     def content(self) -> dict[str, Any]:
@@ -245,7 +266,7 @@ class Sending(Job):
         """Find the dead letters, or send them once the plan is confirmed."""
         async with DeadLetterTopic.opened(self._app.settings, self.topic) as dead_letter_topic:
             if self._plan is None:
-                self._dead_letter_topic = dead_letter_topic
+                self._reading = dead_letter_topic
                 return await self._make_plan(dead_letter_topic)
             return await self._send(dead_letter_topic, self._plan)
 
@@ -399,24 +420,8 @@ class Jobs:
             )
 
     def _begin(self, job: Job) -> None:
-        job.task = self._tasks.start(_run(job), f"{job.kind} dead letters of {job.topic}")
+        job.task = self._tasks.start(job.run_to_end(), f"{job.kind} dead letters of {job.topic}")
         job.task.add_done_callback(job.end)
 
     def _crashed(self, name: str, error: BaseException) -> None:
         logger.error("task %r of the dashboard has failed", name, exc_info=error)
-
-
-async def _run(job: Job) -> None:
-    """Run a job to its end; its state says how it ended."""
-    try:
-        job.state = await job.run()
-    except RefusedError as refused:
-        job.state, job.error = "failed", refused.detail
-    except AioshardError as error:
-        if job.task is not None and job.task.cancelling():
-            job.state = "stopped"  # the error is how it ended: a handler that was cancelled has not drained
-        else:
-            job.state, job.error = "failed", str(error)
-    except Exception as error:
-        job.state, job.error = "failed", f"an unexpected error: {type(error).__name__}; the log has its traceback"
-        raise

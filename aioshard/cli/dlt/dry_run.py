@@ -16,7 +16,7 @@ from aioshard.dead_letters.dead_letter import StoredDeadLetter
 from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.plan import Plan
 from aioshard.dead_letters.reading import DeadLetterTopic
-from aioshard.dead_letters.tries import Trial, Tried, message_as_object, tried_as_object, try_dead_letters
+from aioshard.dead_letters.tries import Trial, Tried, message_as_object, try_dead_letters
 from aioshard.ports import Message
 from aioshard.records import counted
 from aioshard.signals import Signals
@@ -85,7 +85,7 @@ def command(
     content = {
         "topic": topic,
         "beyond_limit": plan.beyond_limit,
-        "tried": list(map(tried_as_object, trial.tried)),
+        "tried": [tried.as_object() for tried in trial.tried],
         "other_messages": list(map(message_as_object, trial.unattributed)),
     }
     print_result(content, [*_lines_of(trial), *remarks_on(topic, plan)], as_json=as_json)
@@ -98,7 +98,7 @@ def _lines_of(trial: Trial) -> Iterator[str]:
     yield f"{total} would succeed; nothing was published or committed"
     for tried in trial.tried:
         yield f"{tried.dead_letter.source} (dead letter {tried.dead_letter.at}): {_outcome_of(tried)}"
-        if tried.record is not tried.dead_letter.original:
+        if tried.is_edited:
             yield f"  changed to: {cut(bytes_as_text(tried.record.value))}"
         yield from map(_line_of_message, tried.messages)
     if trial.unattributed:

@@ -28,7 +28,7 @@ async def read_plan(dead_letter_topic: DeadLetterTopic, selection: Selection) ->
     """
     # Not final: a run that sends takes over first, reads the progress again, and leaves out what is done by then.
     await dead_letter_topic.fetch_progress()
-    async with progress(f"reading {dead_letter_topic.name}", lambda: dead_letter_topic.read):
+    async with progress(f"reading {dead_letter_topic.name}", lambda: dead_letter_topic.dead_letters_read):
         return await make_plan(dead_letter_topic, selection.filters, limit=selection.limit, again=selection.again)
 
 

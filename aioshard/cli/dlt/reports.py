@@ -1,4 +1,4 @@
-"""What a run over dead letters prints: its plan with `--dry-run`, and its result."""
+"""Output of a run over dead letters: its plan with `--dry-run`, and its result."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _SHOWN = 20
 
 
 class Report(NamedTuple):
-    """Prints what a run is going to do, and what it has done."""
+    """Prints the plan of a run, and its result."""
 
     topic: str
     plan: Plan
@@ -30,7 +30,7 @@ class Report(NamedTuple):
         """Print how many dead letters a run would work on.
 
         Args:
-            preview: What the transform would do to them; None without one.
+            preview: The effect of the transform; None without one.
         """
         plan = self.plan
         content: dict[str, Any] = {

@@ -39,7 +39,7 @@ def run_on(
     Args:
         settings: The brokers.
         selection: The dead letters.
-        action: What to do with them.
+        action: The action on them.
         stop: Set by the first signal; ends the run early.
         transform: Changes the records before.
         has_value: Whether the transform is a value for exactly one of them.

@@ -13,7 +13,7 @@ from aioshard.cli.dlt import arguments
 from aioshard.cli.output import cut, moment_as_text, part_as_text, print_result, progress, table
 from aioshard.core.text import as_text, bytes_as_text
 from aioshard.dead_letters.dead_letter import StoredDeadLetter
-from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object
+from aioshard.dead_letters.decoding import Decoded, decode
 from aioshard.dead_letters.filters import Filters
 from aioshard.dead_letters.pages import Cursor, Page, cursor_as_text, read_cursor, read_page
 from aioshard.dead_letters.reading import DeadLetterTopic, Survey
@@ -103,14 +103,14 @@ async def _survey(settings: Settings, topic: str, filters: Filters, newest: int 
     """Return figures about the dead letters that match, and whether it is known which ones are done."""
     async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letter_topic:
         progress_known = await _fetch_progress(dead_letter_topic, required=filters.done is not None)
-        async with progress(f"reading {topic}", lambda: dead_letter_topic.read):
+        async with progress(f"reading {topic}", lambda: dead_letter_topic.dead_letters_read):
             return await dead_letter_topic.survey(filters, newest=newest), progress_known
 
 
 async def _read_page(settings: Settings, topic: str, filters: Filters, cursor: Cursor | None, size: int) -> Page:
     async with DeadLetterTopic.opened(settings, topic, filters.partitions) as dead_letter_topic:
         await _fetch_progress(dead_letter_topic, required=filters.done is not None)
-        async with progress(f"reading {topic}", lambda: dead_letter_topic.read):
+        async with progress(f"reading {topic}", lambda: dead_letter_topic.dead_letters_read):
             return await read_page(dead_letter_topic, filters, cursor=cursor, size=size)
 
 
@@ -131,7 +131,7 @@ async def _fetch_progress(dead_letter_topic: DeadLetterTopic, *, required: bool)
 
 
 async def _values_of(app: App | None, dead_letters: Sequence[StoredDeadLetter]) -> list[Decoded]:
-    return [] if app is None else await decoded(app, dead_letters)
+    return [] if app is None else await decode(app, dead_letters)
 
 
 # Output -------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _objects(dead_letters: Sequence[StoredDeadLetter], values: Sequence[Decoded]
     if not values:
         return [dead_letter.as_object() for dead_letter in dead_letters]
     pairs = zip(dead_letters, values, strict=True)
-    return [{**dead_letter.as_object(), "decoded": decoded_as_object(value)} for dead_letter, value in pairs]
+    return [{**dead_letter.as_object(), "decoded": value.as_object()} for dead_letter, value in pairs]
 
 
 def _counts_in(topic: str, survey: Survey, *, progress_known: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from aioshard import App, Record
 from aioshard.dead_letters.dead_letter import StoredDeadLetter
-from aioshard.dead_letters.decoding import Decoded, decoded, decoded_as_object, value_as_object
+from aioshard.dead_letters.decoding import Decoded, decode, value_as_object
 from aioshard.schema_registry import Avro, SchemaRegistry
 from aioshard.schema_registry.framing import framed
 from aioshard.schema_registry.registries import Registries
@@ -75,21 +75,21 @@ def letter(topic: str, value: bytes | None) -> StoredDeadLetter:
     return StoredDeadLetter(Coordinates("t.dlt", 0, 1), record(1, topic=topic, value=value), failure(), done=False)
 
 
-def decode(topic: str, value: bytes | None) -> Decoded:
-    (found,) = asyncio.run(decoded(app, [letter(topic, value)]))
+def decode_one(topic: str, value: bytes | None) -> Decoded:
+    (found,) = asyncio.run(decode(app, [letter(topic, value)]))
     return found
 
 
 def test_a_value_is_decoded_into_the_type_of_the_handler() -> None:
-    found = decode("orders", b'{"total": "7"}')
+    found = decode_one("orders", b'{"total": "7"}')
 
     assert found == ("on_order", "Order", {"total": 7, "lines": []}, ())
-    assert decode("refunds", b'{"total": 7}').value == {"total": 7}
-    assert decode("later", b"17").value == 17
+    assert decode_one("refunds", b'{"total": 7}').value == {"total": 7}
+    assert decode_one("later", b"17").value == 17
 
 
 def test_every_fault_names_its_field() -> None:
-    found = decode("orders", b'{"total": "x", "lines": [{"price": 1}, {"price": []}, {}]}')
+    found = decode_one("orders", b'{"total": "x", "lines": [{"price": 1}, {"price": []}, {}]}')
 
     assert found.value is None
     assert [location for location, _ in found.faults] == ["total", "lines.1.price", "lines.2.price"]
@@ -101,7 +101,7 @@ def test_every_fault_names_its_field() -> None:
     [("refunds", b'{"total": "x"}', "total"), ("refunds", b"{", ""), ("orders", b"{", ""), ("orders", None, "")],
 )
 def test_a_fault_of_the_whole_value_has_no_location(topic: str, value: bytes | None, location: str) -> None:
-    (fault,) = decode(topic, value).faults
+    (fault,) = decode_one(topic, value).faults
 
     assert fault.location == location
     assert fault.message
@@ -113,9 +113,9 @@ def test_a_value_with_a_schema_registry_is_decoded_although_the_app_does_not_run
     writer = Avro(REGISTRY, schema=schema, auto_register=True)
     number, text = (asyncio.run(Registries().encode(writer, "avro", {"total": total})) for total in ("7", "x"))
 
-    assert decode("avro", number) == ("on_avro", "Order", {"total": 7, "lines": []}, ())
-    assert [location for location, _ in decode("avro", text).faults] == ["total"]
-    assert "0x78" in decode("avro", b"x").faults[0].message
+    assert decode_one("avro", number) == ("on_avro", "Order", {"total": 7, "lines": []}, ())
+    assert [location for location, _ in decode_one("avro", text).faults] == ["total"]
+    assert "0x78" in decode_one("avro", b"x").faults[0].message
 
 
 @pytest.mark.parametrize("status", [200, 503])
@@ -131,7 +131,7 @@ def test_a_schema_registry_is_asked_once_for_all_dead_letters(status: int) -> No
             @other.consume("avro")
             async def on_order(order: Annotated[Order, Avro(SchemaRegistry(fake.url))]) -> None: ...
 
-            found = await decoded(other, [letter("avro", framed(7, b"\x0e"))] * 3)
+            found = await decode(other, [letter("avro", framed(7, b"\x0e"))] * 3)
 
             assert fake.requests.total() == 1
             if status == 200:
@@ -143,14 +143,14 @@ def test_a_schema_registry_is_asked_once_for_all_dead_letters(status: int) -> No
 
 
 def test_an_error_of_the_decoder_itself_is_shown() -> None:
-    (fault,) = decode("broken", b"v").faults
+    (fault,) = decode_one("broken", b"v").faults
 
     assert "RuntimeError: no schema registry" in fault.message
 
 
 @pytest.mark.parametrize(("topic", "handler"), [("raw", "on_raw"), ("unknown", None)])
 def test_a_value_that_no_handler_decodes_is_shown_as_it_is(topic: str, handler: str | None) -> None:
-    assert decode(topic, b"text") == (handler, None, "text", ())
+    assert decode_one(topic, b"text") == (handler, None, "text", ())
 
 
 class Circle:
@@ -177,10 +177,10 @@ def test_hidden_payloads_show_positions_and_classes_only() -> None:
         failure(message="secret"),
         done=False,
     )
-    (found,) = asyncio.run(decoded(app, [secret]))
+    (found,) = asyncio.run(decode(app, [secret]))
 
     shown: Any = secret.as_object(payload=False)
-    faults: Any = decoded_as_object(found, payload=False)
+    faults: Any = found.as_object(payload=False)
 
     assert "secret" not in repr(shown) + repr(faults)
     assert shown["hidden"] is True

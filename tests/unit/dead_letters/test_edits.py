@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from aioshard import Message, message
 from aioshard.dead_letters.audit import positions_as_text
-from aioshard.dead_letters.edits import ANY_PARTITION, edited, with_value
+from aioshard.dead_letters.edits import ANY_PARTITION, transformed, with_value
 from aioshard.errors import MessageError
 from aioshard.records import Record
 from tests.support.dead_letters import record
@@ -31,18 +31,18 @@ class Order(BaseModel):
     ],
 )
 def test_a_returned_value_replaces_the_value_only(result: object, value: bytes) -> None:
-    assert asyncio.run(edited(ORIGINAL, lambda _: result)) == ORIGINAL._replace(value=value)
+    assert asyncio.run(transformed(ORIGINAL, lambda _: result)) == ORIGINAL._replace(value=value)
 
 
 def test_none_leaves_a_dead_letter_alone() -> None:
-    assert asyncio.run(edited(ORIGINAL, lambda _: None)) is None
+    assert asyncio.run(transformed(ORIGINAL, lambda _: None)) is None
 
 
 def test_a_returned_record_replaces_key_value_and_headers_but_not_the_position() -> None:
     def fix(original: Record) -> Record:
         return original._replace(key=b"bob", value=None, headers=(), offset=7, partition=9)
 
-    assert asyncio.run(edited(ORIGINAL, fix)) == ORIGINAL._replace(key=b"bob", value=None, headers=())
+    assert asyncio.run(transformed(ORIGINAL, fix)) == ORIGINAL._replace(key=b"bob", value=None, headers=())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_returned_record_replaces_key_value_and_headers_but_not_the_position()
     ],
 )
 def test_a_returned_message_chooses_topic_and_partition(result: Message, topic: str, partition: int) -> None:
-    found = asyncio.run(edited(ORIGINAL, lambda _: result))
+    found = asyncio.run(transformed(ORIGINAL, lambda _: result))
 
     assert found == ORIGINAL._replace(topic=topic, partition=partition, key=b"bob", value=b"v", headers=())
 
@@ -64,7 +64,7 @@ def test_a_transform_may_be_a_coroutine_function() -> None:
         await asyncio.sleep(0)
         return (original.value or b"") + b"!"
 
-    assert asyncio.run(edited(ORIGINAL, fix)) == ORIGINAL._replace(value=b"41!")
+    assert asyncio.run(transformed(ORIGINAL, fix)) == ORIGINAL._replace(value=b"41!")
 
 
 NOT_BYTES: Any = "text"
@@ -73,11 +73,11 @@ NOT_BYTES: Any = "text"
 @pytest.mark.parametrize("result", [ORIGINAL._replace(value=NOT_BYTES), Message("no topic!", b""), object()])
 def test_a_result_that_cannot_be_sent_is_refused(result: object) -> None:
     with pytest.raises(MessageError):
-        asyncio.run(edited(ORIGINAL, lambda _: result))
+        asyncio.run(transformed(ORIGINAL, lambda _: result))
 
 
 def test_a_value_is_a_transform() -> None:
-    assert asyncio.run(edited(ORIGINAL, with_value(b"\xff"))) == ORIGINAL._replace(value=b"\xff")
+    assert asyncio.run(transformed(ORIGINAL, with_value(b"\xff"))) == ORIGINAL._replace(value=b"\xff")
 
 
 def test_positions_in_the_audit_log_are_complete_and_short() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App, Batch, Context, DeadLetter, Record, Retry, message
 from aioshard.dead_letters.dead_letter import StoredDeadLetter
-from aioshard.dead_letters.tries import Tried, tried_as_object, try_dead_letters
+from aioshard.dead_letters.tries import Tried, try_dead_letters
 from aioshard.errors import HandlerError
 from aioshard.ports import Message
 from aioshard.serde.side_records import Coordinates
@@ -170,7 +170,7 @@ def test_a_transform_changes_leaves_or_fails() -> None:
     assert (left.error, left.left_alone, left.messages, left.seconds) == (None, True, (), None)
     assert failed.error == "the transform failed: KeyError: 'currency'"
     assert shop.ran == [("orders", 1)]
-    assert tried_as_object(changed)["edited"] is True
+    assert changed.as_object()["edited"] is True
 
 
 @pytest.mark.parametrize("transform", [None, lambda _: message("elsewhere", b"")])
@@ -188,11 +188,11 @@ def test_a_hidden_payload_is_not_in_the_result() -> None:
     shop = Shop()
     trial = run(try_dead_letters(shop.app, [letter(1, value=b"bad")]))
 
-    shown = tried_as_object(trial.tried[0], payload=False)
+    shown = trial.tried[0].as_object(payload=False)
 
     assert (shown["error"], shown["messages"], shown["succeeded"]) == ("ValueError", 3, False)
     assert "bad" not in repr(shown)
-    assert {published["topic"] for published in tried_as_object(trial.tried[0])["messages"]} == set(EVERYWHERE[:3])
+    assert {published["topic"] for published in trial.tried[0].as_object()["messages"]} == set(EVERYWHERE[:3])
 
 
 def test_a_stop_leaves_the_rest_out() -> None:
