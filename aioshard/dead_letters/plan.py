@@ -1,6 +1,7 @@
 """Which dead letters a run works on: found before it begins, so that an operator sees how many there are."""
 
 import dataclasses
+import uuid
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from aioshard.dead_letters.dead_letter import Position
 from aioshard.dead_letters.filters import EVERYTHING, Filters
 from aioshard.dead_letters.reading import DeadLetterTopic
 from aioshard.dead_letters.results import WorkItem
+from aioshard.errors import TransportError
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,13 +38,25 @@ class Plan:
     """The offsets of all dead letters, by partition."""
     again: bool = False
     """Whether dead letters that are done are included."""
+    topic_id: uuid.UUID | None = None
+    """The id of the dead-letter topic, if its brokers give ids: another topic of this name has other dead letters."""
 
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self.due)
 
     def adopt(self, topic: DeadLetterTopic) -> None:
-        """Leave out what is done by now, according to the progress of *topic*, which learns all dead letters."""
+        """Leave out what is done by now, according to the progress of *topic*, which learns all dead letters.
+
+        Raises:
+            TransportError: The topic was deleted and created again after this plan was made.
+        """
+        if topic.topic_id != self.topic_id:
+            raise TransportError(
+                f"topic {topic.name!r} was deleted and created again after the dead letters were selected: nothing was "
+                "changed; select them again",
+                retriable=False,
+            )
         for number, offsets in self.offsets.items():
             for offset in offsets:
                 topic.progress[number].add(offset)
@@ -103,7 +117,7 @@ async def make_plan(
     Raises:
         TransportError: The records cannot be read.
     """
-    plan = Plan(again=again, offsets={number: array("q") for number in topic.ranges})
+    plan = Plan(again=again, offsets={number: array("q") for number in topic.ranges}, topic_id=topic.topic_id)
     positions: dict[bytes, list[Position]] = {}
     """The dead letters of each record that are due."""
     chosen: dict[bytes, _Chosen] = {}

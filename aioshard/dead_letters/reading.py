@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import heapq
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
@@ -39,6 +40,8 @@ class DeadLetterTopic:
         self.others_read = 0
         """Number of other records read."""
         self.administration = administration
+        self.topic_id: uuid.UUID | None = None
+        """The id of the topic when the progress was fetched last; None before that, and from brokers without ids."""
         self.progress = {number: ReplayProgress() for number in reader.ranges}
         """Which ones are done, by partition."""
         self.plain_commits: Mapping[TopicPartition, Committed | None] = {}
@@ -87,7 +90,9 @@ class DeadLetterTopic:
         return sum(log.end - log.start for log in self.ranges.values())
 
     async def fetch_progress(self, *, wait: bool = False) -> None:
-        """Fetch which dead letters are done. Progress beyond the end belongs to a deleted topic.
+        """Fetch which dead letters are done, and the id of the topic.
+
+        Progress beyond the end belongs to a deleted topic.
 
         Args:
             wait: Whether to wait for a transaction of another run that may still store more; it takes up to
@@ -97,6 +102,7 @@ class DeadLetterTopic:
             AuthorizationError: This user may not read with a group that stores the progress.
             TransportError: The brokers did not answer.
         """
+        self.topic_id = await self.administration.topic_id(self.name)
         partitions = [TopicPartition(self.name, number) for number in self.ranges]
         group_commits = self.administration.group_commits
         self.plain_commits = await group_commits(progress_group(self.name), partitions)

@@ -1,6 +1,7 @@
 """Admin requests: topics, logs and groups."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -159,6 +160,19 @@ class KafkaAdmin:
         if not leaders:
             raise TransportError(f"topic {topic!r} does not exist: create it, or check its name")
         return frozenset(leaders)
+
+    async def topic_id(self, topic: str) -> uuid.UUID | None:
+        """Return the id of a topic, which is another one once the topic was deleted and created again.
+
+        None if the topic does not exist, or if its brokers give no ids: those before Kafka 2.8.
+        """
+
+        async def topic_id() -> uuid.UUID | None:
+            described = await self._cluster.describe([topic])
+            known = described.topics.get(topic)
+            return None if known is None else known.topic_id
+
+        return await self._with_retries(topic_id, f"return the id of topic {topic!r}")
 
     async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
         """Return settings of a topic; the broker's default where the topic does not override it."""

@@ -28,6 +28,7 @@ async def test_replay_progress_is_kept_for_years_without_members(kafka: SharedKa
     await producer.close()
 
     async with DeadLetterTopic.opened(settings, letters_topic) as dead_letters:
+        await dead_letters.fetch_progress()
         plan = await make_plan(dead_letters, EVERYTHING)
         async with Ledger.opened(settings, dead_letters) as ledger:
             plan.adopt(dead_letters)

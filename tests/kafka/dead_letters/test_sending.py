@@ -135,6 +135,21 @@ async def test_a_run_whose_plan_is_older_than_another_run_sends_nothing_again(ou
     assert sorted(await outage.arrived()) == list(range(10))
 
 
+async def test_a_plan_is_not_carried_out_on_another_topic_of_that_name(outage: Outage) -> None:
+    """The topic is deleted and created again while an operator thinks about the question."""
+    async with outage.opened() as topic:
+        replay = await outage.planned(topic)
+        await outage.kafka.delete_topic(outage.topic)
+        await outage.kafka.create_topic(outage.topic, 2, FOREVER)
+        await outage.write(*(outage.record(number) for number in range(20, 30)))
+        with pytest.raises(TransportError, match="created again"):
+            await replay.run(outage.settings)
+
+    assert replay.result.total() == 0
+    assert await outage.arrived() == []
+    assert await outage.due() == list(range(20, 30))
+
+
 async def test_a_run_that_was_killed_in_a_transaction_keeps_nobody_from_looking_or_continuing(outage: Outage) -> None:
     """Its transaction stays open until its timeout, or until another run takes over."""
     group = sending_group(outage.topic)
