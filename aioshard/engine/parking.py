@@ -19,7 +19,7 @@ from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.log_fields import get_logger
 from aioshard.observe import ParkedKey
-from aioshard.ports import Message, Publish, SideTopics
+from aioshard.ports import UNKNOWN_OFFSET, Message, Publish, SideTopics
 from aioshard.records import Record, TopicPartition, counted
 from aioshard.serde.side_records import (
     Failure,
@@ -261,6 +261,7 @@ class Parking:
             due = due_by_policy
         # An operator may drop it while it runs, and while it is written.
         if parked.keys.get(entry.offset) is entry:
+            entry.stored_at = UNKNOWN_OFFSET
             stored_at = await self._write(delivery, failure, generation=entry.generation, due=due, retries=retries)
             entry.stored_at = max(entry.stored_at, stored_at)
             entry.retries = retries

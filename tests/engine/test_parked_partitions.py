@@ -7,7 +7,7 @@ import pytest
 from aioshard.core.parking import NEVER
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.parked_partition import ParkedPartition
-from aioshard.ports import FetchedBatch, Message
+from aioshard.ports import UNKNOWN_OFFSET, FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
@@ -44,8 +44,8 @@ def parked(
     return stored(message, at)
 
 
-def removed(offset: int, at: int, generation: int) -> Record:
-    return stored(tombstone("parked", StorageKey(Coordinates("orders", 0, offset), generation)), at)
+def removed(offset: int, at: int, generation: int, *, by: int | None = None) -> Record:
+    return stored(tombstone("parked", StorageKey(Coordinates("orders", 0, offset), generation), by=by), at)
 
 
 def stored(message: Message, at: int) -> Record:
@@ -109,10 +109,10 @@ def test_a_tombstone_of_another_generation_removes_nothing() -> None:
 def test_a_removal_by_a_later_owner_is_ignored_here() -> None:
     """A stale member must not continue with the key: the owner runs the record first."""
     made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
-    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=8), 2))
+    made.read(removed(3, 2, 5, by=8))
     assert offsets(made) == [3, 4]
-    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=6), 3))
-    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 4), 5)), 4))
+    made.read(removed(3, 3, 5, by=6))
+    made.read(removed(4, 4, 5))
     assert offsets(made) == []
 
 
@@ -120,10 +120,51 @@ def test_a_tombstone_older_than_the_parked_record_removes_nothing() -> None:
     """It is read after the park was acknowledged, though it lies before it."""
     made, _ = restored()
     acknowledged(made, 3, stored_at=10)
-    made.read(removed(3, 9, 7))
+    made.read(removed(3, 9, 7, by=7))
     assert offsets(made) == [3]
-    made.read(removed(3, 11, 7))
+    made.read(removed(3, 11, 7, by=7))
     assert offsets(made) == []
+
+
+@pytest.mark.parametrize("stored_at", [3, UNKNOWN_OFFSET], ids=["acknowledged", "being written"])
+@pytest.mark.parametrize("exactly_once", [False, True])
+def test_an_operator_drops_a_record_also_if_it_is_parked_again_after_the_tombstone(
+    stored_at: int, exactly_once: bool
+) -> None:
+    """Otherwise the later copy would be parked for the next owner, which would run the record."""
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5), exactly_once=exactly_once)
+    (entry, _) = made.keys
+    entry.stored_at = stored_at
+    made.read(removed(3, 2, 5))
+    assert offsets(made) == [4]
+    assert made.outgoing() == [], "the copy may not be visible yet"
+    made.read(parked(3, 3, 5, retries=1))
+    assert [read_parked(stored(message, 4)) for message in made.outgoing()] == [
+        Removed(StorageKey(Coordinates("orders", 0, 3), 5), by=7)
+    ]
+    assert offsets(made) == [4]
+
+
+def test_a_tombstone_of_an_owner_does_not_remove_a_record_that_is_being_written() -> None:
+    """It may be from before a seek, after which the record was delivered again and failed again."""
+    made, _ = restored()
+    acknowledged(made, 3, stored_at=UNKNOWN_OFFSET)
+    made.read(removed(3, 1, 7, by=7))
+    made.read(parked(3, 2, 7))
+    assert [(entry.offset, entry.stored_at) for entry in made.keys] == [(3, 2)]
+
+
+def test_an_operator_may_drop_a_record_before_its_park_is_acknowledged() -> None:
+    """Otherwise its key would wait for a record that is not in the side topic."""
+    made, _ = restored()
+    delivery = arrive(made, 100)
+    made.source.open()
+    made.read(parked(100, 0, 7))
+    made.read(removed(100, 1, 7))
+    acknowledged(made, 100, stored_at=0)
+    assert offsets(made) == []
+    made.source.complete(delivery)
+    assert [message.key for message in made.outgoing()] == [b"orders/0/100@7"]
 
 
 def test_records_parked_in_a_later_generation_belong_to_another_owner() -> None:

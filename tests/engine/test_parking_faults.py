@@ -15,7 +15,7 @@ from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, release, tombstone
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
-from tests.engine.live_apps import until
+from tests.engine.live_apps import engine_of, until
 
 PARKED = "orders.parked"
 ONCE = Retry(attempts=1)
@@ -25,12 +25,18 @@ class Ledger:
     """A handler that fails for the keys that are broken, and notes what it has processed and when it ran."""
 
     def __init__(
-        self, *, takes: float = 0.01, delay: float = 10.0, attempts: int | None = None, retry: Retry = ONCE
+        self,
+        *,
+        takes: float = 0.01,
+        delay: float = 10.0,
+        attempts: int | None = None,
+        retry: Retry = ONCE,
+        **settings: Any,
     ) -> None:
         self.broken = {b"k"}
         self.done: defaultdict[bytes, list[int]] = defaultdict(list)
         self.runs: list[tuple[float, int]] = []
-        self.app = App("parking", commit_interval=0.1, drain_timeout=2.0)
+        self.app = App("parking", commit_interval=0.1, drain_timeout=2.0, **settings)
 
         @self.app.consume("orders", retry=retry, on_failure=Park(PARKED, delay=delay, attempts=attempts))
         async def handle(record: Record) -> None:
@@ -81,6 +87,55 @@ def test_a_record_dropped_during_its_replay_is_not_parked_again() -> None:
             assert sum(record.value is not None for record in client.records(PARKED)) == 1
 
     run(test())
+
+
+class HeldFollower(InMemorySideTopics):
+    """The reader that follows the side topics is late, as long as a test says."""
+
+    may_poll = asyncio.Event()
+
+    async def poll(self, timeout: float) -> Sequence[Record]:
+        await self.may_poll.wait()
+        return await super().poll(timeout)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["seen before", "seen with"])
+def test_a_record_dropped_while_a_transaction_parks_it_again_stays_dropped(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy that the transaction brings comes after the drop: the next owner would run it."""
+    ledger = Ledger(delay=5.0, processing_guarantee="exactly_once")
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", HeldFollower)
+
+    async def test() -> None:
+        monkeypatch.setattr(HeldFollower, "may_poll", asyncio.Event())
+        HeldFollower.may_poll.set()
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(ledger.app, broker=broker) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(storage_keys(broker)) == 1)
+            committer = engine_of(ledger.app).committer
+            committer._interval = 1_000.0
+            await until(lambda: len(ledger.runs) == 2)
+            await asyncio.sleep(1.0)
+            assert len(broker.records(PARKED)) == 1, "it is parked again by a transaction that has not begun"
+            if is_late:
+                HeldFollower.may_poll.clear()
+                await asyncio.sleep(2.0)
+            drop(broker, 0)
+            await asyncio.sleep(1.0)
+            committer._interval = 0.01
+            committer._wake()
+            await until(lambda: sum(record.value is not None for record in broker.records(PARKED)) == 2)
+            HeldFollower.may_poll.set()
+            await until(lambda: not storage_keys(broker), timeout=60.0)
+            await asyncio.sleep(60.0)
+            assert storage_keys(broker) == set()
+        async with TestClient(ledger.app, broker=broker):
+            await asyncio.sleep(60.0)
+
+    run(test())
+    assert len(ledger.runs) == 2
 
 
 def test_a_record_that_cannot_be_parked_can_be_skipped() -> None:
