@@ -83,7 +83,7 @@ class ParkedPartition(Epoch):
         self.unread: dict[int, str] = {}
         """Parked records that could not be read when they were due, by offset, each with the reason."""
         self.read_to = sys.maxsize
-        """Next offset of the side topic to process; beyond any offset until the initial read is complete."""
+        """Where the initial read ended: `read` ignores earlier records, and all records until then."""
         self._start = source.tracker.position
         self._stored: dict[StorageKey, tuple[ParkedEntry, Failure]] = {}
         """Records that were in the side topic when we got the partition, until it is clear whether they are parked."""
@@ -174,7 +174,6 @@ class ParkedPartition(Epoch):
         decoded = read_parked(record)
         if not self._is_ours(decoded):
             return
-        self.read_to = record.offset + 1
         match decoded:
             # 1. A record was parked, by us or by a stale member.
             case ParkedRecord():
@@ -197,7 +196,6 @@ class ParkedPartition(Epoch):
         if known is None or known.generation != storage_key.generation:
             return False
         known.stored_at = max(known.stored_at, record.offset)
-        self.read_to = record.offset + 1
         return True
 
     def _is_ours(self, decoded: ParkedRecord | Removed | ReleaseRequest | None) -> bool:
@@ -307,8 +305,11 @@ class ParkedPartition(Epoch):
 
     @property
     def may_replay(self) -> bool:
-        """Whether due records may be replayed now."""
-        return self.source.gate is Gate.OPEN and self.gate is Gate.OPEN
+        """Whether due records may be replayed now.
+
+        The gate of the partition decides: a pause from before it was ours does not close that of its replays.
+        """
+        return self.source.gate is Gate.OPEN
 
     def replay(self, entry: ParkedEntry, record: Record, key: ShardKey, now: float) -> Replay:
         """Create the delivery of a parked record."""

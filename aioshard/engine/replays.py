@@ -109,7 +109,6 @@ class Replays:
         """Forget a partition that has ended, with its records that were read ahead."""
         self._read_ahead.pop(parked).clear()
         self._unreadable.pop(parked, None)
-        self.wake()
 
     def wake(self) -> None:
         """Look for due records now: something has changed."""
@@ -150,8 +149,6 @@ class Replays:
         # Each partition is the first in turn: none may use all the room again and again.
         begin = next(self._turn) % max(len(partitions), 1)
         for parked in partitions[begin:] + partitions[:begin]:
-            if room <= 0:
-                break
             skipped: list[ParkedEntry] = []
             queued, is_short = self._replay(parked, room, skipped)
             self._put_back(parked, skipped)

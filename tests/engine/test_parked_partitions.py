@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from aioshard.core.finished_offsets import Run
 from aioshard.core.parking import NEVER
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.parked_partition import ParkedPartition
@@ -53,11 +54,16 @@ def stored(message: Message, at: int) -> Record:
 
 
 def restored(
-    *before: Record, start: int = 100, generation: int = 7, exactly_once: bool = False
+    *before: Record,
+    start: int = 100,
+    generation: int = 7,
+    exactly_once: bool = False,
+    finished_ahead: tuple[Run, ...] = (),
 ) -> tuple[ParkedPartition, list[Message]]:
     """The parked records of an assigned partition; *before* are the records in its side topic."""
     buffer = make_buffer(1_000, 1 << 20)
     epoch = Epoch(ORDERS, 1, start, buffer)
+    epoch.finished_ahead = finished_ahead
     made = ParkedPartition(
         epoch,
         STORED_IN.topic,
@@ -173,6 +179,37 @@ def test_records_parked_in_a_later_generation_belong_to_another_owner() -> None:
     assert answers == []
     made.read(parked(4, 1, 8))
     assert made.outgoing() == []
+
+
+def test_a_record_that_finished_beyond_the_committed_offset_stays_parked() -> None:
+    """The partition does not deliver it again: a commit lists it as complete."""
+    made, answers = restored(parked(3, 0, 5), parked(5, 1, 5), parked(6, 2, 5), start=4, finished_ahead=(Run(5, 6),))
+    assert offsets(made) == [3, 5]
+    assert [answer.key for answer in answers] == [b"orders/0/6@5"]
+
+
+def test_a_late_copy_of_a_stale_member_is_removed_while_the_record_is_parked() -> None:
+    """Left there it would be a parked record once the one that counts is finished."""
+    made, _ = restored(parked(3, 0, 6))
+    made.read(parked(3, 1, 5))
+    assert [message.key for message in made.outgoing()] == [b"orders/0/3@5"]
+    assert [(entry.generation, entry.stored_at) for entry in made.keys] == [(6, 0)]
+
+
+def test_the_latest_copy_is_read_although_an_earlier_one_is_seen_after_its_acknowledgment() -> None:
+    """An earlier write was stored too, and its acknowledgment was lost."""
+    made, _ = restored()
+    acknowledged(made, 3, stored_at=10)
+    made.read(parked(3, 8, 7))
+    assert [entry.stored_at for entry in made.keys] == [10]
+
+
+def test_records_count_that_are_written_after_the_side_topic_was_truncated() -> None:
+    """Its leader has lost the last records, and new ones have their offsets."""
+    made, _ = restored(parked(3, 0, 5))
+    made.read(parked(100, 9, 7))
+    made.read(removed(3, 5, 5))
+    assert offsets(made) == []
 
 
 def test_after_a_group_reset_records_of_later_generations_are_adopted() -> None:
@@ -306,6 +343,44 @@ def test_a_release_is_answered_only_once_it_is_done() -> None:
     made.remove(3)
     assert made.outgoing() == [release("parked", Coordinates("orders", 0, 3), answered=True)]
     assert made.outgoing() == [], "it was answered"
+
+
+def test_an_answered_release_is_not_repeated_by_the_next_owner() -> None:
+    """Both are in the side topic until it is compacted."""
+    named = Coordinates("orders", 0, 3)
+    asked, answer = release("parked", named), release("parked", named, answered=True)
+    made, _ = restored(parked(3, 0, 5, due=NEVER), stored(asked, 1), stored(answer, 2))
+    assert made.keys.next_due == NEVER
+
+
+def test_an_owner_ignores_answers_to_releases() -> None:
+    """Otherwise its own answer would release a key that has failed again, without end."""
+    made, _ = restored(parked(3, 0, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3), answered=True), 1))
+    assert made.keys.next_due == 60.0
+    assert made.outgoing() == []
+
+
+def test_all_releases_of_a_key_are_answered() -> None:
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
+    for number, offset in enumerate((3, 4), start=2):
+        made.read(stored(release("parked", Coordinates("orders", 0, offset)), number))
+    made.remove(3)
+    made.remove(4)
+    assert made.outgoing() == [release("parked", Coordinates("orders", 0, n), answered=True) for n in (3, 4)]
+
+
+def test_a_key_that_fails_again_has_its_latest_reason_and_due_time() -> None:
+    made, _ = restored(parked(3, 0, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3)), 1))
+    again = FAILURE._replace(message="again")
+    entry = made.keys.take_due(60.0)
+    assert entry is not None
+    entry.due = 90.0
+    made.failed_again(entry, again)
+    assert made.failures == {b"k": again}
+    assert made.keys.next_due == 90.0
+    assert made.outgoing() == [release("parked", Coordinates("orders", 0, 3), answered=True)]
 
 
 def test_a_release_stays_unanswered_until_its_key_can_run() -> None:

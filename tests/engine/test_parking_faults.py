@@ -138,6 +138,74 @@ def test_a_record_dropped_while_a_transaction_parks_it_again_stays_dropped(
     assert len(ledger.runs) == 2
 
 
+def test_a_late_reader_of_the_side_topic_does_not_delay_parked_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The acknowledgment says where the copy is that is read next."""
+    ledger = Ledger(delay=5.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", HeldFollower)
+
+    async def test() -> None:
+        monkeypatch.setattr(HeldFollower, "may_poll", asyncio.Event())
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(21.0)
+            assert len(ledger.runs) == 5
+            client.broker.log(PARKED, 0).compact()
+            await asyncio.sleep(5.0)
+            assert len(ledger.runs) == 6
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            ledger.broken.clear()
+            await until(lambda: ledger.done[b"k"] == [0, 1], timeout=6.0)
+
+    run(test())
+
+
+def test_a_record_of_an_earlier_owner_is_parked_once_and_then_removed() -> None:
+    """Under another key of the side topic it would be parked twice, and one copy would stay."""
+    ledger = Ledger(delay=5.0)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(ledger.app, broker=broker) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+        async with TestClient(ledger.app, broker=broker):
+            await until(lambda: len(ledger.runs) == 2)
+            await asyncio.sleep(1.0)
+            assert storage_keys(broker) == {"orders/0/0@1"}
+            ledger.broken.clear()
+            await until(lambda: ledger.done[b"k"] == [0])
+            await until(lambda: storage_keys(broker) == set(), timeout=5.0)
+
+    run(test())
+
+
+def test_a_record_whose_transaction_has_not_ended_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is due, and cannot be read yet."""
+    ledger = Ledger(delay=5.0, processing_guarantee="exactly_once")
+    waits: list[float] = []
+    wait_for_at_most = anyio.move_on_after
+
+    def counted(delay: float) -> anyio.CancelScope:
+        waits.append(delay)
+        return wait_for_at_most(delay)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.settle()
+            engine_of(ledger.app).committer._interval = 1_000.0
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(ledger.runs) == 1)
+            with monkeypatch.context() as patched:
+                patched.setattr(anyio, "move_on_after", counted)
+                await asyncio.sleep(50.0)
+            assert len(ledger.runs) == 1
+            engine_of(ledger.app).committer._interval = 0.01
+
+    run(test())
+    assert 0 < len(waits) < 100
+
+
 def test_a_record_that_cannot_be_parked_can_be_skipped() -> None:
     ledger = Ledger()
 
@@ -250,6 +318,9 @@ def test_parked_records_of_a_paused_partition_do_not_run() -> None:
             ledger.app.pause("orders", 0)
             await asyncio.sleep(20.0)
             client.group.rebalance()
+            await asyncio.sleep(20.0)
+            await client.revoke("orders", 0)
+            await client.assign("orders", 0)
             await asyncio.sleep(20.0)
             assert len(ledger.runs) == 1
             ledger.broken.clear()
