@@ -419,7 +419,10 @@ def test_waiting_replays_are_dropped_with_their_partition() -> None:
             await client.settle(timeout=60.0)
             await until(lambda: len(ledger.runs) == 4)
             await asyncio.sleep(1.0)
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
             await client.revoke("orders", 0)
+            assert parking._side.position(TopicPartition(PARKED, 0)) == 0, "it is not followed any more"
             await asyncio.sleep(60.0)
             assert len(ledger.runs) == 4, "it is another member's now"
             ledger.broken.clear()
@@ -488,6 +491,26 @@ def test_a_key_released_during_its_fetch_runs_once(monkeypatch: pytest.MonkeyPat
     run(test())
 
 
+def test_a_record_may_be_dropped_and_compacted_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(delay=10.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", SlowReads)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=20.0)
+            await asyncio.sleep(12.0)
+            drop(client.broker, 0)
+            client.broker.log(PARKED, 0).compact()
+            await asyncio.sleep(10.0)
+            assert len(ledger.runs) == 1
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            assert parking.trouble is None
+
+    run(test())
+
+
 class OneUnwritable(InMemoryProducer):
     """Of one side partition nothing is acknowledged."""
 
@@ -526,6 +549,70 @@ def test_an_unwritable_side_partition_does_not_delay_releases_of_others(
             monkeypatch.setattr(OneUnwritable, "unwritable", False)
             await until(lambda: storage_keys(client.broker) == set(), timeout=60.0)
             await until(lambda: parked.trouble is None, timeout=5.0)
+
+    run(test())
+
+
+def test_an_answer_that_could_not_be_written_ends_with_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next owner answers."""
+    ledger = Ledger(delay=1_000_000.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemoryProducer", OneUnwritable)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            monkeypatch.setattr(OneUnwritable, "unwritable", True)
+            request(client.broker, 7)
+            await asyncio.sleep(5.0)
+            await client.revoke("orders", 0)
+            monkeypatch.setattr(OneUnwritable, "unwritable", False)
+            await asyncio.sleep(5.0)
+            assert client.records(PARKED)[-1].value == b"1"
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            assert parking.trouble is None
+
+    run(test())
+
+
+def test_a_side_topic_that_cannot_be_followed_is_reported_until_it_can() -> None:
+    ledger = Ledger(delay=1_000_000.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            client.broker.fail_fetches(PARKED, 0, TransportError("the disk is on fire"))
+            await asyncio.sleep(10.0)
+            assert parking.trouble == "the disk is on fire"
+            client.broker.fail_fetches(PARKED, 0, None)
+            await asyncio.sleep(10.0)
+            assert parking.trouble is None
+
+    run(test())
+
+
+def test_a_parked_record_is_released_in_its_own_partition() -> None:
+    ledger = Ledger(delay=1_000_000.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            for partition in (0, 1):
+                await client.publish("orders", b"", key=b"k", partition=partition)
+            await client.settle()
+            ledger.app.release_parked("orders", 1, 0)
+            await until(lambda: len(ledger.runs) == 3, timeout=1.0)
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            retries = {
+                parked.topic_partition.partition: [entry.retries for entry in parked.keys]
+                for parked in parking.partitions
+                if parked.keys.keys
+            }
+            assert retries == {0: [0], 1: [1]}
 
     run(test())
 

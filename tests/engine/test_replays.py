@@ -15,6 +15,7 @@ from aioshard.core.sharding import fixed_shard
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
 from aioshard.errors import TransportError
+from aioshard.ports import UNKNOWN_OFFSET
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Removed, read_parked
 from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
@@ -330,7 +331,7 @@ def test_records_that_were_read_leave_the_buffer_with_their_partition() -> None:
             await client.settle(timeout=100.0)
             outage.is_over = True
             app.release_parked("orders", 0, 0)
-            await until(lambda: outage.count(b"bad") == 2)
+            await until(lambda: outage.count(b"bad") == 2, timeout=1.0)
             assert engine_of(app).buffer.records > 0
             await client.revoke("orders", 0)
             assert (engine_of(app).buffer.records, engine_of(app).buffer.bytes) == (0, 0)
@@ -588,6 +589,38 @@ def test_a_read_that_fails_after_the_end_of_its_partition_leaves_nothing(monkeyp
             parking = engine_of(app).handlers[0].parking
             assert parking is not None
             assert parking.replays._unreadable == {}
+
+    run(test())
+
+
+@pytest.mark.parametrize("stored_at", [0, UNKNOWN_OFFSET], ids=["not due", "written again"])
+def test_nothing_is_read_of_a_record_that_changes_before_its_read_begins(
+    stored_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read is a task: an operator may drop the record, or its key may fail, before it begins."""
+    outage = Outage()
+    app = outage.app(delay=5.0)
+    reads: list[object] = []
+
+    async def counted(*arguments: object) -> Sequence[Record]:
+        reads.append(arguments)
+        return ()
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 1, 1)
+            await client.settle()
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            (parked,) = parking.partitions
+            (entry,) = parked.keys
+            if stored_at == UNKNOWN_OFFSET:
+                entry.stored_at = stored_at
+                parked.keys.release(entry.key)
+            with monkeypatch.context() as patch:
+                patch.setattr(InMemorySideTopics, "read", counted)
+                await parking.replays._read(parked)
+            assert reads == []
 
     run(test())
 
