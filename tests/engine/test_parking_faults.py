@@ -10,7 +10,8 @@ import pytest
 
 from aioshard import App, Batch, Park, Record, Retry
 from aioshard.engine import parking
-from aioshard.errors import NotDrainedError, TransportError
+from aioshard.engine.epoch import Epoch
+from aioshard.errors import NotDrainedError, SideTopicError, TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, release, tombstone
@@ -591,6 +592,22 @@ def test_a_side_topic_that_cannot_be_followed_is_reported_until_it_can() -> None
             client.broker.fail_fetches(PARKED, 0, None)
             await asyncio.sleep(10.0)
             assert parking.trouble is None
+
+    run(test())
+
+
+def test_a_side_topic_must_have_as_many_partitions_as_a_topic_that_has_grown() -> None:
+    ledger = Ledger()
+
+    async def test() -> None:
+        async with TestClient(ledger.app, broker=InMemoryBroker(partitions=2)) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            epoch = Epoch(TopicPartition("orders", 2), 1, 0, engine_of(ledger.app).buffer)
+            with pytest.raises(SideTopicError, match="has 2 partitions and needs 3"):
+                await parking.restore(epoch, 3, 1)
 
     run(test())
 

@@ -11,6 +11,7 @@ import pytest
 
 from aioshard import App, Batch, Limit, Park, Record, Retry, RetryLater
 from aioshard.core.fairness import most_failing_runs
+from aioshard.core.flow import Usage
 from aioshard.core.sharding import fixed_shard
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
@@ -339,6 +340,31 @@ def test_records_that_were_read_leave_the_buffer_with_their_partition() -> None:
     run(test())
 
 
+def test_records_that_are_read_ahead_leave_room_for_others() -> None:
+    """They hold a tenth of the buffer, in equal parts for all partitions, and never more than is left of it."""
+    outage = Outage()
+    app = outage.app(delay=86_400.0)
+    app.configure(max_buffered_records=1_000, max_buffered_bytes=1_000_000)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=2)) as client:
+            await publish(client, 1, 1)
+            await client.settle()
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            read_ahead, *_ = parking.replays._read_ahead.values()
+            assert parking.replays._share(read_ahead) == Usage(100, 100_000)
+            await publish(client, 4, 1, partitions=2)
+            await client.settle()
+            assert parking.replays._share(read_ahead) == Usage(50, 50_000)
+            buffer = engine_of(app).buffer
+            buffer.take_in(997, 999_900)
+            assert parking.replays._share(read_ahead) == Usage(3, 100)
+            buffer.drop(997, 999_900)
+
+    run(test())
+
+
 async def end_when_all_are_parked(client: TestClient, outage: Outage) -> None:
     """End an outage, before the parked keys are due."""
     await client.settle(timeout=100.0)
@@ -565,23 +591,29 @@ def test_a_partition_that_cannot_be_read_is_tried_once_a_second(monkeypatch: pyt
     run(test())
 
 
-def test_a_read_that_fails_after_the_end_of_its_partition_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_read_that_ends_after_its_partition_leaves_nothing(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     outage = Outage()
     app = outage.app(delay=5.0)
+    read = InMemorySideTopics.read
     is_reading = False
 
-    async def refused(*_: object) -> Sequence[Record]:
+    async def slow(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
         nonlocal is_reading
         is_reading = True
         await asyncio.sleep(10.0)
         is_reading = False
-        raise TransportError("nobody leads it")
+        if fails:
+            raise TransportError("nobody leads it")
+        return await read(self, topic_partition, offset, max_bytes)
 
     async def test() -> None:
         async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
             await publish(client, 3, 1)
             await client.settle()
-            monkeypatch.setattr(InMemorySideTopics, "read", refused)
+            monkeypatch.setattr(InMemorySideTopics, "read", slow)
             await until(lambda: is_reading)
             await client.revoke("orders", 0)
             await until(lambda: not is_reading)
@@ -589,15 +621,16 @@ def test_a_read_that_fails_after_the_end_of_its_partition_leaves_nothing(monkeyp
             parking = engine_of(app).handlers[0].parking
             assert parking is not None
             assert parking.replays._unreadable == {}
+            assert (engine_of(app).buffer.records, engine_of(app).buffer.bytes) == (0, 0)
 
     run(test())
 
 
-@pytest.mark.parametrize("stored_at", [0, UNKNOWN_OFFSET], ids=["not due", "written again"])
+@pytest.mark.parametrize("change", ["not due", "written again", "revoked"])
 def test_nothing_is_read_of_a_record_that_changes_before_its_read_begins(
-    stored_at: int, monkeypatch: pytest.MonkeyPatch
+    change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read is a task: an operator may drop the record, or its key may fail, before it begins."""
+    """A read is a task: an operator may drop the record, or the partition may end, before it begins."""
     outage = Outage()
     app = outage.app(delay=5.0)
     reads: list[object] = []
@@ -614,8 +647,11 @@ def test_nothing_is_read_of_a_record_that_changes_before_its_read_begins(
             assert parking is not None
             (parked,) = parking.partitions
             (entry,) = parked.keys
-            if stored_at == UNKNOWN_OFFSET:
-                entry.stored_at = stored_at
+            if change == "written again":
+                entry.stored_at = UNKNOWN_OFFSET
+            if change == "revoked":
+                await client.revoke("orders", 0)
+            if change != "not due":
                 parked.keys.release(entry.key)
             with monkeypatch.context() as patch:
                 patch.setattr(InMemorySideTopics, "read", counted)
