@@ -230,6 +230,13 @@ def test_after_a_group_reset_records_of_later_generations_are_adopted() -> None:
     assert offsets(made) == [5]
 
 
+def test_a_record_that_was_dropped_while_it_was_in_doubt_is_not_adopted() -> None:
+    made, _ = restored(parked(3, 0, 8), parked(4, 1, 8))
+    made.read(removed(3, 2, 8))
+    made.finish_restoring(newest=math.inf)
+    assert offsets(made) == [4]
+
+
 def test_the_last_copy_of_a_record_parked_twice_counts() -> None:
     made, _ = restored(parked(3, 0, 6), parked(3, 1, 5))
     (entry,) = made.keys
