@@ -8,7 +8,7 @@ from aioshard.core.parking import ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate, Outputs
-from aioshard.ports import FetchedBatch, Message, record_size
+from aioshard.ports import UNKNOWN_OFFSET, FetchedBatch, Message, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
@@ -83,12 +83,14 @@ class ParkedPartition(Epoch):
         self.unread: dict[int, str] = {}
         """Parked records that could not be read when they were due, by offset, each with the reason."""
         self.read_to = sys.maxsize
-        """Next offset of the side topic to process; beyond any offset until the initial read is complete."""
+        """Where the initial read ended: `read` ignores earlier records, and all records until then."""
         self._start = source.tracker.position
         self._stored: dict[StorageKey, tuple[ParkedEntry, Failure]] = {}
         """Records that were in the side topic when we got the partition, until it is clear whether they are parked."""
         self._unacknowledged: set[int] = set()
         """Offsets seen in the side topic as parked by us, but not acknowledged to us."""
+        self._dropped: set[StorageKey] = set()
+        """Records that an operator dropped while we parked them: a copy that is written later must not stay."""
         self._stored_keys: dict[int, Hashable] = {}
         """During the initial read: the key of each offset that was ever parked."""
         self._requested: dict[Coordinates, None] = {}
@@ -172,7 +174,6 @@ class ParkedPartition(Epoch):
         decoded = read_parked(record)
         if not self._is_ours(decoded):
             return
-        self.read_to = record.offset + 1
         match decoded:
             # 1. A record was parked, by us or by a stale member.
             case ParkedRecord():
@@ -180,7 +181,7 @@ class ParkedPartition(Epoch):
             # 2. A record was removed. If a later owner did it, we are a stale member, and must not run those behind it.
             case Removed() if decoded.by is None or decoded.by <= self.generation:
                 self._stored.pop(decoded.storage_key, None)
-                self._removed(decoded.storage_key, record.offset)
+                self._removed(decoded, record.offset)
             # 3. An operator wants a key to run again.
             case ReleaseRequest(answered=False):
                 entry = self.keys.get(decoded.coordinates.offset)
@@ -195,7 +196,6 @@ class ParkedPartition(Epoch):
         if known is None or known.generation != storage_key.generation:
             return False
         known.stored_at = max(known.stored_at, record.offset)
-        self.read_to = record.offset + 1
         return True
 
     def _is_ours(self, decoded: ParkedRecord | Removed | ReleaseRequest | None) -> bool:
@@ -205,21 +205,33 @@ class ParkedPartition(Epoch):
         """Process a record that is not known as parked; remove it again if a stale member parked it."""
         offset = parked.coordinates.offset
         generation = parked.generation
-        # 1. Only transactions park and remove: a tombstone outside of them could be visible without the outputs.
-        if self._exactly_once:
+        # 1. An operator dropped it before this copy was written: we repeat the drop.
+        if parked.storage_key in self._dropped:
+            self._outgoing.append(self.tombstone(offset, generation))
+        # 2. Only transactions park and remove: a tombstone outside of them could be visible without the outputs.
+        elif self._exactly_once:
             return
-        # 2. We have parked it, and the acknowledgment is on its way or lost.
-        if generation == self.generation:
+        # 3. We have parked it, and the acknowledgment is on its way or lost.
+        elif generation == self.generation:
             self._unacknowledged.add(offset)
-        # 3. A stale member has parked it. (A later generation belongs to the next owner of the partition.)
+        # 4. A stale member has parked it. (A later generation belongs to the next owner of the partition.)
         elif generation < self.generation:
             self._outgoing.append(self.tombstone(offset, generation))
 
-    def _removed(self, storage_key: StorageKey, removed_at: int) -> None:
-        """Process a tombstone of the side topic, unless the record was parked again after it."""
-        entry = self.keys.get(storage_key.coordinates.offset)
-        if entry is not None and entry.generation == storage_key.generation and entry.stored_at < removed_at:
-            self.remove(entry.offset)
+    def _removed(self, removed: Removed, removed_at: int) -> None:
+        """Process a tombstone of the side topic."""
+        storage_key = removed.storage_key
+        offset = storage_key.coordinates.offset
+        entry = self.keys.get(offset)
+        if entry is not None and entry.generation != storage_key.generation:
+            return
+        # 1. The record is gone from the side topic.
+        if entry is not None and UNKNOWN_OFFSET < entry.stored_at < removed_at:
+            self.remove(offset)
+        # 2. We park it, and that copy may come after the tombstone. An operator has not seen it, and means the record.
+        elif removed.by is None and (entry is not None or offset in self._unacknowledged):
+            self._dropped.add(storage_key)
+            self.remove(offset)
 
     def _release(self, coordinates: Coordinates, key: Hashable) -> None:
         if key in self.keys:
@@ -256,13 +268,20 @@ class ParkedPartition(Epoch):
 
     def tombstone(self, offset: int, generation: int) -> Message:
         """Return the message that removes a record parked under a generation; it names us as the remover."""
-        storage_key = StorageKey(Coordinates(*self.source.topic_partition, offset), generation)
-        return tombstone(self.topic_partition.topic, storage_key, by=self.generation)
+        return tombstone(self.topic_partition.topic, self._storage_key(offset, generation), by=self.generation)
+
+    def _storage_key(self, offset: int, generation: int) -> StorageKey:
+        return StorageKey(Coordinates(*self.source.topic_partition, offset), generation)
 
     # Parked records -----------------------------------------------------------------
 
     def add(self, entry: ParkedEntry, failure: Failure) -> bool:
-        """Add a record that is parked and acknowledged; return whether it is now the first of its key."""
+        """Add a record that is parked and acknowledged; return whether it is now the first of its key.
+
+        Does nothing if an operator has dropped it already.
+        """
+        if self._storage_key(entry.offset, entry.generation) in self._dropped:
+            return False
         is_first = self.keys.add(entry)
         if is_first:
             self.failures[entry.key] = failure
@@ -286,8 +305,11 @@ class ParkedPartition(Epoch):
 
     @property
     def may_replay(self) -> bool:
-        """Whether due records may be replayed now."""
-        return self.source.gate is Gate.OPEN and self.gate is Gate.OPEN
+        """Whether due records may be replayed now.
+
+        The gate of the partition decides: a pause from before it was ours does not close that of its replays.
+        """
+        return self.source.gate is Gate.OPEN
 
     def replay(self, entry: ParkedEntry, record: Record, key: ShardKey, now: float) -> Replay:
         """Create the delivery of a parked record."""

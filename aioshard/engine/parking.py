@@ -19,7 +19,7 @@ from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.log_fields import get_logger
 from aioshard.observe import ParkedKey
-from aioshard.ports import Message, Publish, SideTopics
+from aioshard.ports import UNKNOWN_OFFSET, Message, Publish, SideTopics
 from aioshard.records import Record, TopicPartition, counted
 from aioshard.serde.side_records import (
     Failure,
@@ -194,8 +194,8 @@ class Parking:
     def divert(self, delivery: Delivery) -> None:
         """Assign a recovery to a delivery whose key is parked, and withdraw it once the key is no longer parked."""
         parked = self._partitions.get(delivery.epoch)
-        # 1. Nothing can be parked, or it is the first parked record of its key.
-        if parked is None or isinstance(delivery, Replay):
+        # 1. Nothing can be parked, or it is the first parked record of its key: its epoch is that of the replays.
+        if parked is None:
             return
         # 2. It was to be parked behind its key.
         if delivery.recovery is self._behind:
@@ -261,8 +261,11 @@ class Parking:
             due = due_by_policy
         # An operator may drop it while it runs, and while it is written.
         if parked.keys.get(entry.offset) is entry:
-            stored_at = await self._write(delivery, failure, generation=entry.generation, due=due, retries=retries)
-            entry.stored_at = max(entry.stored_at, stored_at)
+            # Until it is known where the copy is, a tombstone may be older or newer.
+            entry.stored_at = UNKNOWN_OFFSET
+            entry.stored_at = await self._write(
+                delivery, failure, generation=entry.generation, due=due, retries=retries
+            )
             entry.retries = retries
             entry.due = due
         if parked.keys.get(entry.offset) is entry:

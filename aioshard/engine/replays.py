@@ -109,7 +109,6 @@ class Replays:
         """Forget a partition that has ended, with its records that were read ahead."""
         self._read_ahead.pop(parked).clear()
         self._unreadable.pop(parked, None)
-        self.wake()
 
     def wake(self) -> None:
         """Look for due records now: something has changed."""
@@ -150,8 +149,6 @@ class Replays:
         # Each partition is the first in turn: none may use all the room again and again.
         begin = next(self._turn) % max(len(partitions), 1)
         for parked in partitions[begin:] + partitions[:begin]:
-            if room <= 0:
-                break
             skipped: list[ParkedEntry] = []
             queued, is_short = self._replay(parked, room, skipped)
             self._put_back(parked, skipped)
@@ -327,15 +324,12 @@ class Replays:
                 parked.unread[entry.offset] = str(error)
                 self._unreadable[parked] = self._clock() + _BACKOFF
             return
-        # 1. The partition has ended meanwhile.
+        # The partition has ended meanwhile.
         if parked not in self._read_ahead:
             return
-        self._unreadable.pop(parked, None)
-        # 2. An operator dropped the record, or it was written again.
-        if parked.keys.get(entry.offset) is not entry or entry.stored_at != position:
-            parked.unread.pop(entry.offset, None)
-        # 3. It is gone.
-        elif not records or records[0].offset != position:
+        # Meanwhile an operator may have dropped the record, or a later copy of it may have been seen.
+        is_wanted = parked.keys.get(entry.offset) is entry and entry.stored_at == position
+        if is_wanted and (not records or records[0].offset != position):
             self._give_up(parked, entry, _gone(parked, entry))
         read_ahead.store(records, self._share(read_ahead), until=self._now() + _SOON, now=self._clock())
 

@@ -711,6 +711,25 @@ async def test_a_parked_record_whose_message_cannot_be_written_is_parked_again()
         assert not client.records("out")
 
 
+async def test_a_parked_record_runs_again_after_its_message_was_refused() -> None:
+    """Its run fails once for that, not for as long as we own the partition."""
+    app = make_app()
+    runs = 0
+
+    @app.consume("orders", retry=Retry(attempts=1), on_failure=Park("parked", delay=0.2))
+    async def on_order(record: Record, context: Context) -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise ValueError("not yet")
+        await context.publish("out", record.value, partition=NOWHERE if runs == 2 else 0)
+
+    async with TestClient(app) as client:
+        await client.publish("orders", b"order", partition=0)
+        await until(lambda: len(client.records("out")) == 1)
+        assert runs == 3
+
+
 def test_a_partition_that_begins_again_and_again_is_stuck_and_explained(caplog: pytest.LogCaptureFixture) -> None:
     """Its records complete each time, so that nothing of an epoch is ever old."""
     app = make_app(stuck_after=10.0)

@@ -4,10 +4,11 @@ import math
 
 import pytest
 
+from aioshard.core.finished_offsets import Run
 from aioshard.core.parking import NEVER
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.parked_partition import ParkedPartition
-from aioshard.ports import FetchedBatch, Message
+from aioshard.ports import UNKNOWN_OFFSET, FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
@@ -44,8 +45,8 @@ def parked(
     return stored(message, at)
 
 
-def removed(offset: int, at: int, generation: int) -> Record:
-    return stored(tombstone("parked", StorageKey(Coordinates("orders", 0, offset), generation)), at)
+def removed(offset: int, at: int, generation: int, *, by: int | None = None) -> Record:
+    return stored(tombstone("parked", StorageKey(Coordinates("orders", 0, offset), generation), by=by), at)
 
 
 def stored(message: Message, at: int) -> Record:
@@ -53,11 +54,16 @@ def stored(message: Message, at: int) -> Record:
 
 
 def restored(
-    *before: Record, start: int = 100, generation: int = 7, exactly_once: bool = False
+    *before: Record,
+    start: int = 100,
+    generation: int = 7,
+    exactly_once: bool = False,
+    finished_ahead: tuple[Run, ...] = (),
 ) -> tuple[ParkedPartition, list[Message]]:
     """The parked records of an assigned partition; *before* are the records in its side topic."""
     buffer = make_buffer(1_000, 1 << 20)
     epoch = Epoch(ORDERS, 1, start, buffer)
+    epoch.finished_ahead = finished_ahead
     made = ParkedPartition(
         epoch,
         STORED_IN.topic,
@@ -109,10 +115,10 @@ def test_a_tombstone_of_another_generation_removes_nothing() -> None:
 def test_a_removal_by_a_later_owner_is_ignored_here() -> None:
     """A stale member must not continue with the key: the owner runs the record first."""
     made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
-    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=8), 2))
+    made.read(removed(3, 2, 5, by=8))
     assert offsets(made) == [3, 4]
-    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 3), 5), by=6), 3))
-    made.read(stored(tombstone("parked", StorageKey(Coordinates("orders", 0, 4), 5)), 4))
+    made.read(removed(3, 3, 5, by=6))
+    made.read(removed(4, 4, 5))
     assert offsets(made) == []
 
 
@@ -120,10 +126,51 @@ def test_a_tombstone_older_than_the_parked_record_removes_nothing() -> None:
     """It is read after the park was acknowledged, though it lies before it."""
     made, _ = restored()
     acknowledged(made, 3, stored_at=10)
-    made.read(removed(3, 9, 7))
+    made.read(removed(3, 9, 7, by=7))
     assert offsets(made) == [3]
-    made.read(removed(3, 11, 7))
+    made.read(removed(3, 11, 7, by=7))
     assert offsets(made) == []
+
+
+@pytest.mark.parametrize("stored_at", [3, UNKNOWN_OFFSET], ids=["acknowledged", "being written"])
+@pytest.mark.parametrize("exactly_once", [False, True])
+def test_an_operator_drops_a_record_also_if_it_is_parked_again_after_the_tombstone(
+    stored_at: int, exactly_once: bool
+) -> None:
+    """Otherwise the later copy would be parked for the next owner, which would run the record."""
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5), exactly_once=exactly_once)
+    (entry, _) = made.keys
+    entry.stored_at = stored_at
+    made.read(removed(3, 2, 5))
+    assert offsets(made) == [4]
+    assert made.outgoing() == [], "the copy may not be visible yet"
+    made.read(parked(3, 3, 5, retries=1))
+    assert [read_parked(stored(message, 4)) for message in made.outgoing()] == [
+        Removed(StorageKey(Coordinates("orders", 0, 3), 5), by=7)
+    ]
+    assert offsets(made) == [4]
+
+
+def test_a_tombstone_of_an_owner_does_not_remove_a_record_that_is_being_written() -> None:
+    """It may be from before a seek, after which the record was delivered again and failed again."""
+    made, _ = restored()
+    acknowledged(made, 3, stored_at=UNKNOWN_OFFSET)
+    made.read(removed(3, 1, 7, by=7))
+    made.read(parked(3, 2, 7))
+    assert [(entry.offset, entry.stored_at) for entry in made.keys] == [(3, 2)]
+
+
+def test_an_operator_may_drop_a_record_before_its_park_is_acknowledged() -> None:
+    """Otherwise its key would wait for a record that is not in the side topic."""
+    made, _ = restored()
+    delivery = arrive(made, 100)
+    made.source.open()
+    made.read(parked(100, 0, 7))
+    made.read(removed(100, 1, 7))
+    acknowledged(made, 100, stored_at=0)
+    assert offsets(made) == []
+    made.source.complete(delivery)
+    assert [message.key for message in made.outgoing()] == [b"orders/0/100@7"]
 
 
 def test_records_parked_in_a_later_generation_belong_to_another_owner() -> None:
@@ -132,6 +179,37 @@ def test_records_parked_in_a_later_generation_belong_to_another_owner() -> None:
     assert answers == []
     made.read(parked(4, 1, 8))
     assert made.outgoing() == []
+
+
+def test_a_record_that_finished_beyond_the_committed_offset_stays_parked() -> None:
+    """The partition does not deliver it again: a commit lists it as complete."""
+    made, answers = restored(parked(3, 0, 5), parked(5, 1, 5), parked(6, 2, 5), start=4, finished_ahead=(Run(5, 6),))
+    assert offsets(made) == [3, 5]
+    assert [answer.key for answer in answers] == [b"orders/0/6@5"]
+
+
+def test_a_late_copy_of_a_stale_member_is_removed_while_the_record_is_parked() -> None:
+    """Left there it would be a parked record once the one that counts is finished."""
+    made, _ = restored(parked(3, 0, 6))
+    made.read(parked(3, 1, 5))
+    assert [message.key for message in made.outgoing()] == [b"orders/0/3@5"]
+    assert [(entry.generation, entry.stored_at) for entry in made.keys] == [(6, 0)]
+
+
+def test_the_latest_copy_is_read_although_an_earlier_one_is_seen_after_its_acknowledgment() -> None:
+    """An earlier write was stored too, and its acknowledgment was lost."""
+    made, _ = restored()
+    acknowledged(made, 3, stored_at=10)
+    made.read(parked(3, 8, 7))
+    assert [entry.stored_at for entry in made.keys] == [10]
+
+
+def test_records_count_that_are_written_after_the_side_topic_was_truncated() -> None:
+    """Its leader has lost the last records, and new ones have their offsets."""
+    made, _ = restored(parked(3, 0, 5))
+    made.read(parked(100, 9, 7))
+    made.read(removed(3, 5, 5))
+    assert offsets(made) == []
 
 
 def test_after_a_group_reset_records_of_later_generations_are_adopted() -> None:
@@ -150,6 +228,13 @@ def test_after_a_group_reset_records_of_later_generations_are_adopted() -> None:
     assert made.outgoing() == []
     made.read(removed(3, 9, 8))
     assert offsets(made) == [5]
+
+
+def test_a_record_that_was_dropped_while_it_was_in_doubt_is_not_adopted() -> None:
+    made, _ = restored(parked(3, 0, 8), parked(4, 1, 8))
+    made.read(removed(3, 2, 8))
+    made.finish_restoring(newest=math.inf)
+    assert offsets(made) == [4]
 
 
 def test_the_last_copy_of_a_record_parked_twice_counts() -> None:
@@ -265,6 +350,44 @@ def test_a_release_is_answered_only_once_it_is_done() -> None:
     made.remove(3)
     assert made.outgoing() == [release("parked", Coordinates("orders", 0, 3), answered=True)]
     assert made.outgoing() == [], "it was answered"
+
+
+def test_an_answered_release_is_not_repeated_by_the_next_owner() -> None:
+    """Both are in the side topic until it is compacted."""
+    named = Coordinates("orders", 0, 3)
+    asked, answer = release("parked", named), release("parked", named, answered=True)
+    made, _ = restored(parked(3, 0, 5, due=NEVER), stored(asked, 1), stored(answer, 2))
+    assert made.keys.next_due == NEVER
+
+
+def test_an_owner_ignores_answers_to_releases() -> None:
+    """Otherwise its own answer would release a key that has failed again, without end."""
+    made, _ = restored(parked(3, 0, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3), answered=True), 1))
+    assert made.keys.next_due == 60.0
+    assert made.outgoing() == []
+
+
+def test_all_releases_of_a_key_are_answered() -> None:
+    made, _ = restored(parked(3, 0, 5), parked(4, 1, 5))
+    for number, offset in enumerate((3, 4), start=2):
+        made.read(stored(release("parked", Coordinates("orders", 0, offset)), number))
+    made.remove(3)
+    made.remove(4)
+    assert made.outgoing() == [release("parked", Coordinates("orders", 0, n), answered=True) for n in (3, 4)]
+
+
+def test_a_key_that_fails_again_has_its_latest_reason_and_due_time() -> None:
+    made, _ = restored(parked(3, 0, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3)), 1))
+    again = FAILURE._replace(message="again")
+    entry = made.keys.take_due(60.0)
+    assert entry is not None
+    entry.due = 90.0
+    made.failed_again(entry, again)
+    assert made.failures == {b"k": again}
+    assert made.keys.next_due == 90.0
+    assert made.outgoing() == [release("parked", Coordinates("orders", 0, 3), answered=True)]
 
 
 def test_a_release_stays_unanswered_until_its_key_can_run() -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from aioshard import App, Batch, Park, Record, Retry
 from aioshard.engine import parking
-from aioshard.errors import NotDrainedError, TransportError
+from aioshard.engine.epoch import Epoch
+from aioshard.errors import NotDrainedError, SideTopicError, TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, release, tombstone
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
-from tests.engine.live_apps import until
+from tests.engine.live_apps import engine_of, until
 
 PARKED = "orders.parked"
 ONCE = Retry(attempts=1)
@@ -25,12 +26,18 @@ class Ledger:
     """A handler that fails for the keys that are broken, and notes what it has processed and when it ran."""
 
     def __init__(
-        self, *, takes: float = 0.01, delay: float = 10.0, attempts: int | None = None, retry: Retry = ONCE
+        self,
+        *,
+        takes: float = 0.01,
+        delay: float = 10.0,
+        attempts: int | None = None,
+        retry: Retry = ONCE,
+        **settings: Any,
     ) -> None:
         self.broken = {b"k"}
         self.done: defaultdict[bytes, list[int]] = defaultdict(list)
         self.runs: list[tuple[float, int]] = []
-        self.app = App("parking", commit_interval=0.1, drain_timeout=2.0)
+        self.app = App("parking", commit_interval=0.1, drain_timeout=2.0, **settings)
 
         @self.app.consume("orders", retry=retry, on_failure=Park(PARKED, delay=delay, attempts=attempts))
         async def handle(record: Record) -> None:
@@ -81,6 +88,123 @@ def test_a_record_dropped_during_its_replay_is_not_parked_again() -> None:
             assert sum(record.value is not None for record in client.records(PARKED)) == 1
 
     run(test())
+
+
+class HeldFollower(InMemorySideTopics):
+    """The reader that follows the side topics is late, as long as a test says."""
+
+    may_poll = asyncio.Event()
+
+    async def poll(self, timeout: float) -> Sequence[Record]:
+        await self.may_poll.wait()
+        return await super().poll(timeout)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["seen before", "seen with"])
+def test_a_record_dropped_while_a_transaction_parks_it_again_stays_dropped(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy that the transaction brings comes after the drop: the next owner would run it."""
+    ledger = Ledger(delay=5.0, processing_guarantee="exactly_once")
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", HeldFollower)
+
+    async def test() -> None:
+        monkeypatch.setattr(HeldFollower, "may_poll", asyncio.Event())
+        HeldFollower.may_poll.set()
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(ledger.app, broker=broker) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(storage_keys(broker)) == 1)
+            committer = engine_of(ledger.app).committer
+            committer._interval = 1_000.0
+            await until(lambda: len(ledger.runs) == 2)
+            await asyncio.sleep(1.0)
+            assert len(broker.records(PARKED)) == 1, "it is parked again by a transaction that has not begun"
+            if is_late:
+                HeldFollower.may_poll.clear()
+                await asyncio.sleep(2.0)
+            drop(broker, 0)
+            await asyncio.sleep(1.0)
+            committer._interval = 0.01
+            committer._wake()
+            await until(lambda: sum(record.value is not None for record in broker.records(PARKED)) == 2)
+            HeldFollower.may_poll.set()
+            await until(lambda: not storage_keys(broker), timeout=60.0)
+            await asyncio.sleep(60.0)
+            assert storage_keys(broker) == set()
+        async with TestClient(ledger.app, broker=broker):
+            await asyncio.sleep(60.0)
+
+    run(test())
+    assert len(ledger.runs) == 2
+
+
+def test_a_late_reader_of_the_side_topic_does_not_delay_parked_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The acknowledgment says where the copy is that is read next."""
+    ledger = Ledger(delay=5.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", HeldFollower)
+
+    async def test() -> None:
+        monkeypatch.setattr(HeldFollower, "may_poll", asyncio.Event())
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(21.0)
+            assert len(ledger.runs) == 5
+            client.broker.log(PARKED, 0).compact()
+            await asyncio.sleep(5.0)
+            assert len(ledger.runs) == 6
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            ledger.broken.clear()
+            await until(lambda: ledger.done[b"k"] == [0, 1], timeout=6.0)
+
+    run(test())
+
+
+def test_a_record_of_an_earlier_owner_is_parked_once_and_then_removed() -> None:
+    """Under another key of the side topic it would be parked twice, and one copy would stay."""
+    ledger = Ledger(delay=5.0)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(ledger.app, broker=broker) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+        async with TestClient(ledger.app, broker=broker):
+            await until(lambda: len(ledger.runs) == 2)
+            await asyncio.sleep(1.0)
+            assert storage_keys(broker) == {"orders/0/0@1"}
+            ledger.broken.clear()
+            await until(lambda: ledger.done[b"k"] == [0])
+            await until(lambda: storage_keys(broker) == set(), timeout=5.0)
+
+    run(test())
+
+
+def test_a_record_whose_transaction_has_not_ended_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is due, and cannot be read yet."""
+    ledger = Ledger(delay=5.0, processing_guarantee="exactly_once")
+    waits: list[float] = []
+    wait_for_at_most = anyio.move_on_after
+
+    def counted(delay: float) -> anyio.CancelScope:
+        waits.append(delay)
+        return wait_for_at_most(delay)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.settle()
+            engine_of(ledger.app).committer._interval = 1_000.0
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(ledger.runs) == 1)
+            with monkeypatch.context() as patched:
+                patched.setattr(anyio, "move_on_after", counted)
+                await asyncio.sleep(50.0)
+            assert len(ledger.runs) == 1
+            engine_of(ledger.app).committer._interval = 0.01
+
+    run(test())
+    assert 0 < len(waits) < 100
 
 
 def test_a_record_that_cannot_be_parked_can_be_skipped() -> None:
@@ -196,6 +320,9 @@ def test_parked_records_of_a_paused_partition_do_not_run() -> None:
             await asyncio.sleep(20.0)
             client.group.rebalance()
             await asyncio.sleep(20.0)
+            await client.revoke("orders", 0)
+            await client.assign("orders", 0)
+            await asyncio.sleep(20.0)
             assert len(ledger.runs) == 1
             ledger.broken.clear()
             ledger.app.resume("orders", 0)
@@ -293,7 +420,10 @@ def test_waiting_replays_are_dropped_with_their_partition() -> None:
             await client.settle(timeout=60.0)
             await until(lambda: len(ledger.runs) == 4)
             await asyncio.sleep(1.0)
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
             await client.revoke("orders", 0)
+            assert parking._side.position(TopicPartition(PARKED, 0)) == 0, "it is not followed any more"
             await asyncio.sleep(60.0)
             assert len(ledger.runs) == 4, "it is another member's now"
             ledger.broken.clear()
@@ -362,6 +492,26 @@ def test_a_key_released_during_its_fetch_runs_once(monkeypatch: pytest.MonkeyPat
     run(test())
 
 
+def test_a_record_may_be_dropped_and_compacted_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(delay=10.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", SlowReads)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=20.0)
+            await asyncio.sleep(12.0)
+            drop(client.broker, 0)
+            client.broker.log(PARKED, 0).compact()
+            await asyncio.sleep(10.0)
+            assert len(ledger.runs) == 1
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            assert parking.trouble is None
+
+    run(test())
+
+
 class OneUnwritable(InMemoryProducer):
     """Of one side partition nothing is acknowledged."""
 
@@ -400,6 +550,86 @@ def test_an_unwritable_side_partition_does_not_delay_releases_of_others(
             monkeypatch.setattr(OneUnwritable, "unwritable", False)
             await until(lambda: storage_keys(client.broker) == set(), timeout=60.0)
             await until(lambda: parked.trouble is None, timeout=5.0)
+
+    run(test())
+
+
+def test_an_answer_that_could_not_be_written_ends_with_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next owner answers."""
+    ledger = Ledger(delay=1_000_000.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemoryProducer", OneUnwritable)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            monkeypatch.setattr(OneUnwritable, "unwritable", True)
+            request(client.broker, 7)
+            await asyncio.sleep(5.0)
+            await client.revoke("orders", 0)
+            monkeypatch.setattr(OneUnwritable, "unwritable", False)
+            await asyncio.sleep(5.0)
+            assert client.records(PARKED)[-1].value == b"1"
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            assert parking.trouble is None
+
+    run(test())
+
+
+def test_a_side_topic_that_cannot_be_followed_is_reported_until_it_can() -> None:
+    ledger = Ledger(delay=1_000_000.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            client.broker.fail_fetches(PARKED, 0, TransportError("the disk is on fire"))
+            await asyncio.sleep(10.0)
+            assert parking.trouble == "the disk is on fire"
+            client.broker.fail_fetches(PARKED, 0, None)
+            await asyncio.sleep(10.0)
+            assert parking.trouble is None
+
+    run(test())
+
+
+def test_a_side_topic_must_have_as_many_partitions_as_a_topic_that_has_grown() -> None:
+    ledger = Ledger()
+
+    async def test() -> None:
+        async with TestClient(ledger.app, broker=InMemoryBroker(partitions=2)) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            epoch = Epoch(TopicPartition("orders", 2), 1, 0, engine_of(ledger.app).buffer)
+            with pytest.raises(SideTopicError, match="has 2 partitions and needs 3"):
+                await parking.restore(epoch, 3, 1)
+
+    run(test())
+
+
+def test_a_parked_record_is_released_in_its_own_partition() -> None:
+    ledger = Ledger(delay=1_000_000.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            for partition in (0, 1):
+                await client.publish("orders", b"", key=b"k", partition=partition)
+            await client.settle()
+            ledger.app.release_parked("orders", 1, 0)
+            await until(lambda: len(ledger.runs) == 3, timeout=1.0)
+            parking = engine_of(ledger.app).handlers[0].parking
+            assert parking is not None
+            retries = {
+                parked.topic_partition.partition: [entry.retries for entry in parked.keys]
+                for parked in parking.partitions
+                if parked.keys.keys
+            }
+            assert retries == {0: [0], 1: [1]}
 
     run(test())
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from aioshard import App, Limit, Park, Record, Retry, RetryLater
+from aioshard import App, Batch, Limit, Park, Record, Retry, RetryLater
 from aioshard.core.fairness import most_failing_runs
+from aioshard.core.flow import Usage
 from aioshard.core.sharding import fixed_shard
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
 from aioshard.errors import TransportError
+from aioshard.ports import UNKNOWN_OFFSET
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Removed, read_parked
 from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
@@ -194,6 +196,73 @@ def test_replays_that_wait_for_their_next_attempt_hold_up_no_others() -> None:
     run(test())
 
 
+def test_replays_in_flight_hold_at_most_a_tenth_of_the_buffer() -> None:
+    """Also those that wait in memory for their next attempt."""
+    outage = Outage()
+    outage.wait_in_memory.update(f"bad{number}".encode() for number in range(50))
+    app = outage.app(concurrency=10, delay=30.0)
+    app.configure(max_buffered_records=200)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 50, 1)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await until(lambda: len(outage.wait_in_memory) <= 30)
+            await asyncio.sleep(10.0)
+            assert len(outage.wait_in_memory) == 30
+
+    run(test())
+
+
+@pytest.mark.parametrize(("size", "most"), [(90_000, 3), (400_000, 1)], ids=["small", "larger than the buffer"])
+def test_replays_do_not_exceed_the_bytes_of_the_buffer(size: int, most: int) -> None:
+    outage = Outage(seconds=1.0)
+    app = outage.app(concurrency=10, delay=30.0)
+    app.configure(max_buffered_bytes=300_000)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for key in range(10):
+                await client.publish("orders", b"x" * size, key=f"bad{key}", partition=0)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            await until(lambda: outage.count(b"bad") == 10)
+
+    run(test())
+    assert outage.most_bad == most
+
+
+def test_parked_records_of_a_batch_handler_run_in_batches() -> None:
+    """At most 16 at a time if it has one worker: the others stay in the side topic."""
+    app = App("shop", commit_interval=0.1)
+    is_broken = True
+    sizes: list[int] = []
+
+    @app.consume(
+        "orders",
+        concurrency=1,
+        batch=Batch(max_records=100, linger=0.1),
+        retry=Retry(attempts=1),
+        on_failure=Park(PARKED, delay=30.0),
+    )
+    async def handle(records: list[Record]) -> None:
+        if is_broken:
+            raise ConnectionError
+        sizes.append(len(records))
+
+    async def test() -> None:
+        nonlocal is_broken
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 50, 1)
+            await client.settle(timeout=100.0)
+            is_broken = False
+            await until(lambda: sum(sizes) == 50)
+
+    run(test())
+    assert max(sizes) == 16
+
+
 def test_a_partition_that_answers_slowly_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     outage = Outage()
     read = InMemorySideTopics.read
@@ -249,6 +318,49 @@ def test_records_that_were_read_and_are_not_needed_give_their_room_back() -> Non
             assert parking.replays.read_ahead.records == 0
             assert engine_of(app).buffer.records == 0
             assert engine_of(app).buffer.bytes == 0
+
+    run(test())
+
+
+def test_records_that_were_read_leave_the_buffer_with_their_partition() -> None:
+    outage = Outage()
+    app = outage.app(delay=86_400.0)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 50, 2)
+            await client.settle(timeout=100.0)
+            outage.is_over = True
+            app.release_parked("orders", 0, 0)
+            await until(lambda: outage.count(b"bad") == 2, timeout=1.0)
+            assert engine_of(app).buffer.records > 0
+            await client.revoke("orders", 0)
+            assert (engine_of(app).buffer.records, engine_of(app).buffer.bytes) == (0, 0)
+
+    run(test())
+
+
+def test_records_that_are_read_ahead_leave_room_for_others() -> None:
+    """They hold a tenth of the buffer, in equal parts for all partitions, and never more than is left of it."""
+    outage = Outage()
+    app = outage.app(delay=86_400.0)
+    app.configure(max_buffered_records=1_000, max_buffered_bytes=1_000_000)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=2)) as client:
+            await publish(client, 1, 1)
+            await client.settle()
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            read_ahead, *_ = parking.replays._read_ahead.values()
+            assert parking.replays._share(read_ahead) == Usage(100, 100_000)
+            await publish(client, 4, 1, partitions=2)
+            await client.settle()
+            assert parking.replays._share(read_ahead) == Usage(50, 50_000)
+            buffer = engine_of(app).buffer
+            buffer.take_in(997, 999_900)
+            assert parking.replays._share(read_ahead) == Usage(3, 100)
+            buffer.drop(997, 999_900)
 
     run(test())
 
@@ -451,6 +563,7 @@ def test_a_record_of_a_fixed_shard_keeps_its_delay_although_parked_records_wait(
 
 def test_a_partition_that_cannot_be_read_is_tried_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     outage = Outage()
+    app = outage.app(delay=5.0)
     tries = 0
 
     async def refused(*_: object) -> Sequence[Record]:
@@ -459,7 +572,7 @@ def test_a_partition_that_cannot_be_read_is_tried_once_a_second(monkeypatch: pyt
         raise TransportError("nobody leads it")
 
     async def test() -> None:
-        async with TestClient(outage.app(delay=5.0), broker=InMemoryBroker(partitions=1)) as client:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
             await publish(client, 3, 1)
             await client.settle()
             outage.is_over = True
@@ -467,7 +580,83 @@ def test_a_partition_that_cannot_be_read_is_tried_once_a_second(monkeypatch: pyt
                 patch.setattr(InMemorySideTopics, "read", refused)
                 await asyncio.sleep(15.0)
                 assert 5 <= tries <= 12
+                parking = engine_of(app).handlers[0].parking
+                assert parking is not None
+                assert parking.trouble == "nobody leads it"
+                await client.revoke("orders", 0)
+                assert parking.replays._unreadable == {}, "nothing of a partition that has ended stays in memory"
+            await client.assign("orders", 0)
             await until(lambda: outage.count(b"bad") == 3, timeout=10.0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_read_that_ends_after_its_partition_leaves_nothing(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = Outage()
+    app = outage.app(delay=5.0)
+    read = InMemorySideTopics.read
+    is_reading = False
+
+    async def slow(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        nonlocal is_reading
+        is_reading = True
+        await asyncio.sleep(10.0)
+        is_reading = False
+        if fails:
+            raise TransportError("nobody leads it")
+        return await read(self, topic_partition, offset, max_bytes)
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 3, 1)
+            await client.settle()
+            monkeypatch.setattr(InMemorySideTopics, "read", slow)
+            await until(lambda: is_reading)
+            await client.revoke("orders", 0)
+            await until(lambda: not is_reading)
+            await asyncio.sleep(1.0)
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            assert parking.replays._unreadable == {}
+            assert (engine_of(app).buffer.records, engine_of(app).buffer.bytes) == (0, 0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("change", ["not due", "written again", "revoked"])
+def test_nothing_is_read_of_a_record_that_changes_before_its_read_begins(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read is a task: an operator may drop the record, or the partition may end, before it begins."""
+    outage = Outage()
+    app = outage.app(delay=5.0)
+    reads: list[object] = []
+
+    async def counted(*arguments: object) -> Sequence[Record]:
+        reads.append(arguments)
+        return ()
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 1, 1)
+            await client.settle()
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            (parked,) = parking.partitions
+            (entry,) = parked.keys
+            if change == "written again":
+                entry.stored_at = UNKNOWN_OFFSET
+            if change == "revoked":
+                await client.revoke("orders", 0)
+            if change != "not due":
+                parked.keys.release(entry.key)
+            with monkeypatch.context() as patch:
+                patch.setattr(InMemorySideTopics, "read", counted)
+                await parking.replays._read(parked)
+            assert reads == []
 
     run(test())
 
@@ -508,6 +697,36 @@ def test_a_record_that_was_deleted_from_the_side_topic_is_named() -> None:
             assert parking is not None
             assert "orders/0/0 is not in orders.parked/0 at offset 0" in str(parking.trouble)
             assert outage.count(b"bad") == 1
+
+    run(test())
+
+
+def test_another_record_in_the_place_of_a_parked_one_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the side topic was created anew, or has lost its last records."""
+    outage = Outage()
+    app = outage.app(delay=5.0)
+    read = InMemorySideTopics.read
+
+    async def shifted(
+        self: InMemorySideTopics, topic_partition: TopicPartition, offset: int, max_bytes: int | None = None
+    ) -> Sequence[Record]:
+        records = await read(self, topic_partition, offset + 1, max_bytes)
+        return [record._replace(offset=record.offset - 1) for record in records]
+
+    async def test() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            await publish(client, 2, 1)
+            await client.settle()
+            outage.is_over = True
+            with monkeypatch.context() as patch:
+                patch.setattr(InMemorySideTopics, "read", shifted)
+                await asyncio.sleep(20.0)
+            assert outage.count(b"bad") == 0
+            parking = engine_of(app).handlers[0].parking
+            assert parking is not None
+            assert "orders/0/0 is not in orders.parked/0 at offset 0" in str(parking.trouble)
+            await until(lambda: outage.count(b"bad") == 2, timeout=10.0)
+            assert parking.trouble is None
 
     run(test())
 
