@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19, p22
+from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19, p21, p22
 from benchmarks.machine import described, machine
 from benchmarks.report import Report
 from benchmarks.stage import ContestantFailedError, Stage, stage
@@ -41,6 +41,7 @@ ON_A_BROKER: dict[str, Run] = {
     "p17": p17.run,
     "p18": p18.run,
     "p19": p19.run,
+    "p21": p21.run,
     "p22": p22.run,
 }
 ALONE = {"p7": p7.run, "p14": p14.run}

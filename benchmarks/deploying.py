@@ -74,6 +74,10 @@ class Group:
         for member in self.members:
             await member.measurement()
 
+    def lines(self) -> int:
+        """Return the number of records that all current and former members processed, repetitions included."""
+        return sum(journal.read_bytes().count(b"\n") for journal in self.journals)
+
     def seen(self) -> Iterator[Seen]:
         """Yield the records that all current and former members processed."""
         for journal in self.journals:
@@ -106,6 +110,11 @@ class Deploy:
     def lost(self) -> int:
         """Number of records that were not processed."""
         return self.produced - self.distinct
+
+    def rate_before(self, seconds: float) -> float:
+        """Return the records per second in the last *seconds* before the begin."""
+        since = self.began - seconds * 1e9
+        return sum(since <= at < self.began for _, _, at in self.seen) / seconds
 
     def standstills(self) -> list[float]:
         """Return the longest pause of each partition during the deploy, in seconds, sorted."""
@@ -140,9 +149,9 @@ async def deploy(stage: Stage, name: str, contestant: str, rate: int) -> Deploy:
                 await member.kill()
 
 
-async def kill(stage: Stage, name: str, contestant: str) -> Deploy:
-    """Kill the only member when half of a topic is processed, and start another one."""
-    records = stage.size(20_000, 500)
+async def kill(stage: Stage, name: str, contestant: str, records: int = 20_000) -> Deploy:
+    """Kill the only member when half of a topic of *records* is processed, and start another one."""
+    records = stage.size(records, 500)
     topic = await stage.fill(name, 8, numbered_messages(records, KEYS))
     with tempfile.TemporaryDirectory(prefix="aioshard-bench-") as directory:
         group = Group(stage, contestant, topic, Path(directory), concurrency=128)
@@ -152,7 +161,7 @@ async def kill(stage: Stage, name: str, contestant: str) -> Deploy:
             began = time.monotonic_ns()
             await group.members.pop().kill()
             # The next member processes this one even when all others were committed before the kill.
-            await stage.cluster.produce(topic.name, [(b"last", b"x" * 100)])
+            await stage.cluster.produce(topic.name, [(b"last", next(numbered_messages(1, 1))[1])])
             records += 1
             await group.add(0)
             await _until_processed(group, records)
@@ -168,7 +177,7 @@ async def _until_processed(group: Group, records: int) -> None:
     """Wait until *records* distinct records were processed; give up after `STEP_TIMEOUT`, because some may be lost."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STEP_TIMEOUT):
-            while len({(partition, offset) for partition, offset, _ in group.seen()}) < records:
+            while group.lines() < records or len({seen[:2] for seen in group.seen()}) < records:
                 await asyncio.sleep(LOOK_INTERVAL)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.outage import Outage
 from benchmarks.p1 import numbered_messages
-from benchmarks.parked_keys import Outage
 from benchmarks.report import Report, Verdict, spread
 from benchmarks.stage import PROJECT, RUN_TIMEOUT, ContestantFailedError, Stage, Topic
 
@@ -91,22 +91,21 @@ def _ratio(measured: Sequence[float], base: Sequence[float]) -> float:
     return median(one / max(other, 1.0) for one, other in zip(measured, base, strict=True))
 
 
+def healthy_rate(observed: dict[str, Any], seconds: int) -> float:
+    """Return the records per second of the keys that never fail, while the others do; without the warm-up."""
+    healthy: list[int] = [observed["healthy"].get(str(second), 0) for second in range(_WARM_UP, seconds)]
+    return sum(healthy) / len(healthy)
+
+
 def _rates(observed: dict[str, Any], seconds: int, end: int) -> _Rates:
-    healthy = [observed["healthy"].get(str(second), 0) for second in range(end)]
-    others = [observed["others"].get(str(second), 0) for second in range(end)]
-    during = healthy[_WARM_UP:seconds]
-    after = slice(seconds + 1, end - 1)
-    return _Rates(
-        sum(during) / len(during), sum(healthy[after]) / len(healthy[after]), sum(others[after]) / len(others[after])
-    )
+    after = range(seconds + 1, end - 1)
+    healthy = [observed["healthy"].get(str(second), 0) for second in after]
+    others = [observed["others"].get(str(second), 0) for second in after]
+    return _Rates(healthy_rate(observed, seconds), sum(healthy) / len(after), sum(others) / len(after))
 
 
 async def _observe(stage: Stage, topic: Topic, seconds: int, watch: int, *, fails: bool) -> dict[str, Any]:
-    """Run the app in a separate process, and return what it observed.
-
-    Raises:
-        ContestantFailedError: It ended with an error or not at all.
-    """
+    """Run the app in a separate process, and return what it observed."""
     outage = Outage(
         bootstrap=stage.cluster.bootstrap,
         topic=topic.name,
@@ -116,8 +115,23 @@ async def _observe(stage: Stage, topic: Topic, seconds: int, watch: int, *, fail
         seconds=seconds if fails else 0.0,
         watch=watch if fails else seconds + watch,
     )
+    return await observe("aioshard", outage, sys.executable, "benchmarks.parked_keys")
+
+
+async def observe(name: str, outage: Outage, python: str, module: str) -> dict[str, Any]:
+    """Run a contestant in a separate process, and return what it observed.
+
+    Args:
+        name: Its name in messages.
+        outage: Its input.
+        python: The interpreter.
+        module: Its module, whose only argument is the input as JSON.
+
+    Raises:
+        ContestantFailedError: It ended with an error or not at all.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.parked_keys", json.dumps(outage._asdict())),
+        *(python, "-m", module, json.dumps(outage._asdict())),
         cwd=PROJECT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -130,6 +144,6 @@ async def _observe(stage: Stage, topic: Topic, seconds: int, watch: int, *, fail
             process.kill()
             await process.wait()
     if process.returncode:
-        raise ContestantFailedError(f"aioshard ended with {process.returncode}:\n{error.decode()[-4_000:]}")
+        raise ContestantFailedError(f"{name} ended with {process.returncode}:\n{error.decode()[-4_000:]}")
     observed: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
     return observed

@@ -10,7 +10,7 @@ IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
 Work = Literal["count", "check", "sleep", "hang", "journal", "planned", "hash", "compute"]
 """The work of the handler: only count; mark each record; sleep and mark; never return; sleep and write the record and
 the time to a file; sleep as long as the record says, compute 500 × SHA-256, or compute *turns* of a loop. The last
-three also observe order and concurrency."""
+three also observe order and concurrency, as `check` and `sleep` do if the number of keys is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Spec:
     member: int = 0
     """Number of this member; a replacement takes the number of its predecessor."""
     keys: int = 0
-    """With `planned`, `hash` and `compute`: number of keys, which are numbers of eight digits."""
+    """Number of keys, which are numbers of eight digits. With `check` and `sleep`, 0 leaves the order unobserved;
+    `planned`, `hash` and `compute` need it."""
     turns: int = 0
     """With `compute`: iterations of the loop."""
     present: int = 0
@@ -97,9 +98,9 @@ class Measurement:
     late_growth: int = 0
     """Bytes by which memory grew in the last third of the watched time."""
     disordered: int = 0
-    """Records that started while another of their key ran, or after a later one; with `planned`, `hash`, `compute`."""
+    """Records that started while another of their key ran, or after a later one; 0 if the order is not observed."""
     peak_concurrency: int = 0
-    """Maximum number of concurrent runs; with `planned`, `hash` and `compute`."""
+    """Maximum number of concurrent runs; 0 if the order is not observed."""
     longest_pause: float = 0.0
     """Maximum seconds from one start of a handler to the next, for handlers that publish."""
     nearly_seconds: float = 0.0

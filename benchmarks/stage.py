@@ -12,12 +12,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.peers import PEERS, TRANSACTIONAL, ParallelConsumerUnavailableError, command, find_peers
+from benchmarks.peers.prosody import PROSODY, ProsodyUnavailableError, find_prosody
 from benchmarks.spec import Measurement, Spec, Work
 from tests.support.cluster import BATCH_BYTES, KafkaCluster, Message
 from tests.support.kafka import KafkaBroker
@@ -66,6 +68,8 @@ class Contestant:
     """Whether it runs in a JVM; left out without Java."""
     compiled: bool = False
     """Whether it runs on the compiled package; left out without a C compiler."""
+    prosody: bool = False
+    """Whether it runs on Prosody; left out if its environment cannot be made."""
 
 
 class Stage:
@@ -93,18 +97,17 @@ class Stage:
     def lineup(self, needed: Sequence[Contestant], others: Sequence[Contestant]) -> list[Contestant]:
         """Return the contestants that can run here; in a quick run only those that the verdict needs."""
         contestants = [*needed, *([] if self.quick else others)]
-        if any(contestant.peer for contestant in contestants):
-            try:
-                find_peers()
-            except ParallelConsumerUnavailableError as missing:
-                self.say(f"without contestants in a JVM: {missing}")
-                contestants = [contestant for contestant in contestants if not contestant.peer]
-        if any(contestant.compiled for contestant in contestants):
-            try:
-                compiled_package()
-            except CompilerUnavailableError as missing:
-                self.say(f"without the compiled package: {missing}")
-                contestants = [contestant for contestant in contestants if not contestant.compiled]
+        for what, needs, provide, unavailable in (
+            ("contestants in a JVM", attrgetter("peer"), find_peers, ParallelConsumerUnavailableError),
+            ("the compiled package", attrgetter("compiled"), compiled_package, CompilerUnavailableError),
+            ("Prosody", attrgetter("prosody"), find_prosody, ProsodyUnavailableError),
+        ):
+            if any(map(needs, contestants)):
+                try:
+                    provide()
+                except unavailable as missing:
+                    self.say(f"without {what}: {missing}")
+                    contestants = [contestant for contestant in contestants if not needs(contestant)]
         return [
             contestant
             for contestant in contestants
@@ -281,7 +284,8 @@ async def _start(spec: Spec) -> asyncio.subprocess.Process:
     if spec.contestant in (*PEERS, TRANSACTIONAL):
         arguments = await asyncio.to_thread(command, spec)
     else:
-        arguments = [sys.executable, "-m", "benchmarks.contestants", spec.to_json()]
+        python = str(await asyncio.to_thread(find_prosody)) if spec.contestant == PROSODY else sys.executable
+        arguments = [python, "-m", "benchmarks.contestants", spec.to_json()]
     return await asyncio.create_subprocess_exec(
         *arguments,
         cwd=PROJECT,

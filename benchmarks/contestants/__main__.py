@@ -25,6 +25,7 @@ WHERE = {
     "aioshard, batches in processes": "ours:batches_in_processes",
     "aioshard, threads": "ours:threads",
     "aioshard, KIP-848": "ours:consumer_protocol",
+    "aioshard, JSON": "ours:decoding",
     "bare loop, no Kafka": "bare:bare_loop",
     "plain loop": "handwritten:plain_loop",
     "task per record": "handwritten:task_per_record",
@@ -33,6 +34,7 @@ WHERE = {
     "FastStream": "frameworks:faststream_default",
     "FastStream, manual ack": "frameworks:faststream_manual",
     "faststream-concurrent-aiokafka": "frameworks:faststream_concurrent",
+    "Prosody": "prosody_pipeline:pipeline",
 }
 """Contestants by the name in the tables; each is imported only in its own process, which stays small."""
 

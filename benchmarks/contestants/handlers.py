@@ -50,6 +50,8 @@ def make_work(spec: Spec) -> Work:
             return _Journal(spec)
         case "planned" | "hash" | "compute":
             return _Observing(spec)
+        case "check" | "sleep" if spec.keys:
+            return _Observing(spec)
         case _:
             return _Marking(spec)
 
@@ -139,7 +141,7 @@ class _Marking:
 
 
 class _Observing:
-    """Does the work that the record names, and observes order, repetition and concurrency, as the peers do."""
+    """Does the work, and observes order, repetition and concurrency, as the peers do."""
 
     def __init__(self, spec: Spec) -> None:
         self._marks = [bytearray(end) for end in spec.ends]
@@ -149,7 +151,7 @@ class _Observing:
         self._count = 0
         self.disordered = self.peak_concurrency = 0
         self.first_started = self.last_ended = 0.0
-        self._act: Handler = _hash if spec.work == "hash" else _sleep_as_recorded
+        self._act: Handler = _act(spec)
         self.handler: Handler = self._handle
         self.count: Callable[[], int] = lambda: self._count
 
@@ -189,6 +191,34 @@ class _Observing:
         await run
         for record in records:
             await self.around(record, asyncio.sleep(0))
+
+
+def _act(spec: Spec) -> Handler:
+    """Return what an observed handler does with a record."""
+    match spec.work:
+        case "hash":
+            return _hash
+        case "check":
+            return _nothing
+        case "sleep":
+            return _sleep(spec)
+        case _:
+            return _sleep_as_recorded
+
+
+async def _nothing(_record: Any) -> None:
+    pass
+
+
+def _sleep(spec: Spec) -> Handler:
+    seconds = spec.seconds
+    slow_seconds = spec.slow_seconds
+
+    async def sleep(record: Any) -> None:
+        slow = slow_seconds and _is_slow(record.partition, record.offset)
+        await asyncio.sleep(slow_seconds if slow else seconds)
+
+    return sleep
 
 
 async def _sleep_as_recorded(record: Any) -> None:

@@ -78,6 +78,19 @@ async def _with_protocol(spec: Spec, meter: Meter, protocol: Literal["classic", 
     await _run(app, meter)
 
 
+async def decoding(spec: Spec, meter: Meter) -> None:
+    """Run with values that are decoded, and a session so short that a killed member is missed soon."""
+    app = _app(spec)
+    app.configure(group_protocol="classic", session_timeout=6.0, heartbeat_interval=1.0)
+    handler = meter.handler
+
+    @app.consume(spec.topic, concurrency=spec.concurrency)
+    async def handle(_value: dict[str, Any], context: Context) -> None:
+        await handler(context.record)
+
+    await _run(app, meter)
+
+
 async def static(spec: Spec, meter: Meter) -> None:
     """Run the default as a static member: its replacement gets the same partitions."""
     app = _app(spec)
