@@ -40,7 +40,7 @@ class Workload(NamedTuple):
     name: str
     records: int
     peer_records: int
-    """Number of records of Prosody, which takes longer for each."""
+    """Number of records for Prosody, which takes longer for each."""
     work: Work
     seconds: float = 0.0
     slow_seconds: float = 0.0
@@ -136,7 +136,7 @@ async def _contest(stage: Stage, workload: Workload, names: Sequence[str]) -> Ou
     if workload.work == "sleep":
         runs = await contest("sleep", rounds, KEYS)
         return Outcome(runs, runs)
-    # Observing would take longer than nothing, so it has a round of its own.
+    # Observing takes longer than a handler that does nothing, so a separate round observes.
     observed = await contest("check", 1, KEYS)
     return Outcome(await contest("count", rounds, 0), observed)
 
@@ -203,7 +203,7 @@ async def _outage(stage: Stage, topic: Topic, name: str) -> Observation:
         watch=stage.size(8, 2),
         concurrency=CONCURRENCY,
         decodes=True,
-        records=stage.size(70_000, 12_000),
+        records=stage.size(120_000, 12_000),
     )
     if name == PROSODY:
         observed = await observe(name, outage, str(find_prosody()), "benchmarks.contestants.prosody_pipeline")

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from aioshard import App, Park, Record
+from aioshard import App, Context, Park, Record
 from aioshard.loops import loop_factory, tuned_gc
 from benchmarks.outage import Observed, Outage
 
@@ -26,15 +26,17 @@ async def observe(outage: Outage) -> dict[str, Any]:
         group_protocol="classic",
     )
 
-    @app.consume(
+    async def handle(record: Record) -> None:
+        await observed.handle(record)
+
+    async def handle_decoded(_value: dict[str, Any], context: Context) -> None:
+        await observed.handle(context.record)
+
+    app.consume(
         outage.topic,
         concurrency=outage.concurrency,
         on_failure=Park(outage.side_topic, delay=outage.delay),
-    )
-    async def handle(record: Record) -> None:
-        if outage.decodes:
-            json.loads(record.value or b"null")
-        await observed.handle(record)
+    )(handle_decoded if outage.decodes else handle)
 
     async with app:
         await observed.until_watched()

@@ -1,6 +1,6 @@
-"""Prosody in its default mode, on the broker that is part of it; runs in an environment of its own.
+"""Prosody in its default mode, on the mock broker that it contains; runs in a separate environment.
 
-`python -m benchmarks.contestants.prosody_pipeline OUTAGE` is the contestant whose keys fail for a while; see `p22`.
+`python -m benchmarks.contestants.prosody_pipeline OUTAGE` is the contestant whose keys fail for a while; see `p21`.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import uvloop
 
@@ -92,21 +92,16 @@ async def _client(records: int, concurrency: int) -> Any:
     return client
 
 
-async def observe(outage: Outage) -> dict[str, Any]:
-    """Process records of which a tenth fails for a while, and return what was observed."""
+async def observe(outage: Outage) -> NoReturn:
+    """Process records of which a tenth fails for a while, print what was observed, and exit."""
     observed = Observed(outage)
     client = await _client(outage.records, outage.concurrency)
     await client.subscribe(_Handler(observed.handle))
     await observed.until_watched()
-    return observed.asdict()
-
-
-def main() -> None:
-    """Run the outage that the first argument describes."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(runner.run(observe(Outage(**json.loads(sys.argv[1]))))), flush=True)
-        os._exit(0)  # the client still retries records
+    print(json.dumps(observed.asdict()), flush=True)
+    os._exit(0)  # a client that is dropped blocks the event loop until its records in flight are done
 
 
 if __name__ == "__main__":
-    main()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(observe(Outage(**json.loads(sys.argv[1]))))

@@ -33,6 +33,7 @@ def find_prosody() -> Path:
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may make it concurrently
         if not made_for.exists() or made_for.read_text() != wanted:
+            made_for.unlink(missing_ok=True)
             _run(sys.executable, "-m", "venv", "--clear", str(_ENVIRONMENT))
             # Wheels only: its core would be compiled for many minutes, if there is a compiler for Rust.
             options = ["--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]

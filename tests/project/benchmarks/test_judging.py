@@ -13,10 +13,11 @@ from rich.console import Console
 import benchmarks.__main__ as command
 from aioshard.records import Record
 from benchmarks.contestants.meter import Meter
+from benchmarks.deploying import Deploy
 from benchmarks.p13 import Course, row_of
 from benchmarks.peers import PEERS, ParallelConsumerUnavailableError
 from benchmarks.report import Report, Verdict, spread
-from benchmarks.spec import Measurement, Spec
+from benchmarks.spec import Measurement, Spec, Work
 from benchmarks.stage import Contestant, ContestantFailedError, Stage, Topic
 from benchmarks.workloads import WORKLOADS, Filled
 from tests.support.cluster import KafkaCluster
@@ -151,6 +152,35 @@ async def test_the_meter_counts_concurrent_and_out_of_order_runs() -> None:
 
     result = meter.result()
     assert (result.disordered, result.peak_concurrency, result.missing, result.repeated) == (2, 2, 0, 0)
+
+
+@pytest.mark.parametrize("work", ["check", "sleep"])
+async def test_the_order_of_other_work_is_observed_if_the_keys_are_numbered(work: Work) -> None:
+    meter = Meter(replace(SPEC, ends=(4,), records=4, work=work, keys=2))
+
+    for offset, key in ((0, 0), (2, 0), (3, 1), (1, 0)):
+        await meter.handler(Record("t", 0, offset, b"%08d" % key, None, (), 0.0))
+    await meter.watch()
+
+    result = meter.result()
+    assert (result.disordered, result.missing, result.repeated) == (1, 0, 0)
+
+
+async def test_one_record_in_a_hundred_is_slow() -> None:
+    meter = Meter(replace(SPEC, ends=(100,), records=100, work="sleep", keys=1, slow_seconds=0.3))
+
+    for offset in range(100):
+        await meter.handler(Record("t", 0, offset, b"%08d" % 0, None, (), 0.0))
+    await meter.watch()
+
+    assert 0.3 <= meter.result().wall_seconds < 30.0
+
+
+def test_the_rate_before_a_kill_excludes_earlier_and_later_records() -> None:
+    seconds = [0.1, 0.6, 0.7, 0.9, 1.0, 1.1]
+    seen = [(0, offset, round(second * 1e9)) for offset, second in enumerate(seconds)]
+
+    assert Deploy(6, seen, began=10**9, ended=2 * 10**9).rate_before(0.5) == 6.0
 
 
 async def test_records_can_be_lost_only_if_there_are_any() -> None:
