@@ -139,6 +139,8 @@ async def observe(name: str, outage: Outage, python: str, module: str) -> dict[s
     try:
         async with asyncio.timeout(RUN_TIMEOUT):
             out, error = await process.communicate()
+    except TimeoutError as late:
+        raise ContestantFailedError(f"{name} did not end within {RUN_TIMEOUT:g} s") from late
     finally:
         if process.returncode is None:
             process.kill()
