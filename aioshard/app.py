@@ -996,7 +996,7 @@ class App(Router, Generic[State]):
     async def run_in_loop(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
         """Run a coroutine of another part of this package in the app's event loop, from any event loop.
 
-        A cancellation of the caller cancels it.
+        A cancellation of the caller cancels it; if it ends with an error then, the error is logged.
 
         Args:
             coroutine: It may use the app's resources.
@@ -1019,7 +1019,13 @@ class App(Router, Generic[State]):
             task = asyncio.current_task()
             assert task is not None  # noqa: S101 - in a coroutine
             task.set_name(name)
-            return await coroutine
+            try:
+                return await coroutine
+            except Exception as error:
+                if not task.cancelling():
+                    raise
+                logger.warning("%s was cancelled and has ended with an error: %s", name, error)
+                raise asyncio.CancelledError from error  # nobody waits for the error any more
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run_there(), loop))
 

@@ -1,6 +1,7 @@
 """Which runs count as attempts, and how failed ones are logged."""
 
 import asyncio
+import dataclasses
 import logging
 
 import pytest
@@ -83,3 +84,24 @@ def test_a_topic_that_two_patterns_match_is_refused() -> None:
 
     with pytest.raises(Exception, match="'orders' belongs to several handlers"):
         run(test())
+
+
+async def test_a_context_has_all_its_fields_and_is_immutable() -> None:
+    app = App("orders")
+    contexts: list[Context] = []
+
+    @app.consume("orders", timeout=5.0)
+    async def handle(_record: Record, context: Context) -> None:
+        contexts.append(context)
+
+    async with TestClient(app) as client:
+        await client.publish("orders", b"x", key=b"k")
+        await client.settle()
+    (context,) = contexts
+    values = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
+    assert dataclasses.replace(context) == context
+    assert (values["attempt"], values["record"].value, values["replay"], values["state"]) == (1, b"x", False, None)
+    assert isinstance(values["deadline"], float)
+    assert isinstance(values["revoked"], asyncio.Event)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        context.attempt = 2  # type: ignore[misc]
