@@ -337,7 +337,7 @@ class Settings(BaseSettings):
     commit_interval: Seconds = 1.0
     """Longest time between commits while records complete. After a crash, records since the last commit run again.
     None: 1 s, or 0.1 s with `exactly_once`, where a commit makes messages visible."""
-    commit_records: Annotated[int | None, Field(ge=1), "records"] = 2_000
+    commit_records: Annotated[int | None, Field(ge=1), "records"] = 500
     """Commit sooner: after this many completed records, and right after the first ones of a newly assigned partition.
     A pause between such commits limits their cost to 1 % of a core. None: only every `commit_interval`. Not used with
     `exactly_once`."""
