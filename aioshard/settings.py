@@ -339,8 +339,8 @@ class Settings(BaseSettings):
     None: 1 s, or 0.1 s with `exactly_once`, where a commit makes messages visible."""
     commit_records: Annotated[int | None, Field(ge=1), "records"] = 500
     """Commit sooner: after this many completed records, and right after the first ones of a newly assigned partition.
-    A pause between such commits limits their cost to 1 % of a core. None: only every `commit_interval`. Not used with
-    `exactly_once`."""
+    A pause between such commits limits their cost to a few percent of a core. None: only every `commit_interval`. Not
+    used with `exactly_once`."""
     auto_offset_reset: Literal["earliest", "latest", "error"] | None = None
     """Where a group without committed offsets begins. None refuses to start then: `latest` skips records and `earliest`
     repeats them, so you must choose. A position that the log no longer holds is replaced by the start of the log;

@@ -298,6 +298,15 @@ def test_a_partition_that_answers_slowly_holds_up_no_other(monkeypatch: pytest.M
     assert outage.in_order()
 
 
+async def release_one_of_many(outage: Outage, client: TestClient, app: App) -> None:
+    """Let one of 50 parked keys run, whose neighbours are read with it and stay parked."""
+    await publish(client, 50, 2)
+    await client.settle(timeout=100.0)
+    outage.is_over = True
+    app.release_parked("orders", 0, 0)
+    await until(lambda: outage.count(b"bad") == 2, timeout=1.0)
+
+
 def test_records_that_were_read_and_are_not_needed_give_their_room_back() -> None:
     """One key is released; its neighbours were read too, and wait for a day."""
     outage = Outage()
@@ -305,11 +314,7 @@ def test_records_that_were_read_and_are_not_needed_give_their_room_back() -> Non
 
     async def test() -> None:
         async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
-            await publish(client, 50, 2)
-            await client.settle(timeout=100.0)
-            outage.is_over = True
-            app.release_parked("orders", 0, 0)
-            await until(lambda: outage.count(b"bad") == 2)
+            await release_one_of_many(outage, client, app)
             parking = engine_of(app).handlers[0].parking
             assert parking is not None
             assert parking.replays.read_ahead.records > 0
@@ -328,11 +333,7 @@ def test_records_that_were_read_leave_the_buffer_with_their_partition() -> None:
 
     async def test() -> None:
         async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
-            await publish(client, 50, 2)
-            await client.settle(timeout=100.0)
-            outage.is_over = True
-            app.release_parked("orders", 0, 0)
-            await until(lambda: outage.count(b"bad") == 2, timeout=1.0)
+            await release_one_of_many(outage, client, app)
             assert engine_of(app).buffer.records > 0
             await client.revoke("orders", 0)
             assert (engine_of(app).buffer.records, engine_of(app).buffer.bytes) == (0, 0)
