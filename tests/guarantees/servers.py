@@ -5,7 +5,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ from typing import NamedTuple, Self
 import httpx
 
 from tests.support.paths import PROJECT
+from tests.support.ports import free_port
 
-PORTS = range(16_000, 32_000)  # below the range that the kernel gives to outgoing connections
 END_TIMEOUT = 60.0
 TAIL_LINES = 25
 
@@ -40,7 +39,7 @@ class Server:
     """
 
     def __init__(self, target: str, log: Path, environment: Mapping[str, str], *options: str) -> None:
-        port = _free_port()
+        port = free_port()
         self.base = f"http://127.0.0.1:{port}"
         self.began = time.monotonic()
         self._log = log
@@ -187,14 +186,3 @@ class Balancer:
             self.answers[f"{type(error).__name__}: {error}"] += 1
         else:
             self.answers[str(answer.status_code)] += 1
-
-
-def _free_port() -> int:
-    while True:
-        port = random.choice(PORTS)
-        with contextlib.closing(socket.socket()) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port

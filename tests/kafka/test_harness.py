@@ -17,6 +17,7 @@ from aiokafka.errors import (
 )
 from confluent_kafka.admin import AclOperation
 
+from tests.support import ports
 from tests.support.access import Mechanism, allow, client_options, create_scram_user, deny
 from tests.support.brokers import SharedKafka
 from tests.support.cluster import Message
@@ -272,6 +273,16 @@ async def test_the_super_user_needs_no_acl(kafka: SharedKafka, topic: str) -> No
         await producer.send_and_wait(topic, b"x")
 
     assert await kafka.end_offsets(topic) == {0: 1}
+
+
+def test_a_port_is_given_away_once_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is stopped, or a proxy between two tests, finds its port free again."""
+    monkeypatch.setattr(ports, "PORTS", range(15_000, 15_020))
+
+    first = ports.free_ports(8)
+    second = ports.free_ports(8)
+
+    assert len({*first, *second}) == 16
 
 
 @pytest.mark.chaos

@@ -34,12 +34,11 @@ import pytest
 from tests.support.cluster import GuardedCluster
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError
+from tests.support.paths import RUN_DIRECTORY
 from tests.support.proxies import Proxies
 from tests.support.requirements import skip_or_fail
 from tests.support.three_brokers import ThreeBrokers
 
-RUN_DIRECTORY = "AIOSHARD_TEST_RUN"
-"""Environment variable by which the leading process tells its workers where the run keeps its state."""
 RUN_LEADER = "AIOSHARD_TEST_LEADER"
 """Environment variable with the id of the leading process; the brokers end with it."""
 

@@ -3,16 +3,14 @@
 import asyncio
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,16 +22,13 @@ from tests.support.guard import wait_for_end
 from tests.support.kafka_libs import kafka_libs
 from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
 from tests.support.paths import PROJECT
+from tests.support.ports import free_ports
 
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
 READY_INTERVAL = 0.05
 TAIL_LINES = 40
 PORT_ATTEMPTS = 3
-
-# Below the range that the kernel gives to outgoing connections: a client that tries again and again to
-# reach a stopped broker on a port of that range may end up connected to itself, and then holds the port.
-PORTS = range(16_000, 32_000)
 
 JVM_OPTIONS = [
     "-Xms128m",
@@ -268,20 +263,6 @@ async def _listens(port: int) -> bool:
     writer.close()
     await writer.wait_closed()
     return True
-
-
-def free_ports(count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
-        port = random.choice(PORTS)
-        with closing(socket.socket()) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found
 
 
 def _is_stopped(leader: int) -> bool:

@@ -2,16 +2,13 @@
 
 import os
 import pwd
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from contextlib import closing
 from pathlib import Path
 from typing import LiteralString, Self
 
@@ -20,6 +17,7 @@ from psycopg.sql import SQL, Identifier
 
 from tests.support.kafka import STOP_TIMEOUT, end_group
 from tests.support.paths import PROJECT
+from tests.support.ports import free_port
 
 DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")
 ACCOUNT = "postgres"
@@ -27,7 +25,6 @@ ACCOUNT = "postgres"
 START_TIMEOUT = 60.0
 READY_INTERVAL = 0.05
 PORT_ATTEMPTS = 3
-PORTS = range(16_000, 32_000)  # below the range that the kernel gives to outgoing connections
 OPTIONS = {
     "listen_addresses": "127.0.0.1",
     "unix_socket_directories": "",
@@ -89,7 +86,7 @@ class PostgresqlServer:
         programs = server_programs()
         self._initialise(programs)
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            self._port = _free_port()
+            self._port = free_port()
             self._launch(programs)
             try:
                 self._wait_until_ready()
@@ -224,14 +221,3 @@ def _as_account() -> list[str]:
     if os.geteuid() != 0:
         return []
     return ["setpriv", f"--reuid={ACCOUNT}", f"--regid={ACCOUNT}", "--init-groups"]
-
-
-def _free_port() -> int:
-    while True:
-        port = random.choice(PORTS)
-        with closing(socket.socket()) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port

@@ -3,12 +3,13 @@
 import asyncio
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+
+from tests.support.ports import free_port
 
 PROGRAMS = ("prometheus", "promtool")
 DEADLINE = 40.0
@@ -73,8 +74,7 @@ class Prometheus:
         self._client = httpx.AsyncClient(timeout=DEADLINE)
 
     async def __aenter__(self) -> Self:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         log = (self._directory / "prometheus.log").open("wb")
         with log:
             self._process = await asyncio.create_subprocess_exec(

@@ -22,6 +22,7 @@ from aioshard.kafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, EmbeddedBroker
 from aioshard.settings import Settings
 from tests.support.paths import PROJECT
+from tests.support.ports import free_port
 
 DEADLINE = 30.0
 POLL_INTERVAL = 0.05
@@ -208,12 +209,6 @@ async def test_an_impossible_topic_is_refused(
 
 
 # A chosen port
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 async def test_a_chosen_port_reaches_the_broker(topic: str) -> None:

@@ -10,9 +10,10 @@ from time import time
 import pytest
 
 from tests.support.certificates import Certificates
-from tests.support.kafka import KafkaBroker, free_ports
+from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError
 from tests.support.kafka_properties import PLAIN_USER, SUPER_USER
+from tests.support.ports import free_ports
 from tests.support.requirements import skip_or_fail
 
 LIFETIME = 4.0

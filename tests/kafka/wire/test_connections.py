@@ -22,8 +22,8 @@ from aioshard.kafka.wire.pool import ConnectionPool, Purpose
 from aioshard.kafka.wire.requests import FETCH, METADATA
 from aioshard.settings import Settings
 from tests.kafka.wire.conftest import LIFETIME, PROTOCOLS, Listeners, unsigned_token
-from tests.support.kafka import free_ports
 from tests.support.kafka_properties import PLAIN_USER, SCRAM_USER, SUPER_USER
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.kafka
 
@@ -177,7 +177,7 @@ async def test_a_listener_with_another_protocol_closes_the_connection(
 async def test_a_stopped_broker_refuses_connections(listeners: Listeners, pool: MakePool) -> None:
     made = pool(options_for(listeners, "PLAINTEXT"))
     with pytest.raises(ConnectionLostError, match="Connection refused") as raised:
-        await made.ask(("127.0.0.1", free_ports(1)[0]), BROKERS)
+        await made.ask(("127.0.0.1", free_port()), BROKERS)
     assert isinstance(raised.value.__cause__, ConnectionRefusedError)
 
 

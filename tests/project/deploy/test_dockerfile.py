@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from aioshard.kafka.embedded import EmbeddedBroker
 from tests.project.deploy.dockerfile import CommandFailedError, Image, build, instructions
 from tests.support.cluster import POLL_INTERVAL, KafkaCluster
 from tests.support.paths import PROJECT
+from tests.support.ports import free_port
 from tests.support.requirements import skip_or_fail
 
 DOCKERFILE = PROJECT / "deploy" / "Dockerfile"
@@ -141,10 +141,3 @@ async def processed(port: int) -> int:
     async with httpx.AsyncClient(trust_env=False) as client:
         statistics = (await client.get(f"http://127.0.0.1:{port}/statistics.json")).json()
     return sum(handler["processed"] for handler in statistics["handlers"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.project.docs.pages import Block, blocks
 from tests.project.docs.tables import DOCS
 from tests.project.docs.terminal import Step, Terminal, pattern, steps
 from tests.support.paths import PROJECT
+from tests.support.ports import free_ports
 from tests.support.requirements import skip_or_fail
 
 GETTING_STARTED, TUTORIAL = DOCS / "getting-started.md", DOCS / "tutorial.md"
@@ -80,17 +80,6 @@ def variables(directory: Path, opened: dict[str, Terminal]) -> dict[str, str]:
     path = [str(directory / ".venv" / "bin")] if opened else []
     path += [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
     return {**kept, "HOME": str(directory.parent), "PATH": ":".join(path), "COLUMNS": "120", "PIP_NO_COMPILE": "1"}
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def test_output_may_differ_from_the_page_only_in_numbers_and_blanks() -> None:
