@@ -67,6 +67,8 @@ class _Call:
     message: Message
     since: float
     """When it was accepted, by `time.monotonic`."""
+    due: float
+    """Loop time at which it is given up."""
     acknowledged: asyncio.Future[int]
 
     def fail(self, error: TransportError) -> None:
@@ -187,13 +189,14 @@ class _Partition:
             self.sequence = 0
         return Identity(self.identity.producer_id, self.epoch)
 
-    def apply(self, offset: int, error: WireError | None) -> None:
-        """Act on the answer to the batch; the batch stays if it must be sent again."""
+    def apply(self, offset: int, error: WireError | None) -> bool:
+        """Act on the answer to the batch; return whether it is stored. It stays if it must be sent again."""
         batch = self.batch
         assert batch is not None  # noqa: S101 - it was sent
         match verdict(error):
             case Verdict.STORED:
                 self._acknowledge(batch, offset)
+                return True
             case Verdict.AGAIN:
                 pass
             case Verdict.IN_DOUBT:
@@ -205,6 +208,7 @@ class _Partition:
                 assert error is not None  # noqa: S101 - it is not stored
                 self.batch = None
                 self._give_up(batch, refusal, error)
+        return False
 
     def _give_up(self, batch: _Batch, refusal: Verdict, error: WireError) -> None:
         """Fail the messages of a batch that the broker does not take, or put them back."""
@@ -289,6 +293,8 @@ class KafkaProducer:
         self._looked_up_at = 0.0
         """When a broker last answered a look-up of the topics of all messages, by `time.monotonic`."""
         self._partitioner = Partitioner()
+        self._next_due: asyncio.TimerHandle | None = None
+        """Fires when the oldest message may be overdue: one timer for all."""
         self._scheduled = False
         self._requests: set[int] = set()
         """The brokers with a request in flight, or that throttle us."""
@@ -330,23 +336,17 @@ class KafkaProducer:
             MessageTooLargeError: The message is larger than its topic allows.
             TransportError: The message was not acknowledged for another reason; see `retriable`.
         """
-        since = time.monotonic()
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                offset = await self.send(message)
-        except TimeoutError:
-            raise self._given_up(message, since) from None
-        self._acknowledged_at = time.monotonic()
-        return offset
+        return await self.send(message)
 
     def send(self, message: Message) -> asyncio.Future[int]:
-        """Send a message after those sent before it, without a deadline; return the future of its offset.
+        """Send a message after those sent before it; return the future of its offset.
 
         The future raises the errors of `publish`.
         """
         if self._closed:
             raise _closed_error()
-        call = _Call(message, time.monotonic(), asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        call = _Call(message, time.monotonic(), loop.time() + _PATIENCE, loop.create_future())
         try:
             size = message_size(message)
         except (TypeError, ValueError) as error:  # its parts have no length
@@ -362,12 +362,16 @@ class KafkaProducer:
         else:
             self._topics.setdefault(message.topic, deque()).append(call)
             self._schedule()
+            if self._next_due is None:
+                self._next_due = loop.call_at(call.due, self._give_up_overdue)
         return call.acknowledged
 
     async def close(self) -> None:
         """See `Producer.close`; takes at most 2 s."""
         self._closed = True
         self._fail_all(_closed_error())
+        if self._next_due is not None:
+            self._next_due.cancel()
         for task in self._tasks:
             task.cancel()
         self._drop_cluster()
@@ -500,7 +504,8 @@ class KafkaProducer:
             self._requests.discard(node)
         for partition in partitions:
             name = partition.name
-            partition.apply(answers.values.get(name, UNKNOWN_OFFSET), answers.errors.get(name))
+            if partition.apply(answers.values.get(name, UNKNOWN_OFFSET), answers.errors.get(name)):
+                self._acknowledged_at = time.monotonic()
             if partition.batch is None or name in moved:  # it is sent to the new leader immediately
                 partition.is_busy = False
             else:
@@ -647,15 +652,29 @@ class KafkaProducer:
         for call in self._unacknowledged():
             call.fail(error)
 
-    def _given_up(self, message: Message, since: float) -> TransportError:
+    def _give_up_overdue(self) -> None:
+        """Fail the messages that were not acknowledged in time, and look again when the next one is due."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._next_due = None
+        waiting = [call for call in self._unacknowledged() if not call.acknowledged.done()]
+        for call in waiting:
+            if call.due <= now:
+                call.fail(self._given_up(call))
+        next_due = min((call.due for call in waiting if call.due > now), default=None)
+        if next_due is not None:
+            self._next_due = loop.call_at(next_due, self._give_up_overdue)
+
+    def _given_up(self, call: _Call) -> TransportError:
         """Return the error of a message that was not acknowledged in time."""
+        topic = call.message.topic
         if self._throttled:
             return TransportError(
-                f"a message for topic {message.topic!r} was not acknowledged within {_PATIENCE:g} s: {_THROTTLED}"
+                f"a message for topic {topic!r} was not acknowledged within {_PATIENCE:g} s: {_THROTTLED}"
             )
-        if self._acknowledged_at > since:
+        if self._acknowledged_at > call.since:
             return TransportError(
-                f"a message for topic {message.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
+                f"a message for topic {topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
                 "were: check that its partition has a leader and enough replicas in sync"
             )
         self._drop_cluster()  # The next one starts over with the bootstrap addresses.

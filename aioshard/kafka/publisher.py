@@ -4,13 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from aioshard.kafka.errors import nothing_acknowledged
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message
 from aioshard.settings import Settings
 
-_PATIENCE = 30.0
-"""Seconds after which an unacknowledged wave fails."""
 _WAVE_MESSAGES = 2_000
 _WAVE_BYTES = 8 * 1024 * 1024
 """A wave ends with the message that reaches this size."""
@@ -27,7 +24,6 @@ class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
         """
         self.acknowledged = 0
         """Number of messages."""
-        self._servers = settings.bootstrap_servers
         self._producer = KafkaProducer(settings, "lz4")
 
     async def __aexit__(self, *_: object) -> None:
@@ -42,11 +38,7 @@ class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
             TransportError: A message was not acknowledged; later ones may have been.
         """
         for wave in waves(messages):
-            try:
-                async with asyncio.timeout(_PATIENCE):
-                    results = await asyncio.gather(*map(self._producer.send, wave), return_exceptions=True)
-            except TimeoutError:
-                raise nothing_acknowledged(self._servers, _PATIENCE) from None
+            results = await asyncio.gather(*map(self._producer.send, wave), return_exceptions=True)
             errors = [result for result in results if isinstance(result, BaseException)]
             self.acknowledged += len(wave) - len(errors)
             if errors:

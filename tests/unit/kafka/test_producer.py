@@ -479,6 +479,24 @@ def test_a_message_that_is_given_up_while_the_broker_throttles_is_not_sent() -> 
     scenario(test)
 
 
+def test_each_message_is_given_up_when_it_has_waited_for_30_seconds() -> None:
+    async def test(broker: Broker, producer: KafkaProducer) -> None:
+        loop = asyncio.get_running_loop()
+        ended: list[float] = []
+        broker.throttle = [95_000]
+        await producer.publish(Message("orders", b"0"))
+        began = loop.time()
+        for number in range(4):
+            call = producer.send(Message("orders", b"%d" % number))
+            call.add_done_callback(lambda call: ended.append(loop.time() - began) if call.exception() else None)
+            await asyncio.sleep(10)
+        await asyncio.sleep(40)
+        assert ended == pytest.approx([30, 40, 50, 60], abs=0.01)
+        assert await producer.publish(Message("orders", b"taken")) == 1
+
+    scenario(test)
+
+
 def test_a_throttled_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new client would only add load."""
     monkeypatch.setattr(producing, "_QUIET", 0.0)
