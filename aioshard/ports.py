@@ -534,7 +534,7 @@ def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[
     if value is not None:
         size += len(value)
     if headers:
-        size += sum(len(name) + len(content or b"") for name, content in headers)
+        size += sum([len(name) + len(content or b"") for name, content in headers])
     return size
 
 

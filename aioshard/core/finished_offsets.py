@@ -27,6 +27,9 @@ _OVERHEAD_BITS = 400
 _STRATEGIES = (zlib.Z_RLE, zlib.Z_HUFFMAN_ONLY)
 """Ways to compress: the first is shorter for regular patterns, the second for irregular ones."""
 
+_SMALLEST_WINDOW = 9
+"""Logarithm of the bytes that deflate looks back over, at least."""
+
 _CONTINUED = 0x80
 """Marks a byte of a number that is followed by more bytes, of seven bits each."""
 
@@ -175,19 +178,28 @@ def _packed(runs: Sequence[Run], offset: int) -> tuple[bytes, list[int]]:
     packed = bytearray()
     ends: list[int] = []
     previous_end = offset
-    for run in runs:
-        if not previous_end + bool(ends) <= run.start < run.end <= LAST_OFFSET:
-            raise ValueError(f"runs must be ascending: {run} does not begin after {previous_end}")
-        packed += _number(run.start - previous_end) + _number(run.end - run.start)
+    least_gap = 0
+    for start, end in runs:
+        gap = start - previous_end
+        length = end - start
+        if gap < least_gap or length <= 0 or end > LAST_OFFSET:
+            raise ValueError(f"runs must be ascending: {Run(start, end)} does not begin after {previous_end}")
+        if gap < _CONTINUED and length < _CONTINUED:  # most are: no calls
+            packed.append(gap)
+            packed.append(length)
+        else:
+            packed += _number(gap) + _number(length)
         if len(packed) > _INFLATED:
             break
         ends.append(len(packed))
-        previous_end = run.end
+        previous_end = end
+        least_gap = 1
     return bytes(packed[: ends[-1]]), ends
 
 
 def _deflated(packed: bytes, strategy: int) -> bytes:
-    deflate = zlib.compressobj(strategy=strategy)
+    # Neither strategy looks back for more than a byte, and a small window is made in less time.
+    deflate = zlib.compressobj(wbits=_SMALLEST_WINDOW, strategy=strategy)
     return deflate.compress(packed) + deflate.flush()
 
 
@@ -202,11 +214,10 @@ def _number(number: int) -> bytes:
 
 def _to_units(content: bytes) -> str:
     """Store fifteen bits in each character, which is one code unit."""
-    bits = "".join(f"{byte:08b}" for byte in content)
-    return "".join(
-        chr(_FIRST_CHARACTER + int(bits[start : start + _BITS].ljust(_BITS, "0"), 2))
-        for start in range(0, len(bits), _BITS)
-    )
+    padding = -8 * len(content) % _BITS
+    length = 8 * len(content) + padding
+    bits = f"{int.from_bytes(content, 'big') << padding:0{length}b}"
+    return "".join([chr(_FIRST_CHARACTER + int(bits[start : start + _BITS], 2)) for start in range(0, length, _BITS)])
 
 
 # Reading ------------------------------------------------------------------------------

@@ -78,16 +78,8 @@ class OffsetTracker(Generic[T]):
             >>> tracker.complete(41), tracker.finished()
             (False, [Run(start=41, end=44), Run(start=45, end=46)])
         """
-        runs = []
-        later = iter(self.incomplete)
-        previous = next(later, self.position)
-        for offset in later:
-            if offset > previous + 1:
-                runs.append(Run(previous + 1, offset))
-            previous = offset
-        if self.position > previous + 1:
-            runs.append(Run(previous + 1, self.position))
-        return runs
+        ends = itertools.pairwise([*self.incomplete, self.position])
+        return [Run(previous + 1, offset) for previous, offset in ends if offset - previous > 1]
 
     @property
     def oldest(self) -> T | None:

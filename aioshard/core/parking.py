@@ -113,7 +113,10 @@ class ParkedKeys:
         if self._by_offset.setdefault(entry.offset, entry) is not entry:
             return False
         entries = self._by_key.setdefault(entry.key, [])
-        bisect.insort(entries, entry, key=lambda parked: parked.offset)
+        if not entries or entries[-1].offset < entry.offset:  # most come in order
+            entries.append(entry)
+        else:
+            bisect.insort(entries, entry, key=lambda parked: parked.offset)
         is_first = entries[0] is entry
         if is_first and (len(entries) == 1 or entry.key in self._waiting):
             self.postpone(entry.key, entry.due)

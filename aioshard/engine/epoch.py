@@ -534,7 +534,9 @@ class Epoch:
 
     def finished(self) -> list[Run]:
         """Records beyond the committable offset that a later owner need not run again; ascending."""
-        return joined([*self.tracker.finished(), *beyond(self.finished_ahead, self.tracker.position)])
+        finished = self.tracker.finished()
+        ahead = beyond(self.finished_ahead, self.tracker.position)
+        return joined([*finished, *ahead]) if ahead else finished
 
     # Ending -------------------------------------------------------------------------
 

@@ -111,8 +111,9 @@ class ParkedPartition(Epoch):
         decoded = read_parked(record)
         match decoded:
             case ParkedRecord() if self._is_ours(decoded):
-                entry = self.entry(
-                    decoded.original,
+                entry = ParkedEntry(
+                    decoded.original.offset,
+                    self.identity(decoded.original),
                     generation=decoded.generation,
                     stored_at=record.offset,
                     due=decoded.due,
@@ -255,17 +256,6 @@ class ParkedPartition(Epoch):
         self._outgoing = []
         return messages
 
-    def entry(self, record: Record, *, generation: int, stored_at: int, due: float, retries: int) -> ParkedEntry:
-        """Return the in-memory entry for a parked record."""
-        return ParkedEntry(
-            record.offset,
-            self.identity(record),
-            generation=generation,
-            stored_at=stored_at,
-            due=due,
-            retries=retries,
-        )
-
     def tombstone(self, offset: int, generation: int) -> Message:
         """Return the message that removes a record parked under a generation; it names us as the remover."""
         return tombstone(self.topic_partition.topic, self._storage_key(offset, generation), by=self.generation)
@@ -280,7 +270,7 @@ class ParkedPartition(Epoch):
 
         Does nothing if an operator has dropped it already.
         """
-        if self._storage_key(entry.offset, entry.generation) in self._dropped:
+        if self._dropped and self._storage_key(entry.offset, entry.generation) in self._dropped:
             return False
         is_first = self.keys.add(entry)
         if is_first:

@@ -3,7 +3,8 @@
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from aioshard.core.options import Park
 from aioshard.core.parking import NEVER, ParkedEntry
@@ -90,6 +91,7 @@ class Parking:
         self._group = group
         self._handler = handler
         self._shards = shards
+        self._fixed = fixed
         self._identity = functools.partial(identity, shard_key, shards=len(shards) if fixed else None)
         self._publish = publish
         self._send_for = send
@@ -199,11 +201,15 @@ class Parking:
             return
         # 2. It was to be parked behind its key.
         if delivery.recovery is self._behind:
-            if parked.identity(delivery.record) not in parked.keys:
+            if self._key_of(delivery) not in parked.keys:
                 delivery.withdraw_recovery()
-        # 3. It was to run. Most partitions have no parked keys, so no key is computed.
-        elif delivery.recovery is None and parked.keys.keys and parked.identity(delivery.record) in parked.keys:
+        # 3. It was to run. Most partitions have no parked keys.
+        elif delivery.recovery is None and parked.keys and self._key_of(delivery) in parked.keys:
             delivery.divert(self._behind)
+
+    def _key_of(self, delivery: Delivery) -> ShardKey:
+        """Return the shard key of a delivery; those of fixed shards carry the number of their shard instead."""
+        return self._identity(delivery.record) if self._fixed else delivery.key
 
     def release(self, topic_partition: TopicPartition, offset: int) -> bool:
         """Replay the key of a parked record now, unless it is already running; return whether the record exists.
@@ -218,8 +224,8 @@ class Parking:
                 return True
         return False
 
-    async def _park(self, delivery: Delivery) -> Outcome:
-        return await self._park_until(None, delivery)
+    def _park(self, delivery: Delivery) -> Awaitable[Outcome]:
+        return self._park_until(None, delivery)
 
     def recovery_in(self, seconds: float) -> Recovery:
         """Return the recovery for a record that its handler parks for a number of seconds."""
@@ -233,9 +239,9 @@ class Parking:
         if isinstance(delivery, Replay):
             return await self._park_again(due, delivery)
         parked = self._partitions[delivery.epoch]
-        record = delivery.record
+        key = self._key_of(delivery)
         if delivery.recovery is self._behind:
-            failure = parked.failures[parked.identity(record)]
+            failure = parked.failures[key]
         else:
             failure = failure_of(delivery, self._group, self._handler)
         if len(parked.keys) >= _MOST_PARKED:
@@ -246,7 +252,7 @@ class Parking:
         generation = parked.generation
         due = self._due_after(0) if due is None else due
         stored_at = await self._write(delivery, failure, generation=generation, due=due, retries=0)
-        entry = parked.entry(record, generation=generation, stored_at=stored_at, due=due, retries=0)
+        entry = ParkedEntry(delivery.offset, key, generation=generation, stored_at=stored_at, due=due, retries=0)
         if parked.add(entry, failure):
             self.replays.wake()
         return Outcome.PARKED
@@ -278,10 +284,12 @@ class Parking:
         delay = self.policy.delay_after(retries)
         return NEVER if delay is None else self._now() + delay
 
-    async def _write(self, delivery: Delivery, failure: Failure, *, generation: int, due: float, retries: int) -> int:
+    def _write(
+        self, delivery: Delivery, failure: Failure, *, generation: int, due: float, retries: int
+    ) -> Awaitable[int]:
         """Write the record of a delivery to the side topic; return the offset, or -1 until its transaction ends."""
         message = park(self.policy.topic, delivery.record, failure, generation=generation, due=due, retries=retries)
-        return await self._send_for(delivery, message)
+        return self._send_for(delivery, message)
 
     async def _remove(self, delivery: Delivery) -> Outcome:
         assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery
@@ -410,8 +418,7 @@ class Parking:
         async with asyncio.TaskGroup() as writing:
             while True:
                 try:
-                    for record in await self._side.poll(_POLL_TIMEOUT):
-                        self._read(record)
+                    self._read(await self._side.poll(_POLL_TIMEOUT))
                     for parked in self.partitions:
                         for message in parked.outgoing():
                             # A partition that cannot be written must not keep us from following the others.
@@ -428,11 +435,15 @@ class Parking:
                     self._unreadable = str(error)
                     await asyncio.sleep(_BACKOFF)
 
-    def _read(self, record: Record) -> None:
+    def _read(self, records: Sequence[Record]) -> None:
+        stored_in: defaultdict[TopicPartition, list[ParkedPartition]] = defaultdict(list)
         for parked in self.partitions:
-            if parked.topic_partition == record.topic_partition:
+            stored_in[parked.topic_partition].append(parked)
+        for record in records:
+            for parked in stored_in[record.topic_partition]:
                 parked.read(record)
-        self.replays.wake()
+        if records:
+            self.replays.wake()
 
     async def _send(self, parked: ParkedPartition, message: Message) -> None:
         try:

@@ -24,6 +24,7 @@ release the key of a record has the key `release/topic/partition/offset` and the
 the owner has answered it.
 """
 
+import functools
 import json
 import math
 from typing import NamedTuple
@@ -136,10 +137,22 @@ class DeadLetterRecord(NamedTuple):
 
 def failure_headers(record: Record, failure: Failure) -> Headers:
     """Return the headers that describe the original and why it left its topic."""
-    longest = LONGEST_MESSAGE - 1
-    message = failure.message if len(failure.message) <= LONGEST_MESSAGE else f"{failure.message[:longest]}…"
-    failure = failure._replace(message=message, failed_at=float(failure.failed_at))
-    return _headers({**Coordinates.of(record)._asdict(), "timestamp": float(record.timestamp), **failure._asdict()})
+    if len(failure.message) > LONGEST_MESSAGE:
+        longest = LONGEST_MESSAGE - 1
+        failure = failure._replace(message=f"{failure.message[:longest]}…")
+    return (
+        ("aioshard.topic", as_text(record.topic)),
+        ("aioshard.partition", b"%d" % record.partition),
+        ("aioshard.offset", b"%d" % record.offset),
+        ("aioshard.timestamp", as_text(str(float(record.timestamp)))),
+        *_headers_of(failure),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _headers_of(failure: Failure) -> Headers:
+    """Return the headers of a failure; all records that are parked behind a failed one have those of that one."""
+    return _headers(failure._replace(failed_at=float(failure.failed_at))._asdict())
 
 
 def _headers(values: dict[str, object]) -> Headers:
@@ -373,16 +386,16 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
         >>> message.key, message.value, message.partition
         (b'orders/3/41@2', b'', 3)
     """
-    extra = _headers({"due": due, "retries": retries})
+    extra: Headers = (("aioshard.due", as_text(str(due))), ("aioshard.retries", b"%d" % retries))
     if record.key is not None:
-        extra += ((_PREFIX + "key", record.key),)
+        extra += (("aioshard.key", record.key),)
     if record.value is None:
-        extra += _headers({"null": 1})
+        extra += (("aioshard.null", b"1"),)
     names = [name for name, _ in record.headers]
     if not all_utf8(names):
-        extra += _headers({"header_names": json.dumps(names)})
+        extra += (("aioshard.header_names", as_text(json.dumps(names))),)
     # The record returns to its handler, so even headers with names like ours are kept.
-    headers = escaped(record.headers) + failure_headers(record, failure) + extra
+    headers = (*escaped(record.headers), *failure_headers(record, failure), *extra)
     storage_key = StorageKey(Coordinates.of(record), generation)
     return Message(topic, record.value or b"", as_text(str(storage_key)), headers, record.partition)
 

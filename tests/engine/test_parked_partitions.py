@@ -5,7 +5,7 @@ import math
 import pytest
 
 from aioshard.core.finished_offsets import Run
-from aioshard.core.parking import NEVER
+from aioshard.core.parking import NEVER, ParkedEntry
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.parked_partition import ParkedPartition
 from aioshard.ports import UNKNOWN_OFFSET, FetchedBatch, Message
@@ -91,8 +91,12 @@ def arrive(at: ParkedPartition, offset: int) -> Delivery:
     return delivery
 
 
+def entry_of(offset: int, *, generation: int, stored_at: int) -> ParkedEntry:
+    return ParkedEntry(offset, original(offset).key, generation=generation, stored_at=stored_at, due=60.0, retries=0)
+
+
 def acknowledged(at: ParkedPartition, offset: int, stored_at: int) -> None:
-    at.add(at.entry(original(offset), generation=at.generation, stored_at=stored_at, due=60.0, retries=0), FAILURE)
+    at.add(entry_of(offset, generation=at.generation, stored_at=stored_at), FAILURE)
 
 
 def test_redelivered_records_are_removed_from_the_park_topic() -> None:
@@ -414,7 +418,7 @@ def test_the_next_owner_continues_a_started_release() -> None:
 def test_a_key_parked_again_has_a_new_reason() -> None:
     made, _ = restored(parked(3, 0, 5))
     made.remove(3)
-    entry = made.entry(original(101), generation=7, stored_at=1, due=60.0, retries=0)
+    entry = entry_of(101, generation=7, stored_at=1)
     made.add(entry, FAILURE._replace(message="another"))
     assert made.failures[b"k"].message == "another"
 
