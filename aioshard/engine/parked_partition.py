@@ -228,25 +228,29 @@ class ParkedPartition(Epoch):
             return
         # 1. The record is gone from the side topic.
         if entry is not None and UNKNOWN_OFFSET < entry.stored_at < removed_at:
-            self.remove(offset)
+            self._outgoing += self.remove(offset)
         # 2. We park it, and that copy may come after the tombstone. An operator has not seen it, and means the record.
         elif removed.by is None and (entry is not None or offset in self._unacknowledged):
             self._dropped.add(storage_key)
-            self.remove(offset)
+            self._outgoing += self.remove(offset)
 
     def _release(self, coordinates: Coordinates, key: Hashable) -> None:
         if key in self.keys:
             self.keys.release(key)
             self._releasing.setdefault(key, []).append(coordinates)
         else:
-            self._confirm([coordinates])
+            self._outgoing += self._answers([coordinates])
 
-    def _confirm(self, requests: Iterable[Coordinates]) -> None:
-        # Only when the key is gone or has failed again: a request confirmed earlier would be lost in a deploy.
-        self._outgoing += [release(self.topic_partition.topic, coordinates, answered=True) for coordinates in requests]
+    def _answers(self, requests: Iterable[Coordinates]) -> list[Message]:
+        # Only when the key is gone or has failed again: a request answered earlier would be lost in a deploy.
+        return [release(self.topic_partition.topic, coordinates, answered=True) for coordinates in requests]
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Let `outgoing` return messages."""
+        self._outgoing += messages
 
     def outgoing(self) -> list[Message]:
-        """Return the messages to write: replies to release requests, and tombstones for copies that must not run."""
+        """Return the messages to write: answers to release requests, and tombstones for copies that must not run."""
         for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker.incomplete]:
             self._unacknowledged.discard(offset)
             # It was stored but not acknowledged, and the record ended in another way.
@@ -277,19 +281,20 @@ class ParkedPartition(Epoch):
             self.failures[entry.key] = failure
         return is_first
 
-    def remove(self, offset: int) -> None:
-        """Remove a record that is no longer parked."""
+    def remove(self, offset: int) -> list[Message]:
+        """Remove a record that is no longer parked; return the answers to requests to release its key."""
         entry = self.keys.remove(offset)
         self.unread.pop(offset, None)
-        if entry is not None and entry.key not in self.keys:
-            self.failures.pop(entry.key, None)
-            self._confirm(self._releasing.pop(entry.key, ()))
+        if entry is None or entry.key in self.keys:
+            return []
+        self.failures.pop(entry.key, None)
+        return self._answers(self._releasing.pop(entry.key, ()))
 
-    def failed_again(self, entry: ParkedEntry, failure: Failure) -> None:
-        """Make a key whose replay failed wait until its first record is due."""
+    def failed_again(self, entry: ParkedEntry, failure: Failure) -> list[Message]:
+        """Make a key whose replay failed wait until its first record is due; return the answers to its requests."""
         self.failures[entry.key] = failure
         self.keys.postpone(entry.key, entry.due)
-        self._confirm(self._releasing.pop(entry.key, ()))
+        return self._answers(self._releasing.pop(entry.key, ()))
 
     # Replays ------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 
 from aioshard.core.options import Park
 from aioshard.core.parking import NEVER, ParkedEntry
@@ -275,7 +275,7 @@ class Parking:
             entry.retries = retries
             entry.due = due
         if parked.keys.get(entry.offset) is entry:
-            parked.failed_again(entry, failure)
+            await self._answer(delivery, parked.failed_again(entry, failure))
         self.replays.wake()
         return Outcome.RETURNED
 
@@ -296,9 +296,20 @@ class Parking:
         parked = delivery.parked
         entry = delivery.entry
         await self._send_for(delivery, parked.tombstone(entry.offset, entry.generation))
-        parked.remove(entry.offset)
+        await self._answer(delivery, parked.remove(entry.offset))
         self.replays.wake()
         return Outcome.PROCESSED
+
+    async def _answer(self, delivery: Replay, answers: Iterable[Message]) -> None:
+        """Answer requests to release the key of a replay that has ended.
+
+        With exactly once, in its transaction: if that fails, the next owner must find the requests.
+        """
+        if not self._exactly_once:
+            delivery.parked.send(answers)
+            return
+        for answer in answers:
+            await self._send_for(delivery, answer)
 
     async def _drop(self, delivery: Delivery) -> Outcome:
         await self._remove(delivery)

@@ -14,7 +14,16 @@ from aioshard.engine.epoch import Epoch
 from aioshard.errors import NotDrainedError, SideTopicError, TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
-from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, release, tombstone
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    ParkedRecord,
+    ReleaseRequest,
+    park,
+    read_parked,
+    release,
+    tombstone,
+)
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
 from tests.engine.live_apps import engine_of, until
 
@@ -137,6 +146,40 @@ def test_a_record_dropped_while_a_transaction_parks_it_again_stays_dropped(
 
     run(test())
     assert len(ledger.runs) == 2
+
+
+def answers(broker: InMemoryBroker) -> int:
+    """How many releases are answered."""
+    return sum(
+        read_parked(record) == ReleaseRequest(Coordinates("orders", 0, 0), answered=True)
+        for record in broker.records(PARKED)
+    )
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_with_exactly_once_a_release_is_answered_by_the_transaction_of_its_run(recovers: bool) -> None:
+    """If the process ends before that, the next owner has to repeat the run."""
+    ledger = Ledger(delay=1_000.0, processing_guarantee="exactly_once")
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(storage_keys(client.broker)) == 1)
+            committer = engine_of(ledger.app).committer
+            committer._interval = 1_000.0
+            if recovers:
+                ledger.broken.clear()
+            request(client.broker, 0)
+            await until(lambda: len(ledger.runs) == 2)
+            await asyncio.sleep(2.0)
+            assert not answers(client.broker)
+            committer._interval = 0.01
+            committer._wake()
+            await until(lambda: bool(answers(client.broker)))
+            assert len(storage_keys(client.broker)) == (0 if recovers else 1)
+            assert answers(client.broker) == 1
+
+    run(test())
 
 
 def test_a_late_reader_of_the_side_topic_does_not_delay_parked_keys(monkeypatch: pytest.MonkeyPatch) -> None:
