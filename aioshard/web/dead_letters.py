@@ -121,14 +121,14 @@ class PageRequest(TopicRequest):
     size: int = Field(50, ge=1, le=200)
 
 
-class Position(_Strict):
+class NamedPosition(_Strict):
     """The position of a dead letter in its topic."""
 
     partition: NonNegativeInt
     offset: NonNegativeInt
 
 
-class DeadLetterRequest(Position):
+class DeadLetterRequest(NamedPosition):
     """A request for one dead letter."""
 
     topic: str
@@ -160,7 +160,7 @@ class TryRequest(DeadLetterRequest, _Changing):
 class SendRequest(TopicRequest, _Changing):
     """A request to send dead letters back."""
 
-    at: tuple[Position, ...] = Field((), max_length=MOST_SELECTED)
+    at: tuple[NamedPosition, ...] = Field((), max_length=MOST_SELECTED)
     """Positions of the dead letters; empty means all that match."""
     again: bool = False
     """Whether to include those that are done."""
