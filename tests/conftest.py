@@ -38,8 +38,9 @@ LEFT_BY_AIOKAFKA = re.compile(
 
 SERVERS = "Kafka broker", "PostgreSQL", "Spark", "schema registry"
 """Real ones that tests need. Without one they are skipped, and fail in CI."""
-TOGETHER = "tests/spark", "tests/kafka/client"
-"""Tests of such a folder run in one process of the run: what they share takes many seconds to start."""
+TOGETHER = "tests/spark", "tests/kafka/client", "tests/cluster", "tests/kafka/conformance"
+"""Tests of such a folder run in one process of the run: they share what takes many seconds to start, or what only one
+test at a time may use, so that the other processes would wait."""
 
 # An example takes as long as a busy machine lets it: its duration does not matter.
 hypothesis.settings.register_profile("unhurried", deadline=None)

@@ -345,7 +345,7 @@ async def test_wrong_options_end_the_command_with_2(
 async def test_a_broker_that_dies_ends_the_command(
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioshard.kafka.publisher._PATIENCE", 0.5)
+    monkeypatch.setattr("aioshard.kafka.producer._PATIENCE", 0.5)
     async with Publisher(Settings(**broker.settings)) as publisher:
         await publisher.publish([Message(topic, b"v", b"k")])
         os.kill(broker.pid, signal.SIGKILL)

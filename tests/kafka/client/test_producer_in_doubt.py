@@ -43,6 +43,12 @@ async def proxies(breakable_kafka: KafkaBroker) -> AsyncIterator[Proxies]:
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Producers that are made after this give up after less time."""
+    monkeypatch.setattr(producing, "_PATIENCE", PATIENCE)
+
+
+@pytest.fixture
 async def producer(breakable_kafka: KafkaBroker, topic: str, proxies: Proxies) -> AsyncIterator[KafkaProducer]:
     """A producer that reaches the broker through the proxies, and has stored one message."""
     del proxies  # they must listen
@@ -164,11 +170,11 @@ async def test_an_unknown_error_for_a_stored_message_is_asked_again(
     assert await values(breakable_kafka, topic) == [b"0", b"1", b"2"]
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_message_that_was_given_up_is_not_stored_behind_later_ones(
     breakable_kafka: KafkaBroker, topic: str, proxies: Proxies, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request is still on the way when its caller gives up, publishes it again, and publishes another."""
-    monkeypatch.setattr(producing, "_PATIENCE", PATIENCE)
     stranded = proxies.strand(api_key=PRODUCE.key)
     call = asyncio.create_task(producer.publish(Message(topic, b"1")))
     await stranded.met.wait()
