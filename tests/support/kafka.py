@@ -19,7 +19,7 @@ import psutil
 from tests.support.certificates import make_certificates
 from tests.support.cluster import GuardedCluster, is_ready
 from tests.support.guard import wait_for_end
-from tests.support.kafka_libs import kafka_libs
+from tests.support.kafka_libs import CLASS_ARCHIVE, kafka_libs
 from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
 from tests.support.paths import PROJECT
 from tests.support.ports import free_ports
@@ -55,6 +55,9 @@ class KafkaBroker(GuardedCluster):
         properties: Settings that win over our own, as of the first start.
         cluster_id: The id with which its storage is formatted.
         features: Levels of features that differ from the newest ones, such as `{"transaction.version": 1}`.
+
+    Args:
+        archive_to: Where its Java writes an archive of its classes when it is stopped; see `CLASS_ARCHIVE`.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class KafkaBroker(GuardedCluster):
         heap: str = "512m",
         cluster_id: uuid.UUID | None = None,
         features: Mapping[str, int] | None = None,
+        archive_to: Path | None = None,
     ) -> None:
         self.directory = directory
         self.log_file = directory / "broker.log"
@@ -75,6 +79,7 @@ class KafkaBroker(GuardedCluster):
         self.features = dict(features or {})
         self._watched = watched or os.getpid()
         self._heap = heap
+        self._archive_to = archive_to
         self._process: subprocess.Popen[bytes] | None = None
         self._take_ports()
 
@@ -126,9 +131,12 @@ class KafkaBroker(GuardedCluster):
     def _launch(self) -> None:
         self._reap()
         guard = [sys.executable, "-S", str(PROJECT / "tests" / "support" / "guard.py"), str(self._watched)]
+        java = self._java()
+        if self._archive_to is not None:
+            java.append(f"-XX:ArchiveClassesAtExit={self._archive_to}")
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *self._java(), "kafka.Kafka", str(self._properties_file)],
+                [*guard, *java, "kafka.Kafka", str(self._properties_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -217,9 +225,11 @@ class KafkaBroker(GuardedCluster):
     def _java(self) -> list[str]:
         log_settings = PROJECT / "tests" / "support" / "broker" / "log4j2.properties"
         libs = kafka_libs()
+        archive = libs / CLASS_ARCHIVE
         return [
             "java",
             *JVM_OPTIONS,
+            *([f"-XX:SharedArchiveFile={archive}"] if archive.exists() else []),
             f"-Xmx{self._heap}",
             f"-Dlog4j2.configurationFile={log_settings}",
             "-cp",

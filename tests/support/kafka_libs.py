@@ -24,6 +24,9 @@ OLDER = "4.1.1"
 LIBS_VARIABLE = "AIOSHARD_KAFKA_LIBS"
 VERSION_VARIABLE = "AIOSHARD_KAFKA_VERSION"
 
+CLASS_ARCHIVE = "classes.jsa"
+"""File beside the jars: the broker's classes in the form of one Java version, which loads them in half the time."""
+
 
 class BrokerUnavailableError(RuntimeError):
     """This machine cannot run a broker; the message says what is missing and how to get it."""

@@ -4,15 +4,18 @@ Jars are fetched by Maven; programs are packages of Debian's, installed where th
 possible, the tests that need them are skipped: it is an error only in CI.
 """
 
+import asyncio
 import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
-from tests.support import chromium, connector_jars, kafka_libs, postgresql, prometheus, schema_registry
+from tests.support import chromium, connector_jars, kafka, kafka_libs, postgresql, prometheus, schema_registry
 from tests.support.requirements import provide
 
 INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends"]
@@ -28,14 +31,41 @@ def provide_broker() -> int:
         return provide("Kafka broker", kafka_libs.kafka_libs, kafka_libs.BrokerUnavailableError)
     versions = dict.fromkeys([kafka_libs.chosen_kafka(), kafka_libs.NEWEST, kafka_libs.OLDER])
     codes = [
-        provide(
-            f"Kafka broker {version}",
-            functools.partial(kafka_libs.kafka_libs, version),
-            kafka_libs.BrokerUnavailableError,
-        )
+        provide(f"Kafka broker {version}", functools.partial(_broker, version), kafka_libs.BrokerUnavailableError)
         for version in versions
     ]
     return max(codes)
+
+
+def _broker(version: str) -> Path:
+    """Return the folder of a broker's jars; fetch them, and archive its classes, unless that was done."""
+    libs = kafka_libs.kafka_libs(version)
+    archive = libs / kafka_libs.CLASS_ARCHIVE
+    if not archive.exists():
+        before = os.environ.get(kafka_libs.VERSION_VARIABLE)
+        os.environ[kafka_libs.VERSION_VARIABLE] = version
+        try:
+            asyncio.run(_archive_classes(archive))
+        except kafka.KafkaFailedError as failure:
+            print(f"the classes of Kafka {version} are not archived, so it starts more slowly: {failure}")
+        finally:
+            os.environ.pop(kafka_libs.VERSION_VARIABLE)
+            if before is not None:
+                os.environ[kafka_libs.VERSION_VARIABLE] = before
+    return libs
+
+
+async def _archive_classes(archive: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=archive.parent) as directory:
+        written = Path(directory) / archive.name
+        broker = kafka.KafkaBroker(Path(directory), archive_to=written)
+        try:
+            await broker.start()
+            await broker.stop()
+            if written.exists():
+                written.replace(archive)
+        finally:
+            await broker.kill()
 
 
 def provide_connector() -> int:

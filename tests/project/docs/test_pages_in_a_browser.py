@@ -41,6 +41,7 @@ async def test_every_page_renders_without_errors_in_every_layout(site: Path) -> 
     assert await faults_of(site, pages, WAYS) == {}
 
 
+@pytest.mark.timeout(300)
 async def test_no_name_is_broken_in_a_table(site: Path) -> None:
     assert await faults_of(site, ["failures/", "settings/"], [Way(390, "light"), Way(1280, "light")]) == {}
 

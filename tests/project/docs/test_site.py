@@ -11,6 +11,7 @@ from tests.support.paths import PROJECT
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(300)
 def test_the_site_builds_completely(site: Path) -> None:
     """A plugin that the builder does not know is ignored in silence: pages would be empty then."""
     check_reference(site)
