@@ -73,8 +73,8 @@ async def test_poison_messages_are_dead_lettered_at_full_speed(
     kafka: SharedKafka, topic: str, share: int, pairs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of it is refused by the handler, and half cannot be decoded. Of several runs in turn, the best count."""
-    # In random places: a write that takes long holds up each key at its next poison message, and then all keys continue.
-    # At regular distances, they would have the following poison message at the same time, and the breaker would open.
+    # In random places: a slow write holds up each key at its next poison message, and then all keys continue together.
+    # At regular distances, the next poison messages would also come together, and the breaker would open.
     chosen = random.Random(share).sample(range(RECORDS), RECORDS * share // 100)
     poison_at = dict(zip(chosen, itertools.cycle(POISON), strict=False))
     values = [poison_at.get(number, b'{"total": %d}' % number) for number in range(RECORDS)]
