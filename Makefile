@@ -1,7 +1,7 @@
 # Each target installs its tools first; a second run is quick. `make` alone lists the targets.
 
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
 # Any Python, 3.11 or newer; `make PYTHON=...` chooses another.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
