@@ -28,7 +28,7 @@ _STRATEGIES = (zlib.Z_RLE, zlib.Z_HUFFMAN_ONLY)
 """Ways to compress: the first is shorter for regular patterns, the second for irregular ones."""
 
 _SMALLEST_WINDOW = 9
-"""Logarithm of the bytes that deflate looks back over, at least."""
+"""The smallest window of deflate, as the binary logarithm of its bytes."""
 
 _CONTINUED = 0x80
 """Marks a byte of a number that is followed by more bytes, of seven bits each."""

@@ -245,8 +245,8 @@ class ParkedPartition(Epoch):
         # Only when the key is gone or has failed again: a request answered earlier would be lost in a deploy.
         return [release(self.topic_partition.topic, coordinates, answered=True) for coordinates in requests]
 
-    def send(self, messages: Iterable[Message]) -> None:
-        """Let `outgoing` return messages."""
+    def write_later(self, messages: Iterable[Message]) -> None:
+        """Add messages to those that `outgoing` returns."""
         self._outgoing += messages
 
     def outgoing(self) -> list[Message]:

@@ -306,7 +306,7 @@ class Parking:
         With exactly once, in its transaction: if that fails, the next owner must find the requests.
         """
         if not self._exactly_once:
-            delivery.parked.send(answers)
+            delivery.parked.write_later(answers)
             return
         for answer in answers:
             await self._send_for(delivery, answer)

@@ -25,7 +25,7 @@ LIBS_VARIABLE = "AIOSHARD_KAFKA_LIBS"
 VERSION_VARIABLE = "AIOSHARD_KAFKA_VERSION"
 
 CLASS_ARCHIVE = "classes.jsa"
-"""File beside the jars: the broker's classes in the form of one Java version, which loads them in half the time."""
+"""File beside the jars: the broker's classes in the form of one Java version, which loads them in less time."""
 
 
 class BrokerUnavailableError(RuntimeError):

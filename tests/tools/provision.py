@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import patch
 
 from tests.support import chromium, connector_jars, kafka, kafka_libs, postgresql, prometheus, schema_registry
 from tests.support.requirements import provide
@@ -42,20 +43,16 @@ def _broker(version: str) -> Path:
     libs = kafka_libs.kafka_libs(version)
     archive = libs / kafka_libs.CLASS_ARCHIVE
     if not archive.exists():
-        before = os.environ.get(kafka_libs.VERSION_VARIABLE)
-        os.environ[kafka_libs.VERSION_VARIABLE] = version
         try:
-            asyncio.run(_archive_classes(archive))
+            with patch.dict(os.environ, {kafka_libs.VERSION_VARIABLE: version}):
+                asyncio.run(_archive_classes(archive))
         except kafka.KafkaFailedError as failure:
             print(f"the classes of Kafka {version} are not archived, so it starts more slowly: {failure}")
-        finally:
-            os.environ.pop(kafka_libs.VERSION_VARIABLE)
-            if before is not None:
-                os.environ[kafka_libs.VERSION_VARIABLE] = before
     return libs
 
 
 async def _archive_classes(archive: Path) -> None:
+    """Start and stop the broker that the environment chooses, whose Java then writes the archive."""
     with tempfile.TemporaryDirectory(dir=archive.parent) as directory:
         written = Path(directory) / archive.name
         broker = kafka.KafkaBroker(Path(directory), archive_to=written)

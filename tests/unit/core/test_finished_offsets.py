@@ -46,3 +46,10 @@ def test_with_little_room_only_the_lowest_offsets_are_stored(room: int) -> None:
 
     assert found == runs[: len(found)]
     assert bool(found) == (room >= 12)
+
+
+@pytest.mark.parametrize("runs", [[Run(7, 8), Run(5, 6)], [Run(5, 6), Run(6, 8)], [Run(5, 5)], [Run(3, 6)]], ids=str)
+def test_runs_that_are_not_ascending_and_apart_are_refused(runs: list[Run]) -> None:
+    """The text could not be read back, and its records would run again."""
+    with pytest.raises(ValueError, match="ascending"):
+        written(runs, 4, 100)
